@@ -1,0 +1,155 @@
+// What a caller of the kernels sees: one rank's view of its team, the parameters of each operation,
+// and the launchers. No CUDA, XLA or Python. Layouts of exchanged memory are in layout.h.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/layout.h"
+#include "proxy/abi/ring.h"
+#include "proxy/base/doorbell.h"
+#include "proxy/base/failure.h"
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// Splits [0, num_items) over the threads that this rank may use and returns when all are done.
+// Always callable; with one thread it runs `body(0, num_items)` inline.
+using ParallelFor =
+    std::function<void(int64_t num_items, const std::function<void(int64_t begin, int64_t end)>& body)>;
+
+// Totals since creation, read by Group.stats(). Written by the rank's executor only (relaxed).
+struct RankCounters {
+  std::atomic<uint64_t> plans, dispatches, combines;   // calls completed (LL included)
+  std::atomic<uint64_t> rows_received, rows_dropped;   // rows placed; this rank's (t, k) pairs dropped
+  std::atomic<uint64_t> bytes_pulled;                  // read from node-mates (memory or heap)
+  std::atomic<uint64_t> rows_sent_internode, bytes_sent_internode;  // rows once per (token, node)
+  std::atomic<uint64_t> wait_ns;                       // time spent waiting for peers
+  std::atomic<uint64_t> last_overflow;                 // 1 if the newest plan overflowed
+  std::atomic<uint64_t> invalid_ids;                   // expert ids >= num_experts seen in plans
+};
+
+// One rank of one team: built once by the session, then used by that rank's executor alone.
+// Pointers must outlive it.
+struct Rank {
+  std::string group_name;  // for messages
+  GroupShape shape;
+  HeapLayout layout;
+  uint32_t rank = 0;
+  // Indexed by rank. Node-mates (self included): base of their heap as mapped here. Others: nullptr.
+  std::vector<std::byte*> heaps;
+  // Indexed by rank: that node-mate lives in this process, so its XLA buffers can be read in place.
+  std::vector<bool> in_process;
+  // Null in a group of one node. Commands to other nodes go here; proxy_bell is rung after a batch.
+  RingView ring;
+  Doorbell* proxy_bell = nullptr;
+  FailureLatch* failure = nullptr;
+  std::chrono::nanoseconds timeout{};  // Config.timeout_s: bound of each operation's waits
+  ParallelFor parallel_for;
+  RankCounters* counters = nullptr;
+  // Epochs of the newest call of each kind that this rank has begun / finished (0 = none).
+  struct Epochs {
+    uint64_t plan = 0;
+    uint64_t dispatch_started = 0, dispatch_done = 0;
+    uint64_t combine_started = 0, combine_done = 0;
+    uint64_t ll_dispatch_started = 0, ll_dispatch_done = 0;
+    uint64_t ll_combine_started = 0, ll_combine_done = 0;
+  } epochs;
+
+  uint32_t node() const { return rank / shape.node_size; }
+  uint32_t local_rank() const { return rank % shape.node_size; }
+  uint32_t node_begin() const { return node() * shape.node_size; }  // first rank of this node
+};
+
+// The arrays of a jax_ep.Plan on this rank (shapes: api.md "Operations"). T tokens, K = top_k,
+// E_l local experts, N ranks, R receive rows.
+struct PlanOutputs {
+  std::span<int32_t> group_sizes;    // [E_l]
+  std::span<int32_t> group_counts;   // [E_l]
+  std::span<int32_t> send_slot;      // [T * K]
+  std::span<int32_t> recv_src;       // [R]
+  std::span<int32_t> send_counts;    // [N]
+  std::span<int32_t> recv_counts;    // [N]
+  int32_t* num_dropped = nullptr;    // []
+  int32_t* overflow = nullptr;       // []
+  std::span<int32_t> recv_topk_idx;  // [N * T * K] in rank_major, else empty
+};
+
+struct PlanParams {
+  Mode mode = Mode::kHt;
+  Layout layout = Layout::kExpertMajor;
+  int64_t num_tokens = 0;              // T, equal on all ranks of one call
+  int64_t recv_rows = 0;               // R
+  std::span<const int32_t> topk_idx;   // [T * K]; negative: no expert; >= E: dropped and counted
+  PlanOutputs out;
+};
+
+// Rows to experts, following a plan. With `y` and `row_weights` it is the backward of a weighted
+// combine: recv_x[r] = row_weights[r] * x[src(r)] and recv_dots[r] = <x[src(r)], y[r]> (f32 sums).
+struct DispatchParams {
+  Mode mode = Mode::kHt;
+  Layout layout = Layout::kExpertMajor;
+  bool zero_padding = true;
+  int64_t num_tokens = 0;                  // T
+  int64_t recv_rows = 0;                   // R
+  const std::byte* x = nullptr;            // [T, H] of shape.elem_type; null when hidden rows are absent
+  std::span<const float> weights;          // [T * K], empty when absent
+  std::span<const int32_t> send_slot;      // [T * K] of the plan
+  std::span<const int32_t> recv_src;       // [R] of the plan
+  std::span<const int32_t> recv_topk_idx;  // [N * T * K] in rank_major with weights, else empty
+  const std::byte* y = nullptr;            // [R, H], null when absent
+  std::span<const float> row_weights;      // [R], empty when absent (= 1)
+  std::byte* recv_x = nullptr;             // [R, H], null when x is
+  std::span<float> recv_weights;           // [R]; rank_major [N * T * K]; empty when weights are
+  std::span<float> recv_dots;              // [R], empty when y is absent
+};
+
+// LL plan and dispatch in one exchange: PlanParams.topk_idx routes, DispatchParams.send_slot and
+// recv_src are ignored (the plan outputs take their place).
+struct LlDispatchParams {
+  PlanParams plan;
+  DispatchParams dispatch;
+};
+
+// Rows back to their tokens, summed in the fixed order of docs/semantics.md.
+struct CombineParams {
+  Mode mode = Mode::kHt;
+  Layout layout = Layout::kExpertMajor;
+  int64_t num_tokens = 0;              // T
+  int64_t recv_rows = 0;               // R
+  const std::byte* y = nullptr;        // [R, H] of shape.elem_type; null when absent
+  std::span<const float> row_weights;  // [R], empty = 1
+  // One f32 per row ([R]; rank_major [R * K]) that travels back to ride_out[t, k]; empty when absent.
+  std::span<const float> ride;
+  std::span<const int32_t> send_slot;  // [T * K] of the plan
+  std::span<const int32_t> recv_src;   // [R] of the plan
+  std::byte* out = nullptr;            // [T, H], null when y is
+  std::span<float> ride_out;           // [T * K], zero where a pair was dropped or absent
+};
+
+// Each launcher runs one call of this rank to its end on the calling thread: it blocks, bounded by
+// rank.timeout and the failure latch, and must be called in the agreed order on every rank of the
+// team. On error the outputs are unspecified, the latch is set, and later calls fail at once.
+Status RunPlan(Rank& rank, const PlanParams& params);
+Status RunDispatch(Rank& rank, const DispatchParams& params);
+Status RunLlDispatch(Rank& rank, const LlDispatchParams& params);
+Status RunCombine(Rank& rank, const CombineParams& params);
+
+// Halves. Start copies or sends everything that it reads before it returns, so the caller's buffers
+// may go; it writes its epoch to *epoch, which Done must get back. At most shape.depth starts of a
+// kind may be open; one more is kFailedPrecondition. Done reads none of x, weights, y, row_weights
+// and ride, except that the fused backward (y) exists in whole calls only.
+Status StartDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch);
+Status FinishDispatch(Rank& rank, const DispatchParams& params, uint64_t epoch);
+Status StartLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t* epoch);
+Status FinishLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t epoch);
+Status StartCombine(Rank& rank, const CombineParams& params, uint64_t* epoch);
+Status FinishCombine(Rank& rank, const CombineParams& params, uint64_t epoch);
+
+}  // namespace jax_ep

@@ -1,0 +1,37 @@
+// Channels: the independent streams between two ranks. Shared by kernels (producers and waiters)
+// and the proxy (which turns arrivals into flag updates).
+#pragma once
+
+#include <cstdint>
+
+namespace jax_ep {
+
+// Each ordered pair of ranks has one flow per channel. A flag word flag[channel][source] in the
+// receiver's heap counts, for HT and control channels, the signals committed from that source, and
+// for LL channels the epochs completed. Every producer sends exactly one signal (LL: one count
+// message) per peer and epoch, so the count equals the epoch (epochs start at 1).
+enum class Channel : uint8_t {
+  kOrder = 0,           // rank 0 -> leader of each other node: one entry of the agreed order
+  kPlan = 1,            // routing records
+  kPlanDone = 2,        // the records of an epoch were read: its set may be written again
+  kDispatch = 3,        // HT rows
+  kDispatchDone = 4,    // the node has read the rows of an epoch
+  kReduce = 5,          // inside a node only: partials are staged
+  kCombine = 6,         // HT node partials
+  kCombineDone = 7,     // the owner has read the partials of an epoch
+  kLlDispatch = 8,      // LL rows (counted)
+  kLlDispatchDone = 9,  // LL dispatch set of an epoch was unpacked
+  kLlCombine = 10,      // LL partials (counted)
+  kLlCombineDone = 11,  // LL combine set of an epoch was summed
+  kReduceDone = 12,     // inside a node only: staged partials were read
+  kBarrier = 13,        // create_group and close
+};
+inline constexpr uint32_t kNumChannels = 16;  // 6 bits in a command, 4 used
+
+// Counted channels carry a slot per message and a count per epoch; arrival order is irrelevant.
+// Every other channel is sequenced: messages are committed in posting order.
+constexpr bool IsCounted(Channel channel) {
+  return channel == Channel::kLlDispatch || channel == Channel::kLlCombine;
+}
+
+}  // namespace jax_ep
