@@ -1,0 +1,119 @@
+"""``python -m jax_ep info | selftest | bench | launch``: parses, then hands over to one module."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from jax_ep._launch import DEFAULT_GRACE_S, LaunchOptions, launch
+
+_LAUNCH_EPILOG = """\
+Everything after the script's name goes to the script.  In each process jax.distributed is already
+initialised, so a script that also runs elsewhere says
+    if not jax.distributed.is_initialized(): jax_ep.initialize()
+
+A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
+later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
+it), 0 if none did.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
+Nothing that the job started outlives the launcher, even if the launcher itself is killed.
+
+With -D above 1, XLA_FLAGS gets the device count and NPROC (the size of XLA's thread pool) becomes
+max(32, 4*D) unless it is set.
+
+example: python -m jax_ep launch -n 4 examples/train_moe_lm.py --steps 50
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_ep", description="Expert-parallel dispatch and combine for JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    commands.add_parser("info", help="what is installed here and what it can use")
+
+    selftest = commands.add_parser("selftest", help="check every path of this machine (< 30 s)")
+    selftest.add_argument("--json", metavar="FILE", help="also write the results to FILE")
+
+    bench = commands.add_parser("bench", help="measure dispatch and combine against jax.lax")
+    from jax_ep._cli.shapes import SHAPES
+
+    bench.add_argument("--shape", default="small", choices=sorted(SHAPES), help="a named shape")
+    bench.add_argument("--mode", default="auto", choices=("auto", "ht", "ll"))
+    bench.add_argument(
+        "--ranks", type=int, default=4, help="virtual CPU devices if this process is alone"
+    )
+    bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
+    bench.add_argument("--transport", default="auto", help="between nodes: auto, loopback, shm")
+    bench.add_argument("--repeats", type=int, default=20, help="timed runs of each program")
+    bench.add_argument("--out", default="bench-results", metavar="DIR", help="for JSON and PNG")
+
+    launcher = commands.add_parser(
+        "launch",
+        help="start N processes of a script on this host",
+        usage="python -m jax_ep launch -n N [options] script.py [script arguments]",
+        epilog=_LAUNCH_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launcher.add_argument("-n", type=int, required=True, metavar="N", help="number of processes")
+    launcher.add_argument(
+        "-D",
+        "--devices-per-process",
+        type=int,
+        default=1,
+        metavar="D",
+        help="virtual CPU devices of each process (default 1)",
+    )
+    launcher.add_argument(
+        "--grace",
+        type=float,
+        default=DEFAULT_GRACE_S,
+        metavar="S",
+        help=f"seconds that the others run on after a failure (default {DEFAULT_GRACE_S:g})",
+    )
+    launcher.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command == "launch":
+        if options.script[:1] == ["--"]:
+            del options.script[0]
+        try:
+            launch_options = LaunchOptions(
+                num_processes=options.n,
+                command=options.script,
+                devices_per_process=options.devices_per_process,
+                grace_s=options.grace,
+            )
+        except ValueError as error:
+            parser.error(str(error))
+        return launch(launch_options)
+    if options.command == "info":
+        from jax_ep._cli.info import info
+
+        return info()
+    if options.command == "selftest":
+        from jax_ep._cli.selftest import selftest
+
+        return selftest(options.json)
+    from jax_ep._cli.bench import BenchOptions, bench
+
+    return bench(
+        BenchOptions(
+            shape=options.shape,
+            mode=options.mode,
+            num_ranks=options.ranks,
+            node_size=options.node_size,
+            transport=options.transport,
+            repeats=options.repeats,
+            out_dir=options.out,
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

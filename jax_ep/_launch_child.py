@@ -1,0 +1,107 @@
+"""Entry of one launched process: joins the job, then runs the user's script as ``__main__``.
+
+Started by ``_launch.py`` only, as ``python -m jax_ep._launch_child SCRIPT ARGS...``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from jax_ep._launch import SPEC_ENV
+
+_F_SETSIG = getattr(fcntl, "F_SETSIG", 10)  # Linux's number; the fcntl module lacks the name
+
+
+def _die_with_launcher(lifeline_fd: int) -> None:
+    """Has the kernel kill this process group when the launcher's end of the pipe closes.
+
+    The signal is delivered without Python, so a process that is stuck in C++ dies too.
+    """
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline_fd, _F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
+    poller = select.poll()
+    poller.register(lifeline_fd, select.POLLHUP)
+    if poller.poll(0):  # it went before the lines above
+        os._exit(1)
+
+
+def _run_script(command: list[str]) -> int:
+    """Runs the script and returns the exit code that ``python script.py`` would have had."""
+    script = command[0]
+    sys.argv[:] = command
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            return (error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename != script:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames or error.__traceback__)
+        return 1
+    return 0
+
+
+def _wait_until_alone(control: socket.socket) -> None:
+    """Process 0 hosts JAX's coordinator: leaving before the others would abort them."""
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        control.recv(1)
+
+
+def main() -> int:
+    """Joins the job described by the environment and runs ``sys.argv[1:]``."""
+    spec = json.loads(os.environ.pop(SPEC_ENV))
+    _die_with_launcher(spec["lifeline_fd"])
+    os.set_inheritable(spec["lifeline_fd"], False)
+    control = socket.socket(fileno=spec["control_fd"])
+    control.set_inheritable(False)
+
+    import jax
+
+    from jax_ep._initialize import configure_jax
+
+    configure_jax()
+    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
+        # It would swallow SIGTERM, with which people and the launcher end a job on one host.
+        jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{spec['port']}"
+    jax.distributed.initialize(
+        coordinator_address=address,
+        num_processes=spec["num_processes"],
+        process_id=spec["index"],
+        coordinator_bind_address=address,
+    )
+    with contextlib.suppress(OSError):
+        control.send(b"started\n")
+    exit_code = _run_script(sys.argv[1:])
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        control.send(f"exit {exit_code}\n".encode())
+    if spec["index"] == 0:
+        _wait_until_alone(control)
+    return exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,318 @@
+"""``python -m jax_ep launch``: exit codes, output, signals, and what it leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.multiprocess
+
+LIMIT_S = 60.0
+
+
+def _environment(**extra: str) -> dict[str, str]:
+    dropped = ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {**env, "JAX_PLATFORMS": "cpu", **extra}
+
+
+def _command(script: Path, *options: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    return [sys.executable, "-m", "jax_ep", "launch", *options, str(script), *arguments]
+
+
+def _launch(
+    script: Path, *options: str, arguments: tuple[str, ...] = (), **extra: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(script, *options, arguments=arguments),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=_environment(**extra),
+        check=False,
+    )
+
+
+def _start(script: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        _command(script, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=_environment(),
+    )
+
+
+def _wait_for_lines(process: subprocess.Popen[str], word: str, count: int) -> list[str]:
+    assert process.stdout is not None
+    found: list[str] = []
+    while len(found) < count:
+        line = process.stdout.readline()
+        assert line, f"the job ended after {found}"
+        if word in line:
+            found.append(line)
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def _all_gone(pids: list[int], within_s: float = 5.0) -> bool:
+    limit = time.monotonic() + within_s
+    while any(map(_is_alive, pids)):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.fixture
+def script(tmp_path: Path):
+    def write(body: str) -> Path:
+        path = tmp_path / "job.py"
+        path.write_text(textwrap.dedent(body))
+        return path
+
+    return write
+
+
+class TestRunning:
+    def test_a_script_runs_as_main_in_every_process_with_its_arguments(self, script):
+        path = script(
+            """
+            import os, sys, jax
+            assert __name__ == "__main__" and __file__ == sys.argv[0]
+            assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))
+            assert jax.distributed.is_initialized()
+            import jax_ep._initialize
+            jax_ep._initialize.initialize()  # nothing left to do
+            assert jax.config.jax_enable_recoverability
+            assert "JAX_EP_LAUNCH" not in os.environ
+            print(jax.process_index(), jax.process_count(), jax.device_count(), sys.argv[1:])
+            """
+        )
+        done = _launch(path, "-n", "2", arguments=("--steps", "3", "-n", "a b"))
+        assert done.returncode == 0, done.stderr
+        lines = sorted(line for line in done.stdout.splitlines() if "steps" in line)
+        assert lines == [
+            "[0] 0 2 2 ['--steps', '3', '-n', 'a b']",
+            "[1] 1 2 2 ['--steps', '3', '-n', 'a b']",
+        ]
+
+    def test_devices_per_process_makes_virtual_devices_and_a_big_enough_pool(self, script):
+        path = script(
+            """
+            import os, jax
+            import jax.numpy as jnp
+            from jax.sharding import Mesh, PartitionSpec as P
+            import numpy as np
+            mesh = Mesh(np.array(jax.devices()), ("i",))
+            f = jax.jit(jax.shard_map(lambda: jax.lax.psum(jnp.ones(()), "i"), mesh=mesh,
+                                      in_specs=(), out_specs=P()))
+            print("sum", float(f().addressable_data(0)), os.environ["NPROC"])
+            """
+        )
+        done = _launch(path, "-n", "2", "--devices-per-process", "3")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("sum 6.0 32") == 2
+        done = _launch(path, "-n", "1", "-D", "2", NPROC="48")
+        assert "sum 2.0 48" in done.stdout
+
+    def test_process_0_stays_until_the_others_have_left(self, script):
+        # Leaving first, it took JAX's coordinator with it and the others were aborted.
+        path = script(
+            """
+            import time, jax
+            if jax.process_index() == 1:
+                time.sleep(2)
+                print("still here")
+            """
+        )
+        done = _launch(path, "-n", "2")
+        assert done.returncode == 0, done.stderr
+        assert "[1] still here" in done.stdout
+
+
+class TestOutput:
+    def test_every_line_is_whole_and_has_its_prefix(self, script):
+        path = script(
+            """
+            import os, sys
+            for i in range(400):
+                sys.stdout.write("a" * 50); sys.stdout.flush()
+                sys.stdout.write(f"b{i}\\n")
+            os.write(1, b"no end")
+            """
+        )
+        done = _launch(path, "-n", "3")
+        assert done.returncode == 0
+        lines = done.stdout.splitlines()
+        for index in range(3):
+            mine = [line for line in lines if line.startswith(f"[{index}] ")]
+            expected = [f"[{index}] {'a' * 50}b{i}" for i in range(400)]
+            assert mine == [*expected, f"[{index}] no end"]
+        assert len(lines) == 3 * 401
+
+    def test_stderr_stays_stderr(self, script):
+        path = script("import sys; print('oops', file=sys.stderr)")
+        done = _launch(path, "-n", "1")
+        assert "[0] oops" in done.stderr and "oops" not in done.stdout
+
+
+class TestFailure:
+    @pytest.mark.parametrize(
+        ("statement", "expected"),
+        [
+            ("sys.exit(7)", 7),
+            ("raise RuntimeError('broken')", 1),
+            ("sys.exit('a message')", 1),
+            ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+            ("os._exit(9)", 9),
+        ],
+    )
+    def test_the_exit_code_is_the_first_failures(self, script, statement, expected):
+        path = script(
+            f"""
+            import os, signal, sys, time, jax
+            if jax.process_index() == 1:
+                {statement}
+            time.sleep(1)
+            sys.exit(3)
+            """
+        )
+        done = _launch(path, "-n", "2", "--grace", "20")
+        assert done.returncode == expected, done.stderr
+        assert "[launch] process 1 " in done.stderr
+
+    def test_the_others_may_finish_within_the_grace(self, script):
+        path = script(
+            """
+            import sys, time, jax
+            if jax.process_index() == 0:
+                raise ValueError("mine")
+            time.sleep(1.5)
+            print("reported")
+            """
+        )
+        done = _launch(path, "-n", "2", "--grace", "30")
+        assert done.returncode == 1
+        assert "[1] reported" in done.stdout
+        assert 'job.py", line' in done.stderr and "ValueError: mine" in done.stderr
+        assert "runpy" not in done.stderr  # the traceback starts in the script
+
+    def test_the_grace_ends_with_sigterm_and_then_sigkill(self, script):
+        path = script(
+            """
+            import os, signal, sys, time, jax
+            if jax.process_index() == 0:
+                signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
+                print("pid", os.getpid())
+                while True:
+                    time.sleep(1)
+            sys.exit(5)
+            """
+        )
+        begin = time.monotonic()
+        done = _launch(path, "-n", "2", "--grace", "1")
+        assert done.returncode == 5
+        assert time.monotonic() - begin < 30
+        assert "[0] terminated" in done.stdout  # then it went on, so SIGKILL
+        pid = int(done.stdout.split("pid ")[1].split()[0])
+        assert not _is_alive(pid)
+
+
+class TestSignals:
+    BODY = """
+        import os, signal, sys, time
+        def stop(number, frame):
+            print("got", number)
+            sys.exit(0 if number == signal.SIGTERM else 4)
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        print("pid", os.getpid())
+        while True:
+            time.sleep(0.1)
+        """
+
+    @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 4)])
+    def test_a_signal_reaches_every_process(self, script, number, expected):
+        job = _start(script(self.BODY), "-n", "2")
+        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 2)]
+        job.send_signal(number)
+        rest, _ = job.communicate(timeout=LIMIT_S)
+        assert rest.count(f"got {int(number)}") == 2
+        assert job.returncode == expected
+        assert _all_gone(pids)
+
+    def test_an_unhandled_sigterm_ends_the_job(self, script):
+        # JAX's preemption service used to swallow it.
+        path = script("import time; print('pid'); time.sleep(100)")
+        job = _start(path, "-n", "2")
+        _wait_for_lines(job, "pid", 2)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=30) == 128 + signal.SIGTERM
+
+
+class TestNothingLeftBehind:
+    def test_a_killed_launcher_takes_children_and_grandchildren_along(self, script):
+        path = script(
+            """
+            import os, subprocess, time
+            child = subprocess.Popen(["sleep", "300"])
+            print("pid", os.getpid(), child.pid)
+            time.sleep(300)
+            """
+        )
+        job = _start(path, "-n", "2")
+        pids = [int(p) for line in _wait_for_lines(job, "pid", 2) for p in line.split()[2:]]
+        job.kill()
+        job.wait(timeout=LIMIT_S)
+        assert len(pids) == 4
+        assert _all_gone(pids)
+
+    def test_grandchildren_end_with_the_job(self, script):
+        path = script(
+            """
+            import subprocess
+            print("pid", subprocess.Popen(["sleep", "300"]).pid)
+            """
+        )
+        done = _launch(path, "-n", "1")
+        assert done.returncode == 0
+        assert _all_gone([int(done.stdout.split("pid ")[1])])
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["-n", "0", __file__], "at least one process"),
+            (["-n", "2", "-D", "0", __file__], "--devices-per-process: got 0"),
+            (["-n", "2", "--grace", "-1", __file__], "--grace"),
+            (["-n", "2"], "expected a script"),
+            (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),
+            ([__file__], "-n"),
+        ],
+    )
+    def test_a_wrong_command_line_says_what_is_wrong(self, arguments, message):
+        done = subprocess.run(
+            [sys.executable, "-m", "jax_ep", "launch", *arguments],
+            capture_output=True,
+            text=True,
+            env=_environment(),
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert message in done.stderr
