@@ -10,7 +10,9 @@ class Deadline {
  public:
   using Clock = std::chrono::steady_clock;
 
-  static Deadline After(std::chrono::nanoseconds timeout) { return Deadline(Clock::now() + timeout); }
+  static Deadline After(std::chrono::nanoseconds timeout) {
+    return Deadline(Clock::now() + timeout);
+  }
 
   bool expired() const { return Clock::now() >= at_; }
   // Time left, never negative.

@@ -65,8 +65,8 @@ inline Status Internal(std::string message) {
 template <typename T>
 class [[nodiscard]] Result {
  public:
-  Result(T value) : state_(std::move(value)) {}          // NOLINT: implicit by design
-  Result(Status status) : state_(std::move(status)) {}   // NOLINT: implicit by design
+  Result(T value) : state_(std::move(value)) {}         // NOLINT: implicit by design
+  Result(Status status) : state_(std::move(status)) {}  // NOLINT: implicit by design
 
   bool ok() const { return std::holds_alternative<T>(state_); }
   Status status() const { return ok() ? Status::Ok() : std::get<Status>(state_); }
@@ -84,11 +84,11 @@ class [[nodiscard]] Result {
 #define JAX_EP_CONCAT_INNER(a, b) a##b
 #define JAX_EP_CONCAT(a, b) JAX_EP_CONCAT_INNER(a, b)
 
-#define JAX_EP_RETURN_IF_ERROR(expr)                              \
-  do {                                                            \
+#define JAX_EP_RETURN_IF_ERROR(expr)                                    \
+  do {                                                                  \
     if (::jax_ep::Status jax_ep_status = (expr); !jax_ep_status.ok()) { \
-      return jax_ep_status;                                       \
-    }                                                             \
+      return jax_ep_status;                                             \
+    }                                                                   \
   } while (false)
 
 #define JAX_EP_ASSIGN_OR_RETURN(lhs, expr) \

@@ -1,0 +1,155 @@
+// The 16-byte command: what a kernel asks of its proxy thread. One encode and one decode, used
+// unchanged by CPU kernels, GPU kernels and the proxy. The ring that carries it is in ring.h.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "proxy/abi/channel.h"
+
+namespace jax_ep {
+
+enum class Op : uint8_t {
+  kWrite = 0,        // copy length_bytes to the destination rank
+  kWriteSignal = 1,  // the same, then bump the flag (sequenced channels only)
+  kSignal = 2,       // bump the flag; on a counted channel: the count message
+  kQuiet = 3,        // marker: complete when everything before it in this ring is acknowledged
+  kBarrier = 4,      // signal Channel::kBarrier to every peer of the endpoint
+};
+inline constexpr uint32_t kNumOps = 5;
+
+// A command before packing. Lengths and offsets are bytes and multiples of kCommandUnitBytes.
+// Region 0 is the rank's heap, on both sides; others do not exist in this version.
+//
+// Sequenced channels: kWrite moves data, kWriteSignal / kSignal bump the flag after every earlier
+// message of the flow. Counted channels (IsCounted): kWrite carries its slot in `value`; kSignal
+// carries in `value` the number of distinct slots that the epoch has (0 is legal).
+// kQuiet and kBarrier use `epoch` alone; each counts 1, 2, 3, ... per ring.
+struct Command {
+  Op op = Op::kWrite;
+  uint32_t dst_rank = 0;
+  uint64_t length_bytes = 0;  // ignored (and decoded as 0) unless op is a write; a write has >= 16
+  uint32_t local_region = 0;
+  uint32_t remote_region = 0;
+  uint64_t local_offset = 0;   // where the bytes are, in the sender's region
+  uint64_t remote_offset = 0;  // where they go, in the receiver's region
+  Channel channel = Channel::kOrder;
+  uint64_t epoch = 0;  // only the low kCommandEpochBits travel; all else is refused, not truncated
+  uint32_t value = 0;
+};
+
+struct PackedCommand {
+  uint64_t words[2];  // [0] payload word, [1] commit word (holds the ring's lap bit)
+};
+
+inline constexpr uint64_t kCommandUnitBytes = 16;
+
+// The bit budget. Payload word, from bit 0: low bits of the local offset, remote offset.
+// Commit word, from bit 0: value, epoch, channel, remote region, local region, length - 1,
+// destination, op, high bits of the local offset, lap.
+inline constexpr int kCommandLapBits = 1;
+inline constexpr int kCommandOpBits = 3;
+inline constexpr int kCommandRankBits = 10;
+inline constexpr int kCommandLengthBits = 20;  // length - 1 in units: 16 B .. 16 MiB
+inline constexpr int kCommandRegionBits = 2;
+inline constexpr int kCommandLocalOffsetBits = 36;   // units: 1 TiB
+inline constexpr int kCommandRemoteOffsetBits = 32;  // units: 64 GiB
+inline constexpr int kCommandChannelBits = 6;
+inline constexpr int kCommandEpochBits = 4;
+inline constexpr int kCommandValueBits = 12;
+
+inline constexpr int kCommandLocalLowBits = 32;  // part of the local offset in the payload word
+inline constexpr int kCommandLocalHighBits = kCommandLocalOffsetBits - kCommandLocalLowBits;
+
+static_assert(kCommandLocalLowBits + kCommandRemoteOffsetBits == 64, "the payload word is full");
+static_assert(kCommandLapBits + kCommandOpBits + kCommandRankBits + kCommandLengthBits +
+                      2 * kCommandRegionBits + kCommandChannelBits + kCommandEpochBits +
+                      kCommandValueBits + kCommandLocalHighBits ==
+                  64,
+              "the commit word is full");
+static_assert(sizeof(PackedCommand) == 16, "a command is two 64-bit words");
+static_assert(kNumChannels <= (1u << kCommandChannelBits), "a channel fits its field");
+static_assert(kNumOps <= (1u << kCommandOpBits), "an op fits its field");
+
+inline constexpr int kCommandValueShift = 0;
+inline constexpr int kCommandEpochShift = kCommandValueShift + kCommandValueBits;
+inline constexpr int kCommandChannelShift = kCommandEpochShift + kCommandEpochBits;
+inline constexpr int kCommandRemoteRegionShift = kCommandChannelShift + kCommandChannelBits;
+inline constexpr int kCommandLocalRegionShift = kCommandRemoteRegionShift + kCommandRegionBits;
+inline constexpr int kCommandLengthShift = kCommandLocalRegionShift + kCommandRegionBits;
+inline constexpr int kCommandRankShift = kCommandLengthShift + kCommandLengthBits;
+inline constexpr int kCommandOpShift = kCommandRankShift + kCommandRankBits;
+inline constexpr int kCommandLocalHighShift = kCommandOpShift + kCommandOpBits;
+inline constexpr int kCommandLapShift = kCommandLocalHighShift + kCommandLocalHighBits;
+static_assert(kCommandLapShift == 63, "the lap bit is the top bit of the commit word");
+
+inline constexpr uint64_t kCommandLapMask = uint64_t{1} << kCommandLapShift;
+inline constexpr uint64_t kMaxCommandBytes = kCommandUnitBytes << kCommandLengthBits;
+inline constexpr uint32_t kMaxCommandValue = (1u << kCommandValueBits) - 1;
+inline constexpr uint32_t kMaxRanks = 1u << kCommandRankBits;
+
+constexpr uint64_t BitMask(int bits) { return (uint64_t{1} << bits) - 1; }
+
+constexpr bool IsWrite(Op op) { return op == Op::kWrite || op == Op::kWriteSignal; }
+
+// The two words of `command`, lap bit clear; nullopt if any field does not fit, an offset or length
+// is not a multiple of 16, or a write is empty (use kSignal). Nothing but `epoch` is ever cut.
+constexpr std::optional<PackedCommand> TryPack(const Command& command) {
+  const uint64_t length_bytes = IsWrite(command.op) ? command.length_bytes : kCommandUnitBytes;
+  if (static_cast<uint32_t>(command.op) >= kNumOps || command.dst_rank >= kMaxRanks ||
+      length_bytes == 0 || length_bytes > kMaxCommandBytes ||
+      length_bytes % kCommandUnitBytes != 0 || command.local_offset % kCommandUnitBytes != 0 ||
+      command.remote_offset % kCommandUnitBytes != 0 ||
+      command.local_region > BitMask(kCommandRegionBits) ||
+      command.remote_region > BitMask(kCommandRegionBits) ||
+      static_cast<uint32_t>(command.channel) >= kNumChannels || command.value > kMaxCommandValue) {
+    return std::nullopt;
+  }
+  const uint64_t local_units = command.local_offset / kCommandUnitBytes;
+  const uint64_t remote_units = command.remote_offset / kCommandUnitBytes;
+  if (local_units > BitMask(kCommandLocalOffsetBits) ||
+      remote_units > BitMask(kCommandRemoteOffsetBits)) {
+    return std::nullopt;
+  }
+  PackedCommand packed{};
+  packed.words[0] =
+      (local_units & BitMask(kCommandLocalLowBits)) | (remote_units << kCommandLocalLowBits);
+  packed.words[1] = (uint64_t{command.value} << kCommandValueShift) |
+                    ((command.epoch & BitMask(kCommandEpochBits)) << kCommandEpochShift) |
+                    (static_cast<uint64_t>(command.channel) << kCommandChannelShift) |
+                    (uint64_t{command.remote_region} << kCommandRemoteRegionShift) |
+                    (uint64_t{command.local_region} << kCommandLocalRegionShift) |
+                    ((length_bytes / kCommandUnitBytes - 1) << kCommandLengthShift) |
+                    (uint64_t{command.dst_rank} << kCommandRankShift) |
+                    (static_cast<uint64_t>(command.op) << kCommandOpShift) |
+                    ((local_units >> kCommandLocalLowBits) << kCommandLocalHighShift);
+  return packed;
+}
+
+// The inverse. Total: any 128 bits decode to something (op and channel may be out of range, which
+// the proxy checks). The lap bit is ignored; `epoch` holds the low bits only.
+constexpr Command Unpack(const PackedCommand& packed) {
+  const auto field = [&packed](int shift, int bits) {
+    return (packed.words[1] >> shift) & BitMask(bits);
+  };
+  Command command;
+  command.op = static_cast<Op>(field(kCommandOpShift, kCommandOpBits));
+  command.dst_rank = static_cast<uint32_t>(field(kCommandRankShift, kCommandRankBits));
+  command.length_bytes =
+      IsWrite(command.op) ? (field(kCommandLengthShift, kCommandLengthBits) + 1) * kCommandUnitBytes
+                          : 0;
+  command.local_region = static_cast<uint32_t>(field(kCommandLocalRegionShift, kCommandRegionBits));
+  command.remote_region =
+      static_cast<uint32_t>(field(kCommandRemoteRegionShift, kCommandRegionBits));
+  const uint64_t local_high = field(kCommandLocalHighShift, kCommandLocalHighBits);
+  command.local_offset =
+      ((packed.words[0] & BitMask(kCommandLocalLowBits)) | (local_high << kCommandLocalLowBits)) *
+      kCommandUnitBytes;
+  command.remote_offset = (packed.words[0] >> kCommandLocalLowBits) * kCommandUnitBytes;
+  command.channel = static_cast<Channel>(field(kCommandChannelShift, kCommandChannelBits));
+  command.epoch = field(kCommandEpochShift, kCommandEpochBits);
+  command.value = static_cast<uint32_t>(field(kCommandValueShift, kCommandValueBits));
+  return command;
+}
+
+}  // namespace jax_ep

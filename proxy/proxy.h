@@ -1,0 +1,116 @@
+// Proxy: one thread that moves what kernels cannot reach by load and store. It pops commands from
+// the rings of its endpoints, posts them to the transport, turns arrivals into flags, and reports
+// the first failure. It knows no CUDA, no XLA, and no transport by name.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "proxy/abi/channel.h"
+#include "proxy/abi/ring.h"
+#include "proxy/base/deadline.h"
+#include "proxy/base/doorbell.h"
+#include "proxy/base/failure.h"
+#include "proxy/base/status.h"
+#include "proxy/stats.h"
+#include "proxy/transport.h"
+
+namespace jax_ep {
+
+using TransportFactory = std::function<Result<std::unique_ptr<Transport>>(const TransportOptions&)>;
+
+struct ProxyOptions {
+  std::string group_name;   // in every message, and checked against the peers'
+  std::string transport;    // a name of ListTransports()
+  std::string faulty_spec;  // "" or e.g. "seed=7,reorder=16" (transport/faulty.h)
+  // Range of messages (at most kMaxWindowMessages) and bytes per flow that may be unacknowledged.
+  uint32_t window_messages = 256;
+  uint64_t window_bytes = uint64_t{8} << 20;
+  uint32_t inbox_slots = 8192;  // power of two
+  // A peer that was heard and then is silent for longer is reported as dead.
+  std::chrono::nanoseconds peer_timeout = std::chrono::seconds(15);
+  // A peer that was never heard since Start is reported after this.
+  std::chrono::nanoseconds timeout = std::chrono::seconds(600);
+  // Whom this process blames when another thread latched the failure: a rank, or -1. Optional;
+  // called once, on the proxy thread, so that peers can name the culprit too.
+  std::function<int64_t()> blamed_rank;
+  // Overrides `transport`; for tests and benchmarks.
+  TransportFactory transport_factory;
+};
+
+struct EndpointOptions {
+  uint32_t rank = 0;
+  uint32_t num_ranks = 1;
+  std::vector<uint32_t> peers;  // ranks of other nodes, any order, without duplicates
+  uint32_t ll_slots = 0;        // largest slot + 1 of the counted channels; 0: none is used
+  std::span<std::byte> heap;    // region 0; outlives the proxy
+  std::string heap_export;      // SharedMemory::Export of the heap; needed by shm
+  // Address of flag[channel][source] in the heap; nullptr where that pair has none. Called for
+  // every peer and channel in AddEndpoint, and not kept.
+  std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag;
+  Doorbell* doorbell = nullptr;  // rung after flag or quiet updates, and on failure; may be null
+  uint32_t ring_slots = 4096;    // power of two
+};
+
+// Use: Create, AddEndpoint for each local rank, exchange LocalBlob with all peers, Connect all,
+// Start, push commands, Stop.
+//
+// Thread rule: Create..Start and Stop on one thread. After Start any thread may push to ring(),
+// ring bell(), and call DumpState and Stats. The latch, heaps, flags and doorbells outlive it.
+//
+// Waiting across nodes: push kQuiet and kBarrier with the next epoch (each counts 1, 2, 3, ... per
+// endpoint), ring the bell, then wait until *quiet_flag(endpoint) and flag(kBarrier, peer) of all
+// peers have reached it.
+//
+// Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
+// reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's
+// doorbell is rung, peers are told so that they fail at once, and the thread ends.
+class Proxy {
+ public:
+  static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);
+  ~Proxy();  // stops
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  // \error kInvalidArgument  says which field; the transport's error if it cannot be made
+  Result<int> AddEndpoint(EndpointOptions options);
+
+  // What peers need to Connect to this endpoint (binary string, a few hundred bytes).
+  std::string LocalBlob(int endpoint) const;
+
+  // \error kInvalidArgument  version, group, window or slots differ from ours (both are named)
+  Status Connect(int endpoint, uint32_t peer, std::string_view blob, Deadline deadline);
+
+  // \error kFailedPrecondition  an endpoint is not connected to all of its peers; already started
+  Status Start();
+
+  // Sends what is queued, says goodbye to the peers, joins the thread. Idempotent; takes at most
+  // about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
+  void Stop();
+  static constexpr std::chrono::seconds kMaxStopTime{3};
+
+  RingView ring(int endpoint);
+  Doorbell* bell();
+  // The epoch of the newest completed kQuiet of this endpoint's ring (acquire it).
+  std::atomic<uint64_t>* quiet_flag(int endpoint);
+
+  // Text: per flow posted, acknowledged, expected, arrived, window, last command.
+  std::string DumpState() const;
+  // Every flow that has had traffic, in order of (rank, peer, channel).
+  std::vector<FlowStats> Stats() const;
+
+ private:
+  struct Impl;  // the thread and what it owns: proxy.cc
+  explicit Proxy(std::unique_ptr<Impl> impl);
+
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace jax_ep

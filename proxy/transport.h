@@ -1,0 +1,124 @@
+// Transport: how bytes and 32-bit immediates get from one rank to another. The reference
+// implementation, and so the manual for writing another, is proxy/transport/loopback.cc; the suite
+// that every implementation passes is tests/proxy/transport_conformance.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "proxy/base/deadline.h"
+#include "proxy/base/doorbell.h"
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// Positive promises: false / 0 always means "not promised" and is always safe to state.
+struct TransportCaps {
+  bool ordered = false;                  // arrivals of one peer come in posting order
+  bool arrival_implies_visible = false;  // payload is visible when its arrival is reported
+  bool native_add = false;               // remote atomic add (not used by this version)
+  bool gpu_direct = false;               // Register takes device memory
+  bool delivery_complete = false;        // kSent means written at the target, not only sent
+  bool needs_registration = false;       // local memory must be registered before it is sent
+  uint64_t max_message_bytes = 0;        // longest PostWrite
+  uint32_t immediate_bits = 0;           // at least 32 for our protocol
+};
+
+// Memory to be read and written by peers.
+struct MemoryRegion {
+  std::span<std::byte> bytes;
+  // SharedMemory::Export of exactly these bytes; "" if there is none. shm needs it.
+  std::string export_blob;
+  int device = -1;  // -1: host memory
+};
+
+struct LocalRegion {
+  uint32_t handle = 0;  // for WriteRequest::local_region
+  std::string key;      // for the peer's ImportRemoteKey
+};
+
+struct WriteRequest {
+  uint32_t peer = 0;           // handle of Connect
+  uint32_t local_region = 0;   // handle of Register; ignored when length_bytes is 0
+  uint32_t remote_region = 0;  // handle of ImportRemoteKey; ignored when length_bytes is 0
+  uint64_t local_offset = 0;
+  uint64_t remote_offset = 0;
+  uint64_t length_bytes = 0;  // 0: only the immediate travels
+  bool has_immediate = false;
+  uint32_t immediate = 0;
+  uint64_t token = 0;  // comes back in the kSent event
+};
+
+struct TransportEvent {
+  enum class Kind : uint8_t {
+    kSent,     // a write of ours no longer needs its source bytes; `token` is set
+    kArrived,  // a peer's write with immediate has arrived; `immediate` is set. Says not from whom
+    kFlushed,  // a Flush has completed; `token` is set
+  };
+  Kind kind = Kind::kSent;
+  uint32_t immediate = 0;
+  uint64_t token = 0;
+};
+
+// One Transport serves one local rank ("endpoint").
+//
+// Thread rule: everything before the first PostWrite on one thread, everything after on one thread
+// (the proxy's); never two at once. Lifetime: registered memory outlives the Transport, and peers
+// stop writing (barrier or failure) before the memory is unmapped.
+//
+// Promises to callers, whatever the network: each posted write is delivered exactly once as far as
+// its bytes go; its immediate is reported at least once; nothing is ever written outside a
+// registered region. No promise on order, on time, or on noticing that a peer is gone, unless Caps
+// says so. An implementation never blocks in PostWrite, Flush or Poll.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  virtual const TransportCaps& Caps() const = 0;
+
+  // Opaque address, to be handed to Connect of every peer.
+  virtual std::string LocalAddress() const = 0;
+
+  // Makes a peer reachable and returns its handle (dense, from 0). Called once per peer.
+  // \error kInvalidArgument   not an address of this transport
+  // \error kUnavailable       the peer is gone
+  // \error kDeadlineExceeded
+  virtual Result<uint32_t> Connect(std::string_view address, Deadline deadline) = 0;
+
+  virtual Result<LocalRegion> Register(const MemoryRegion& region) = 0;
+
+  // Makes a region of a connected peer writable; returns its handle (dense per peer, from 0).
+  virtual Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) = 0;
+
+  // Posts one write. The source bytes must stay unchanged until its kSent event.
+  // \error kResourceExhausted  nothing was posted: Poll, then try again
+  // \error kInvalidArgument    unknown handle, or outside a region (nothing was posted)
+  // \error kUnavailable        the peer is gone for good
+  virtual Status PostWrite(const WriteRequest& request) = 0;
+
+  // Asks that the payload of every arrival reported so far become visible to this host (and its
+  // GPUs). true: it is. false: wait for the kFlushed event with `token`. Only called if
+  // arrival_implies_visible is not promised, and never while an earlier one is under way.
+  virtual Result<bool> Flush(uint64_t token) = 0;
+
+  // Reports up to events.size() events and returns how many. Also drives progress, so it is called
+  // again and again while anything is under way.
+  virtual Result<size_t> Poll(std::span<TransportEvent> events) = 0;
+};
+
+// What a transport may need from its proxy.
+struct TransportOptions {
+  uint32_t rank = 0;         // of this endpoint, for messages
+  uint32_t inbox_slots = 0;  // power of two; 0: default
+  // The bell of the thread that polls. A transport rings it when Poll has something new to report
+  // (also from another process, through bell_export). Both may be empty: then nobody sleeps.
+  Doorbell* bell = nullptr;
+  std::string bell_export;  // SharedMemory::Export; the Doorbell is at its first byte
+  // Spec of the faulty wrapper; "" for none.
+  std::string faulty_spec;
+};
+
+}  // namespace jax_ep
