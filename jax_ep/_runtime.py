@@ -1,0 +1,295 @@
+"""Native sessions: bootstrap over jax.distributed, start, health, stop.
+
+Nothing here touches arrays. The session itself is C++ (xla_ffi/session.h).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import os
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jax_ep import _bootstrap, _config
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+_ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
+_open_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
+_groups_on: Counter[str] = Counter()  # groups created so far, by mesh devices
+_hooks_installed = False
+
+
+class NativeSession:
+    """The native side of one allocated Group in this process."""
+
+    def __init__(self, session: Any, group: Group, layout: _Layout, transport: str):
+        """Wraps a started `_core.Session`."""
+        self._session = session
+        self._label = repr(group)
+        self._closed = False
+        self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
+        self.heap_bytes: int = session.heap_bytes
+        self.transport = transport
+        self.node_size = layout.node_size
+        self.local_ranks: tuple[int, ...] = tuple(sorted({rank for _, _, rank in layout.local_ranks}))
+        _open_sessions.add(self)
+
+    def close(self) -> None:
+        """Waits for the group's devices, drains, gives the heap back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for device in self._devices:
+            with contextlib.suppress(Exception):  # a failed execution is the caller's to see
+                device.synchronize_all_activity()
+        self._session.close()
+
+    def failure_text(self) -> str:
+        """The first failure, or an empty string."""
+        return str(self._session.failure_text())
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: totals, per local rank, per proxy flow."""
+        ranks = self._session.rank_stats()
+        totals = {
+            name: sum(rank[name] for rank in ranks)
+            for name in (ranks[0] if ranks else {})
+            if name not in ("team", "rank")
+        }
+        return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
+
+    def dump_state(self) -> str:
+        """A text with everything that a hang report needs."""
+        return str(self._session.dump_state())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Who runs what: the same on every process, but for the local fields."""
+
+    team_processes: list[list[int]]
+    local_ranks: list[tuple[int, int, int]]  # (device id, team, rank)
+    local_positions: list[int]  # of this process's devices in mesh.devices.flat
+    processes: list[int]
+    node_size: int
+
+
+def _teams(group: Group) -> np.ndarray[Any, np.dtype[Any]]:
+    """Devices as [team, rank]: the group's axes last, in the group's order."""
+    mesh = group.mesh
+    others = [name for name in mesh.axis_names if name not in group.axes]
+    order = [mesh.axis_names.index(name) for name in (*others, *group.axes)]
+    return np.transpose(mesh.devices, order).reshape(-1, group.num_ranks)
+
+
+def _common_block(hosts: list[list[str]], num_ranks: int) -> int:
+    """Largest divisor S of num_ranks such that ranks [i*S, (i+1)*S) share a host in every team."""
+    for size in sorted((s for s in range(1, num_ranks + 1) if num_ranks % s == 0), reverse=True):
+        blocks = (team[i : i + size] for team in hosts for i in range(0, num_ranks, size))
+        if all(len(set(block)) == 1 for block in blocks):
+            return size
+    return 1
+
+
+def _choose_node_size(group: Group, hosts: list[list[str]]) -> int:
+    largest = _common_block(hosts, group.num_ranks)
+    wanted = group.config.node_size
+    if wanted is None:
+        return largest
+    if group.num_ranks % wanted:
+        raise ValueError(
+            f"Config.node_size: got {wanted}, expected a divisor of the group's {group.num_ranks} ranks; "
+            "use one of "
+            + ", ".join(str(s) for s in range(1, group.num_ranks + 1) if group.num_ranks % s == 0)
+        )
+    blocks = (team[i : i + wanted] for team in hosts for i in range(0, group.num_ranks, wanted))
+    if any(len(set(block)) > 1 for block in blocks):
+        raise ValueError(
+            f"Config.node_size: got {wanted}, but some {wanted} consecutive ranks do not share a host; "
+            f"use at most {largest}, or None"
+        )
+    return wanted
+
+
+def _choose_transport(
+    group: Group, num_nodes: int, one_process: bool, one_host: bool, available: dict[str, tuple[bool, str]]
+) -> str:
+    """The transport between nodes; "none" where there is one node and none was asked for."""
+    wanted = group.config.transport
+    if wanted == "auto":
+        if num_nodes == 1:
+            return "none"
+        candidates = (["loopback"] if one_process else []) + (["shm"] if one_host else [])
+        candidates += ["verbs", "ofi"]
+        for name in candidates:
+            if available.get(name, (False, ""))[0]:
+                return name
+        reasons = "; ".join(f"{name}: {available[name][1]}" for name in candidates if name in available)
+        raise ValueError(
+            f"Config.transport='auto' found no transport between the {num_nodes} nodes of {group!r}: {reasons}"
+        )
+    usable, reason = available.get(wanted, (False, "unknown"))
+    if not usable:
+        raise ValueError(
+            f"Config.transport: got {wanted!r}, which is not available here ({reason}); use 'auto' or one of "
+            + ", ".join(repr(name) for name, (ok, _) in available.items() if ok)
+        )
+    if wanted == "loopback" and not one_process:
+        raise ValueError(
+            "Config.transport: got 'loopback', which joins ranks of one process, but the mesh spans "
+            "several; use 'shm' on one host, or 'auto'"
+        )
+    if wanted == "shm" and not one_host:
+        raise ValueError(
+            "Config.transport: got 'shm', which joins processes of one host, but the mesh spans several "
+            "hosts; use 'auto'"
+        )
+    return wanted if num_nodes > 1 else "none"
+
+
+def _install_hooks(core: Any) -> None:
+    """Once per process: tell the core where compiled modules end, and close groups at exit."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+
+    def on_event(event: str, _duration: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            core.note_compile_end()
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+    # After this, before JAX's own exit handlers: a process that ends while others still use the
+    # group must say good-bye, or they take it for dead.
+    atexit.register(lambda: [session.close() for session in list(_open_sessions)])
+
+
+def start(group: Group) -> NativeSession:
+    """Allocates and connects the native side of `group`; collective over the mesh's processes.
+
+    Raises:
+        ValueError: configs differ between processes, or a field cannot be met here.
+        MemoryError: too little shared memory; says how much was asked for.
+        jax_ep.BootstrapError: another process failed, is gone, or did not take part.
+    """
+    from jax_ep import _core
+
+    _install_hooks(_core)
+    me = jax.process_index()
+    teams = _teams(group)
+    team_processes = [[int(device.process_index) for device in team] for team in teams]
+    processes = sorted({process for team in team_processes for process in team})
+    devices_key = hashlib.sha256(repr([[d.id for d in team] for team in teams]).encode()).hexdigest()[:16]
+    count = _groups_on[devices_key]
+    _groups_on[devices_key] += 1
+    exchange = _bootstrap.Exchange(
+        f"{devices_key}.{count}", repr(group), processes, me, group.config.timeout_s
+    )
+    stage = "hello"
+    try:
+        hello = {
+            "version": _bootstrap.PROTOCOL_VERSION,
+            "config": repr(group.config),
+            "axis": list(group.axes),
+            "host": _bootstrap.host_id(),
+            "pid": os.getpid(),
+            "faulty": os.environ.get("JAX_EP_FAULTY", ""),
+        }
+        greetings = {process: record for process, (record, _) in exchange.share(stage, hello).items()}
+        for process, record in greetings.items():
+            for field in ("version", "config", "axis"):
+                if record[field] != hello[field]:
+                    raise ValueError(
+                        f"{group!r}: process {process} called create_group with {field} {record[field]}, "
+                        f"this process ({me}) with {hello[field]}; all processes must pass the same"
+                    )
+        exchange.watch(
+            {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
+        )
+        stage = "connect"
+        hosts = [[greetings[process]["host"] for process in team] for team in team_processes]
+        node_size = _choose_node_size(group, hosts)
+        available = {name: (ok, reason) for name, ok, reason in _core.transports()}
+        num_nodes = group.num_ranks // node_size
+        one_host = len({host for team in hosts for host in team}) == 1
+        transport = _choose_transport(group, num_nodes, len(processes) == 1, one_host, available)
+        flat_ids = {device.id: position for position, device in enumerate(group.mesh.devices.flat)}
+        local = [
+            (int(device.id), t, r)
+            for t, team in enumerate(teams)
+            for r, device in enumerate(team)
+            if device.process_index == me
+        ]
+        layout = _Layout(
+            team_processes, local, [flat_ids[device] for device, _, _ in local], processes, node_size
+        )
+        session = _core.Session(
+            session_id=group.session_id,
+            name=group.label,
+            **shape_arguments(group.config, group.num_ranks, node_size),
+            team_processes=team_processes,
+            local_ranks=local,
+            process_index=me,
+            transport=transport,
+            timeout_s=group.config.timeout_s,
+            peer_timeout_s=group.config.peer_timeout_s,
+            threads_per_rank=_threads_per_rank(greetings, hello["host"], teams),
+        )
+        blobs = {p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()}
+        session.connect(blobs)
+        stage = "connected"
+        exchange.share(stage, {})
+        session.start()
+        stage = "barrier"
+        try:
+            session.barrier(group.config.timeout_s)
+            exchange.share("ready", {})
+        except BaseException:
+            session.close()
+            raise
+        exchange.clean_up()
+    except BaseException as error:
+        exchange.fail(stage, error)
+        raise
+    return NativeSession(session, group, layout, transport)
+
+
+def shape_arguments(config: _config.Config, num_ranks: int, node_size: int) -> dict[str, Any]:
+    """The kernels' GroupShape (kernels/layout.h) as keyword arguments of `_core`."""
+    return {
+        "num_ranks": num_ranks,
+        "node_size": node_size,
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "align": config.align,
+        "hidden": config.hidden,
+        "max_tokens": config.max_tokens,
+        "ll_tokens": _config.max_ll_tokens(config),
+        "elem_type": _ELEM_TYPES[config.dtype.name],
+        "f32_partials": config.partials != "dtype",
+        "has_ht": _config.max_ht_tokens(config) > 0 or config.mode != "ll",
+        "depth": config.max_in_flight,
+    }
+
+
+def _threads_per_rank(greetings: dict[int, Any], host: str, teams: Any) -> int:
+    """This rank's share of the host's cores, at least one (JAX_EP_THREADS_PER_RANK overrides)."""
+    text = os.environ.get("JAX_EP_THREADS_PER_RANK", "")
+    if text:
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(
+                f"JAX_EP_THREADS_PER_RANK: got {text!r}, expected an int of at least 1; correct or unset it"
+            )
+        return int(text)
+    here = {process for process, record in greetings.items() if record["host"] == host}
+    ranks_here = sum(device.process_index in here for team in teams for device in team)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))

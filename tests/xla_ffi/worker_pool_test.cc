@@ -1,0 +1,34 @@
+#include "xla_ffi/worker_pool.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <vector>
+
+namespace jax_ep {
+namespace {
+
+TEST(WorkerPool, every_item_is_visited_once) {
+  for (const int num_threads : {1, 2, 3, 8}) {
+    WorkerPool pool(num_threads);
+    for (const int64_t num_items : {0, 1, 2, 7, 1000}) {
+      std::vector<std::atomic<int>> visits(static_cast<size_t>(num_items));
+      pool.Run(num_items, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) visits[static_cast<size_t>(i)].fetch_add(1);
+      });
+      for (const auto& count : visits) EXPECT_EQ(count.load(), 1);
+    }
+  }
+}
+
+TEST(WorkerPool, runs_can_follow_each_other_at_once) {
+  WorkerPool pool(4);
+  std::atomic<int64_t> sum{0};
+  for (int round = 0; round < 2000; ++round) {
+    pool.Run(8, [&](int64_t begin, int64_t end) { sum.fetch_add(end - begin); });
+  }
+  EXPECT_EQ(sum.load(), 16000);
+}
+
+}  // namespace
+}  // namespace jax_ep

@@ -1,0 +1,85 @@
+#include "xla_ffi/order.h"
+
+#include <cstddef>
+
+#include "proxy/abi/command.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kEntryMask = kOrderLogEntries - 1;
+static_assert((kOrderLogEntries & kEntryMask) == 0, "positions are masked");
+static_assert(sizeof(OrderEntry) == 16, "an entry is one 16-byte write");
+
+}  // namespace
+
+AgreedOrder::AgreedOrder(Rank& rank) : rank_(rank) {}
+
+ControlBlock& AgreedOrder::control(uint32_t rank) const {
+  return *reinterpret_cast<ControlBlock*>(rank_.heaps[rank]);
+}
+
+void AgreedOrder::RingNodeMates() const {
+  for (uint32_t mate = rank_.node_begin(); mate < rank_.node_begin() + rank_.shape.node_size; ++mate) {
+    if (mate != rank_.rank) control(mate).doorbell.Ring();
+  }
+}
+
+Status AgreedOrder::Announce(const OrderEntry& entry) {
+  // A slot is reused kOrderLogEntries calls later. No rank can be that far behind: a call ends only
+  // when every rank takes part in it, and at most 3 * depth halves can be open.
+  ControlBlock& log = control(rank_.rank);
+  log.order[next_ & kEntryMask] = entry;
+  // Release: pairs with the acquire in Peek; publishes the entry.
+  log.order_count.store(next_ + 1, std::memory_order_release);
+  RingNodeMates();
+  if (rank_.ring.memory != nullptr) {
+    const uint64_t offset = offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
+    const Deadline deadline = Deadline::After(rank_.timeout);
+    for (uint32_t node = 1; node < rank_.shape.num_nodes(); ++node) {
+      const std::optional<PackedCommand> packed =
+          TryPack(Command{.op = Op::kWriteSignal,
+                          .dst_rank = node * rank_.shape.node_size,
+                          .length_bytes = sizeof(OrderEntry),
+                          .local_region = 0,
+                          .remote_region = 0,
+                          .local_offset = offset,
+                          .remote_offset = offset,
+                          .channel = Channel::kOrder,
+                          .epoch = next_ + 1,
+                          .value = 0});
+      if (!packed.has_value()) return Internal("an order announcement does not fit a command");
+      while (!rank_.ring.TryPush(*packed)) {
+        rank_.proxy_bell->Ring();
+        if (rank_.failure->failed()) return rank_.failure->status();
+        if (deadline.expired()) {
+          return DeadlineExceeded("group " + rank_.group_name +
+                                  ": the command ring stayed full while announcing a call");
+        }
+        std::this_thread::yield();
+      }
+    }
+    rank_.proxy_bell->Ring();
+  }
+  ++next_;
+  return Status::Ok();
+}
+
+std::optional<OrderEntry> AgreedOrder::Peek() {
+  const uint32_t leader = rank_.node_begin();
+  ControlBlock& log = control(leader);
+  if (leader == rank_.rank && rank_.node() != 0) {
+    // Leader of another node: entries arrive through the proxy, which counts them in the flag.
+    const auto& arrived = *reinterpret_cast<std::atomic<uint64_t>*>(
+        rank_.heaps[rank_.rank] + rank_.layout.flag_offset(Channel::kOrder, /*source=*/0));
+    const uint64_t count = arrived.load(std::memory_order_acquire);
+    if (count > log.order_count.load(std::memory_order_relaxed)) {
+      log.order_count.store(count, std::memory_order_release);
+      RingNodeMates();
+    }
+  }
+  if (log.order_count.load(std::memory_order_acquire) <= next_) return std::nullopt;
+  return log.order[next_ & kEntryMask];
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,399 @@
+#include "xla_ffi/session.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <set>
+
+#include "proxy/abi/command.h"
+#include "proxy/base/env.h"
+#include "xla_ffi/blob.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kBlobVersion = 1;
+
+}  // namespace
+
+struct Session::Member {
+  LocalRank id;
+  SharedMemory heap;
+  std::vector<SharedMemory> imported;  // node-mates' heaps of other processes
+  std::vector<MonitorOptions::Peer> watched;
+  RankCounters counters{};
+  std::unique_ptr<WorkerPool> pool;
+  int endpoint = -1;  // of the proxy; -1 in a group of one node
+  std::unique_ptr<Rank> rank;  // until Start gives it to the executor
+  std::unique_ptr<Executor> executor;
+
+  ControlBlock* control() { return reinterpret_cast<ControlBlock*>(heap.bytes().data()); }
+};
+
+struct Session::PeerRecord {
+  uint64_t pid = 0;
+  std::string heap_export;
+  std::string endpoint_blob;
+};
+
+Session::Session(SessionOptions options)
+    : options_(std::move(options)),
+      failure_(std::make_unique<FailureLatch>()),
+      layout_(HeapLayout::Make(options_.shape)) {}
+
+Session::~Session() { Close(); }
+
+Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
+  const GroupShape& shape = options.shape;
+  if (shape.num_ranks == 0 || shape.node_size == 0 || shape.num_ranks % shape.node_size != 0) {
+    return InvalidArgument("group " + options.name + ": node_size " +
+                           std::to_string(shape.node_size) + " does not divide the " +
+                           std::to_string(shape.num_ranks) + " ranks of the group");
+  }
+  for (const LocalRank& local : options.local_ranks) {
+    if (local.team >= options.team_processes.size() ||
+        local.rank >= options.team_processes[local.team].size() ||
+        options.team_processes[local.team].size() != shape.num_ranks) {
+      return InvalidArgument("group " + options.name + ": rank table and shape disagree");
+    }
+  }
+  std::unique_ptr<Session> session(new Session(std::move(options)));
+  JAX_EP_RETURN_IF_ERROR(session->AllocateMembers());
+  return session;
+}
+
+Status Session::AllocateMembers() {
+  const GroupShape& shape = options_.shape;
+  bool one_process = true;
+  for (const auto& team : options_.team_processes) {
+    for (const uint32_t process : team) one_process &= process == options_.process_index;
+  }
+  if (shape.num_nodes() > 1) {
+    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Load());
+    JAX_EP_ASSIGN_OR_RETURN(proxy_, Proxy::Create(
+                                        ProxyOptions{.group_name = options_.name,
+                                                     .transport = options_.transport,
+                                                     .faulty_spec = env.faulty,
+                                                     .window_messages = env.window_messages,
+                                                     .window_bytes = env.window_bytes,
+                                                     .peer_timeout = options_.peer_timeout,
+                                                     .timeout = options_.timeout},
+                                        failure_.get()));
+  }
+  for (const LocalRank& local : options_.local_ranks) {
+    auto member = std::make_unique<Member>();
+    member->id = local;
+    JAX_EP_ASSIGN_OR_RETURN(member->heap,
+                            SharedMemory::Create(layout_.total_bytes, /*shareable=*/!one_process));
+    member->pool = std::make_unique<WorkerPool>(options_.threads_per_rank);
+
+    auto rank = std::make_unique<Rank>();
+    rank->group_name = options_.name;
+    rank->shape = shape;
+    rank->layout = layout_;
+    rank->rank = local.rank;
+    rank->heaps.assign(shape.num_ranks, nullptr);
+    rank->in_process.assign(shape.num_ranks, false);
+    rank->failure = failure_.get();
+    rank->timeout = options_.timeout;
+    rank->counters = &member->counters;
+    rank->parallel_for = [pool = member->pool.get()](
+                             int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
+      pool->Run(num_items, body);
+    };
+    if (proxy_ != nullptr) {
+      std::vector<uint32_t> peers;
+      for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+        if (peer / shape.node_size != rank->node()) peers.push_back(peer);
+      }
+      std::byte* heap = member->heap.bytes().data();
+      JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Load());
+      JAX_EP_ASSIGN_OR_RETURN(
+          member->endpoint,
+          proxy_->AddEndpoint(EndpointOptions{
+              .rank = local.rank,
+              .num_ranks = shape.num_ranks,
+              .peers = std::move(peers),
+              .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
+              .heap = member->heap.bytes(),
+              .heap_export = one_process ? std::string() : member->heap.Export(),
+              .flag =
+                  [heap, layout = layout_](Channel channel, uint32_t source) {
+                    return reinterpret_cast<std::atomic<uint64_t>*>(
+                        heap + layout.flag_offset(channel, source));
+                  },
+              .doorbell = &member->control()->doorbell,
+              .ring_slots = env.ring_slots}));
+      rank->ring = proxy_->ring(member->endpoint);
+      rank->proxy_bell = proxy_->bell();
+    }
+    member->rank = std::move(rank);
+    members_.push_back(std::move(member));
+  }
+  return Status::Ok();
+}
+
+std::string Session::LocalBlob() const {
+  BlobWriter blob;
+  blob.PutU64(kBlobVersion);
+  blob.PutU64(static_cast<uint64_t>(getpid()));
+  blob.PutU64(members_.size());
+  for (const auto& member : members_) {
+    blob.PutU64(member->id.team);
+    blob.PutU64(member->id.rank);
+    blob.PutString(member->heap.Export());
+    blob.PutString(member->endpoint < 0 ? std::string() : proxy_->LocalBlob(member->endpoint));
+  }
+  return blob.Take();
+}
+
+Status Session::Connect(const std::map<uint32_t, std::string>& blobs) {
+  PeerRecords records;
+  for (const auto& [process, blob] : blobs) {
+    BlobReader reader(blob);
+    JAX_EP_ASSIGN_OR_RETURN(const uint64_t version, reader.U64());
+    if (version != kBlobVersion) {
+      return InvalidArgument("group " + options_.name + ": process " + std::to_string(process) +
+                             " speaks bootstrap version " + std::to_string(version) +
+                             ", this one " + std::to_string(kBlobVersion) +
+                             "; install the same jax_ep everywhere");
+    }
+    JAX_EP_ASSIGN_OR_RETURN(const uint64_t pid, reader.U64());
+    JAX_EP_ASSIGN_OR_RETURN(const uint64_t num_ranks, reader.U64());
+    for (uint64_t i = 0; i < num_ranks; ++i) {
+      JAX_EP_ASSIGN_OR_RETURN(const uint64_t team, reader.U64());
+      JAX_EP_ASSIGN_OR_RETURN(const uint64_t rank, reader.U64());
+      PeerRecord record{.pid = pid};
+      JAX_EP_ASSIGN_OR_RETURN(record.heap_export, reader.String());
+      JAX_EP_ASSIGN_OR_RETURN(record.endpoint_blob, reader.String());
+      records[{static_cast<uint32_t>(team), static_cast<uint32_t>(rank)}] = std::move(record);
+    }
+  }
+  for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
+  return Status::Ok();
+}
+
+Status Session::ConnectMember(Member& member, const PeerRecords& records) {
+  const GroupShape& shape = options_.shape;
+  Rank& rank = *member.rank;
+  const Deadline deadline = Deadline::After(options_.timeout);
+  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    const bool is_mate = peer / shape.node_size == rank.node();
+    const bool is_local = process_of(member.id.team, peer) == options_.process_index;
+    if (is_mate && is_local) {
+      const auto it = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
+        return other->id.team == member.id.team && other->id.rank == peer;
+      });
+      if (it == members_.end()) {
+        return Internal("group " + options_.name + ": rank " + std::to_string(peer) +
+                        " should live in this process and does not");
+      }
+      rank.heaps[peer] = (*it)->heap.bytes().data();
+      rank.in_process[peer] = true;
+      continue;
+    }
+    const auto record = records.find({member.id.team, peer});
+    if (record == records.end()) {
+      return InvalidArgument("group " + options_.name + ": process " +
+                             std::to_string(process_of(member.id.team, peer)) +
+                             " published nothing about rank " + std::to_string(peer));
+    }
+    if (is_mate) {
+      JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap, SharedMemory::Import(record->second.heap_export));
+      if (heap.bytes().size() < layout_.total_bytes) {
+        return InvalidArgument("group " + options_.name + ": the heap of rank " +
+                               std::to_string(peer) + " is smaller than this group's layout");
+      }
+      rank.heaps[peer] = heap.bytes().data();
+      member.watched.push_back({.rank = peer,
+                                .pid = record->second.pid,
+                                .control = reinterpret_cast<ControlBlock*>(heap.bytes().data())});
+      member.imported.push_back(std::move(heap));
+    } else {
+      JAX_EP_RETURN_IF_ERROR(
+          proxy_->Connect(member.endpoint, peer, record->second.endpoint_blob, deadline));
+    }
+  }
+  return Status::Ok();
+}
+
+Status Session::Start() {
+  if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(proxy_->Start());
+  MonitorOptions monitor{.group_name = options_.name, .peer_timeout = options_.peer_timeout};
+  for (const auto& member : members_) {
+    monitor.own.push_back(member->control());
+    monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
+  }
+  monitor_ = std::make_unique<Monitor>(std::move(monitor), failure_.get());
+  for (const auto& member : members_) {
+    auto order = std::make_unique<AgreedOrder>(*member->rank);
+    member->executor = std::make_unique<Executor>(std::move(member->rank), std::move(order));
+  }
+  started_ = true;
+  return Status::Ok();
+}
+
+Status Session::Barrier(std::chrono::nanoseconds limit) {
+  const GroupShape& shape = options_.shape;
+  const uint64_t epoch = ++barrier_epoch_;
+  const Deadline deadline = Deadline::After(limit);
+  const auto flag_of = [&](std::byte* heap, uint32_t source) {
+    return reinterpret_cast<std::atomic<uint64_t>*>(
+        heap + layout_.flag_offset(Channel::kBarrier, source));
+  };
+  for (const auto& member : members_) {
+    const Rank& rank = member->executor->rank();
+    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      if (rank.heaps[peer] == nullptr) continue;
+      flag_of(rank.heaps[peer], rank.rank)->store(epoch, std::memory_order_release);
+      reinterpret_cast<ControlBlock*>(rank.heaps[peer])->doorbell.Ring();
+    }
+    if (rank.ring.memory == nullptr) continue;
+    // Everything that this rank sent has been received when its barrier signal arrives.
+    for (const Op op : {Op::kQuiet, Op::kBarrier}) {
+      const auto packed = TryPack(Command{.op = op, .channel = Channel::kBarrier, .epoch = epoch});
+      if (!packed.has_value()) return Internal("a barrier command does not fit");
+      RingView ring = rank.ring;
+      while (!ring.TryPush(*packed)) {
+        if (failure_->failed()) return failure_->status();
+        if (deadline.expired()) return DeadlineExceeded("the command ring stayed full at a barrier");
+        std::this_thread::yield();
+      }
+    }
+    rank.proxy_bell->Ring();
+  }
+  for (const auto& member : members_) {
+    const Rank& rank = member->executor->rank();
+    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      const auto* flag = flag_of(member->heap.bytes().data(), peer);
+      const WaitResult result = WaitUntil(
+          member->control()->doorbell,
+          [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_);
+      if (result == WaitResult::kFailed) return failure_->status();
+      if (result == WaitResult::kTimeout) {
+        return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
+                                " on rank " + std::to_string(rank.rank) + ": rank " +
+                                std::to_string(peer) + " has not arrived");
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+void Session::Close() {
+  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
+  const Status reason = FailedPrecondition(
+      "group " + options_.name + " is closed; create a new one with jax_ep.create_group");
+  if (started_) {
+    if (monitor_ != nullptr) monitor_->ExpectDepartures();
+    // Without the others' consent a call that still runs has lost its peers: end its waits.
+    if (!failure_->failed() && !Barrier(options_.peer_timeout).ok()) failure_->Set(reason);
+  }
+  for (const auto& member : members_) {
+    if (member->executor != nullptr) member->executor->Stop(reason);
+  }
+  if (proxy_ != nullptr) proxy_->Stop();
+  if (monitor_ != nullptr) monitor_->Stop();
+  for (const auto& member : members_) {
+    member->executor.reset();
+    member->imported.clear();
+  }
+}
+
+Executor* Session::FindExecutor(int64_t device_ordinal) {
+  for (const auto& member : members_) {
+    if (member->id.device_ordinal == device_ordinal) return member->executor.get();
+  }
+  return nullptr;
+}
+
+bool Session::IsTeamLocal(int64_t device_ordinal) const {
+  for (const auto& member : members_) {
+    if (member->id.device_ordinal != device_ordinal) continue;
+    const auto& processes = options_.team_processes[member->id.team];
+    return std::all_of(processes.begin(), processes.end(),
+                       [&](uint32_t process) { return process == options_.process_index; });
+  }
+  return false;
+}
+
+uint64_t Session::heap_bytes() const { return layout_.total_bytes * members_.size(); }
+
+std::vector<std::pair<LocalRank, const RankCounters*>> Session::counters() const {
+  std::vector<std::pair<LocalRank, const RankCounters*>> all;
+  for (const auto& member : members_) all.emplace_back(member->id, &member->counters);
+  return all;
+}
+
+std::vector<FlowStats> Session::flow_stats() const {
+  return proxy_ == nullptr ? std::vector<FlowStats>() : proxy_->Stats();
+}
+
+std::string Session::DumpState() const {
+  std::string out = "group " + options_.name + ": " +
+                    (failure_->failed() ? "FAILED: " + failure_->status().message() : "running") +
+                    "\n";
+  for (const auto& member : members_) {
+    out += "  team " + std::to_string(member->id.team) + " rank " + std::to_string(member->id.rank);
+    if (member->executor != nullptr) {
+      out += ": executed " + std::to_string(member->executor->num_executed()) + ", queued " +
+             std::to_string(member->executor->num_queued());
+    }
+    out += "\n    flags (newest epoch by source rank):";
+    for (uint32_t channel = 0; channel < kNumChannels; ++channel) {
+      std::string row;
+      bool any = false;
+      for (uint32_t source = 0; source < options_.shape.num_ranks; ++source) {
+        const uint64_t value = reinterpret_cast<const std::atomic<uint64_t>*>(
+                                   member->heap.bytes().data() +
+                                   layout_.flag_offset(static_cast<Channel>(channel), source))
+                                   ->load(std::memory_order_relaxed);
+        any |= value != 0;
+        row += " " + std::to_string(value);
+      }
+      if (any) out += "\n      channel " + std::to_string(channel) + ":" + row;
+    }
+    out += "\n";
+  }
+  if (proxy_ != nullptr) out += proxy_->DumpState();
+  return out;
+}
+
+SessionTable& SessionTable::Instance() {
+  static SessionTable* const table = new SessionTable();  // lives until the process ends
+  return *table;
+}
+
+Status SessionTable::Add(std::shared_ptr<Session> session) {
+  std::lock_guard lock(mutex_);
+  const int64_t id = session->options().session_id;
+  if (!sessions_.emplace(id, session).second) {
+    return FailedPrecondition("group " + session->options().name + " exists already in this process");
+  }
+  closed_.erase(id);
+  return Status::Ok();
+}
+
+void SessionTable::Remove(int64_t session_id) {
+  std::lock_guard lock(mutex_);
+  const auto it = sessions_.find(session_id);
+  if (it == sessions_.end()) return;
+  closed_[session_id] = it->second->options().name;
+  sessions_.erase(it);
+}
+
+Result<std::shared_ptr<Session>> SessionTable::Find(int64_t session_id) const {
+  std::lock_guard lock(mutex_);
+  const auto it = sessions_.find(session_id);
+  if (it != sessions_.end()) return it->second;
+  const auto closed = closed_.find(session_id);
+  if (closed != closed_.end()) {
+    return FailedPrecondition("group " + closed->second +
+                              " is closed; create a new one with jax_ep.create_group");
+  }
+  return FailedPrecondition("group id " + std::to_string(session_id) +
+                            " is unknown in this process: create_group must run, in the same order "
+                            "on every process, before a program that uses the group");
+}
+
+}  // namespace jax_ep

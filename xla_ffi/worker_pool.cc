@@ -1,0 +1,58 @@
+#include "xla_ffi/worker_pool.h"
+
+namespace jax_ep {
+
+WorkerPool::WorkerPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
+  for (int index = 1; index < num_threads_; ++index) {
+    threads_.emplace_back([this, index] { Loop(index); });
+  }
+}
+
+WorkerPool::~WorkerPool() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  work_ready_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void WorkerPool::RunShare(int index) {
+  const int64_t begin = num_items_ * index / num_threads_;
+  const int64_t end = num_items_ * (index + 1) / num_threads_;
+  if (begin < end) (*body_)(begin, end);
+}
+
+void WorkerPool::Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
+  if (num_threads_ == 1 || num_items < num_threads_) {
+    if (num_items > 0) body(0, num_items);
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    body_ = &body;
+    num_items_ = num_items;
+    num_busy_ = num_threads_ - 1;
+    ++generation_;
+  }
+  work_ready_.notify_all();
+  RunShare(0);
+  std::unique_lock lock(mutex_);
+  work_done_.wait(lock, [this] { return num_busy_ == 0; });
+}
+
+void WorkerPool::Loop(int index) {
+  uint64_t seen = 0;
+  std::unique_lock lock(mutex_);
+  while (true) {
+    work_ready_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+    if (stopping_) return;
+    seen = generation_;
+    lock.unlock();
+    RunShare(index);
+    lock.lock();
+    if (--num_busy_ == 0) work_done_.notify_one();
+  }
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,40 @@
+// A fixed set of threads that share one rank's row loops (kernels/launch.h ParallelFor).
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace jax_ep {
+
+// Thread rule: Run is called by one thread at a time (the rank's executor).
+class WorkerPool {
+ public:
+  // `num_threads` counts the caller: 1 starts no thread.
+  explicit WorkerPool(int num_threads);
+  ~WorkerPool();
+  WorkerPool(const WorkerPool&) = delete;
+  WorkerPool& operator=(const WorkerPool&) = delete;
+
+  // Calls body(begin, end) on disjoint ranges that cover [0, num_items); returns when all are done.
+  void Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body);
+
+ private:
+  void Loop(int index);
+  void RunShare(int index);
+
+  const int num_threads_;
+  std::mutex mutex_;
+  std::condition_variable work_ready_, work_done_;
+  const std::function<void(int64_t, int64_t)>* body_ = nullptr;
+  int64_t num_items_ = 0;
+  uint64_t generation_ = 0;
+  int num_busy_ = 0;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace jax_ep
