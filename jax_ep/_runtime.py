@@ -20,7 +20,7 @@ import numpy as np
 from jax_ep import _bootstrap, _config
 
 if TYPE_CHECKING:
-    from jax_ep._group import Group
+    from jax_ep._group import Group, Health
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
 _open_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
@@ -53,9 +53,22 @@ class NativeSession:
                 device.synchronize_all_activity()
         self._session.close()
 
-    def failure_text(self) -> str:
-        """The first failure, or an empty string."""
-        return str(self._session.failure_text())
+    def check(self) -> None:
+        """Raises RuntimeError with the first failure, if there is one."""
+        text = str(self._session.failure_text())
+        if text:
+            raise RuntimeError(text)
+
+    def health(self) -> Health:
+        """State of the group as this process sees it."""
+        from jax_ep._group import Health  # a cycle at import time
+
+        text = str(self._session.failure_text())
+        return Health(
+            ok=not text,
+            message=text,
+            details=(("closed", self._closed), ("transport", self.transport)),
+        )
 
     def stats(self) -> dict[str, Any]:
         """Counters: totals, per local rank, per proxy flow."""
@@ -234,7 +247,7 @@ def start(group: Group) -> NativeSession:
         )
         session = _core.Session(
             session_id=group.session_id,
-            name=group.label,
+            name=f"{'/'.join(group.axes)}[{group.num_ranks}]#{count}",
             **shape_arguments(group.config, group.num_ranks, node_size),
             team_processes=team_processes,
             local_ranks=local,
@@ -276,7 +289,7 @@ def shape_arguments(config: _config.Config, num_ranks: int, node_size: int) -> d
         "ll_tokens": _config.max_ll_tokens(config),
         "elem_type": _ELEM_TYPES[config.dtype.name],
         "f32_partials": config.partials != "dtype",
-        "has_ht": _config.max_ht_tokens(config) > 0 or config.mode != "ll",
+        "has_ht": config.mode != "ll",
         "depth": config.max_in_flight,
     }
 

@@ -1,0 +1,43 @@
+"""Builds the C++ tests and runs them all: the same ctest that a developer runs by hand."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "cpp-tests"
+
+
+def _missing() -> str:
+    if shutil.which("cmake") is None:
+        return "cmake is not installed (pip install '.[test]' brings it)"
+    if not any(pathlib.Path(p, "gtest/gtest.h").exists() for p in ("/usr/include", "/usr/local/include")):
+        return "GoogleTest is not installed (Debian: apt-get install libgtest-dev)"
+    if not (ROOT / "CMakeLists.txt").exists():
+        return "the C++ sources are not here (an installed copy of the tests?)"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_cpp_tests_pass():
+    if reason := _missing():
+        pytest.skip(reason)
+    configure = ["cmake", "-S", ROOT, "-B", BUILD, "-DCMAKE_BUILD_TYPE=Release"]
+    configure += ["-DJAX_EP_BUILD_TESTS=ON", "-DJAX_EP_BUILD_PYTHON=OFF"]
+    if shutil.which("ninja"):
+        configure += ["-G", "Ninja"]
+    jobs = str(len(os.sched_getaffinity(0)))
+    for command in (
+        configure,
+        ["cmake", "--build", BUILD, "-j", jobs],
+        ["ctest", "--test-dir", BUILD, "--output-on-failure", "--timeout", "300"],
+    ):
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        print(done.stdout[-4000:], file=sys.stderr)
+        assert done.returncode == 0, f"{command[:2]} failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+    assert "100% tests passed" in done.stdout
