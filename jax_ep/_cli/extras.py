@@ -1,0 +1,20 @@
+"""Optional packages of the commands: imported on use, with one message when missing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+
+def require(name: str) -> Any:
+    """Imports an optional module, or exits saying what to install."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        sys.exit(
+            f"python -m jax_ep: the package {error.name!r} is missing; "
+            "install it with: pip install 'jax_ep[cli]' (in a checkout: pip install '.[examples]')"
+        )

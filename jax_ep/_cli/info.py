@@ -1,0 +1,121 @@
+"""``python -m jax_ep info``: what is installed here and what it can use.  Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jax_ep._cli.extras import require
+
+_PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
+_ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
+_GIB = 1 << 30
+
+Row = tuple[str, str]
+
+
+def info() -> int:
+    """Prints one table per subject; returns 0 if jax_ep's native part can be used, else 1."""
+    console = require("rich.console").Console(highlight=False)
+    table_class = require("rich.table").Table
+    has_native, transports = _transports()
+    sections: dict[str, list[Row]] = {
+        "versions": list(_versions()),
+        "devices": list(_devices()),
+        "native extension": transports,
+        "memory": list(_memory()),
+        "environment": list(_environment()),
+    }
+    for title, rows in sections.items():
+        table = table_class(title=title, title_justify="left", show_header=False, box=None)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(f"  {name}", value)
+        console.print(table)
+        console.print()
+    return 0 if has_native else 1
+
+
+def _versions() -> Iterator[Row]:
+    yield "python", f"{platform.python_version()} ({platform.machine()}, {platform.release()})"
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _devices() -> Iterator[Row]:
+    yield "cores of this process", str(len(os.sched_getaffinity(0)))
+    yield "XLA's CPU thread pool", os.environ.get("NPROC", "one per core (NPROC is not set)")
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        yield "jax devices", f"none: {error}"
+        return
+    yield "jax platform", devices[0].platform
+    implementation = "native" if devices[0].platform == "cpu" else "xla"
+    yield "default implementation", implementation
+    yield "jax devices", f"{len(devices)} ({jax.local_device_count()} of this process)"
+    yield "processes", f"{jax.process_count()} (this is {jax.process_index()})"
+
+
+def _transports() -> tuple[bool, list[Row]]:
+    if importlib.util.find_spec("jax_ep._core") is None:
+        reason = "not built: only implementation='xla' works; run `pip install .`"
+        return False, [("jax_ep._core", reason)]
+    try:
+        from jax_ep import _core
+    except ImportError as error:
+        return False, [("jax_ep._core", f"cannot be loaded: {error}")]
+    rows = [("jax_ep._core", str(_core.__file__))]
+    for name, is_available, reason in _core.transports():
+        state = "available" if is_available else "not available"
+        rows.append((f"transport {name}", f"{state}: {reason}" if reason else state))
+    return True, rows
+
+
+def _memory() -> Iterator[Row]:
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    for label, key in (("total", "MemTotal"), ("available for heaps", "MemAvailable")):
+        yield label, f"{int(meminfo[key].split()[0]) * 1024 / _GIB:.1f} GiB"
+    for path in (Path("/sys/fs/cgroup/memory.max"),):
+        if path.exists() and (limit := path.read_text().strip()) != "max":
+            yield "cgroup limit", f"{int(limit) / _GIB:.1f} GiB"
+    if Path("/dev/shm").exists():
+        usage = shutil.disk_usage("/dev/shm")
+        yield (
+            "/dev/shm",
+            (
+                f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free "
+                "(heaps are memfds: nothing of jax_ep ever has a name there)"
+            ),
+        )
+    for label, limit_id, scale in (
+        ("address space limit", resource.RLIMIT_AS, _GIB),
+        ("locked memory limit", resource.RLIMIT_MEMLOCK, _GIB),
+        ("file descriptor limit", resource.RLIMIT_NOFILE, 1),
+    ):
+        soft, _ = resource.getrlimit(limit_id)
+        unit = " GiB" if scale == _GIB else ""
+        text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / scale:.4g}{unit}"
+        yield label, text
+
+
+def _environment() -> Iterator[Row]:
+    found = sorted(name for name in os.environ if name.startswith(_ENV_PREFIXES))
+    if not found:
+        yield "(none)", "no variable of jax_ep, JAX or XLA is set"
+    for name in found:
+        yield name, os.environ[name]

@@ -1,0 +1,389 @@
+"""create_group and Group: one expert-parallel group of ranks per coordinate of the other axes.
+
+Validation and derived sizes live here; what a native group allocates and connects is in _runtime.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import importlib
+import json
+import threading
+import weakref
+from types import TracebackType
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jax_ep import _config, _ffi, _sharding
+from jax_ep._config import Config, Layout, Mode
+
+Implementation = Literal["native", "xla"] | None
+
+_NATIVE_PLATFORMS = frozenset({"cpu"})  # where _ffi has handlers in this version
+
+
+@dataclasses.dataclass(frozen=True)
+class Health:
+    """State of a group as this process sees it.
+
+    Args:
+        ok: no failure was latched.
+        message: the first cause of a failure, or "".
+        details: anything else that the implementation reports.
+    """
+
+    ok: bool
+    message: str = ""
+    details: tuple[tuple[str, Any], ...] = ()
+
+
+class _GroupCounter:
+    """Counts equal groups, so that each of them gets its own, reproducible session id."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def next(self, key: str) -> int:
+        with self._lock:
+            count = self._counts[key]
+            self._counts[key] += 1
+            return count
+
+
+_groups_created = _GroupCounter()
+_open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def check_open_groups() -> None:
+    """Raises the failure of any native group of this process that is still open."""
+    for group in list(_open_groups):
+        if not group.closed:
+            group.check()
+
+
+class Group:
+    """An expert-parallel group; made by `create_group`, hashable by identity, static under jit.
+
+    Usable as a context manager that closes it. Attributes: `mesh`, `axis`, `axes`, `config`,
+    `implementation`, `num_ranks`, `experts_per_rank`, `session_id`, `lowering_only`.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        axis: str | tuple[str, ...],
+        config: Config,
+        implementation: Implementation,
+        *,
+        native: bool,
+        lowering_only: bool,
+        local_ranks: tuple[int, ...],
+        session_id: int,
+    ) -> None:
+        """Use `create_group`."""
+        self.mesh = mesh
+        self.axis = axis
+        self.axes = _sharding.axis_tuple(axis)
+        self.config = config
+        self.implementation = implementation
+        self.native = native
+        self.lowering_only = lowering_only
+        self.session_id = session_id
+        self.num_ranks = _sharding.axis_size(mesh, self.axes)
+        self.experts_per_rank = config.num_experts // self.num_ranks
+        self._local_ranks = local_ranks
+        self._handle: Any = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        """One line for messages and logs."""
+        state = ", closed" if self._closed else ", lowering-only" if self.lowering_only else ""
+        return (
+            f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
+            f"num_experts={self.config.num_experts}, "
+            f"implementation={self.implementation!r}{state})"
+        )
+
+    def __enter__(self) -> Group:
+        """The group itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the group."""
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
+    def node_size(self) -> int:
+        """Ranks per node: those that load and store each other's memory."""
+        if self._handle is not None:
+            return int(self._handle.node_size)
+        return self.config.node_size or self.num_ranks
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks whose devices belong to this process, over all teams, ascending."""
+        if self._handle is not None:
+            return tuple(self._handle.local_ranks)
+        return self._local_ranks
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes that the group holds for exchanges in this process."""
+        return 0 if self._handle is None else int(self._handle.heap_bytes)
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport between nodes."""
+        return "xla" if self._handle is None else str(self._handle.transport)
+
+    @property
+    def max_ht_tokens(self) -> int:
+        """Tokens per rank of the largest ht call (0: none allowed)."""
+        return _config.max_ht_tokens(self.config)
+
+    @property
+    def max_ll_tokens(self) -> int:
+        """Tokens per rank of the largest ll call (0: none allowed)."""
+        return _config.max_ll_tokens(self.config)
+
+    @property
+    def partials(self) -> Literal["float32", "dtype"]:
+        """What travels in combine: Config.partials, or float32, the default on cpu and xla."""
+        return self.config.partials or "float32"
+
+    def recv_rows(self, num_tokens: int, layout: Layout = "expert_major") -> int:
+        """Receive rows R for T tokens per rank.
+
+        Args:
+            num_tokens: T.
+            layout: "expert_major", "expert_batched" or "rank_major".
+
+        Returns:
+            R, static.
+
+        Example:
+            >>> group.recv_rows(4096)
+        """
+        return _config.receive_rows(self.config, self.num_ranks, num_tokens, layout)
+
+    def call_mode(self, num_tokens: int, mode: Mode | None) -> Mode:
+        """The mode of a call with T tokens: `mode`, else Config.mode, else by T."""
+        chosen = mode or self.config.mode
+        if chosen == "auto":
+            return "ll" if num_tokens <= _config.AUTO_LL_TOKENS else "ht"
+        return chosen
+
+    def check(self) -> None:
+        """Raises what made the group fail, if anything did; cheap, waits for nothing.
+
+        Raises:
+            RuntimeError: the first cause.
+        """
+        if self._handle is not None:
+            self._handle.check()
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since creation, as a dict of plain values."""
+        head: dict[str, Any] = {
+            "implementation": "xla" if self._handle is None else "native",
+            "num_ranks": self.num_ranks,
+            "heap_bytes": self.heap_bytes,
+        }
+        return head if self._handle is None else head | dict(self._handle.stats())
+
+    def health(self) -> Health:
+        """State of the group as this process sees it."""
+        if self._handle is None:
+            return Health(ok=True)
+        health: Health = self._handle.health()
+        return health
+
+    def dump_state(self) -> str:
+        """Everything that the group knows about itself, for a bug report."""
+        if self._handle is None:
+            return repr(self)
+        return f"{self!r}\n{self._handle.dump_state()}"
+
+    def close(self) -> None:
+        """Waits for the group's devices, drains, gives the memory back; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._handle is not None:
+            self._handle.close()
+
+    def _start(self) -> None:
+        """Registers the handlers and starts the native session (collective over processes)."""
+        try:
+            runtime: Any = importlib.import_module("jax_ep._runtime")
+            _ffi.register()
+        except ImportError as error:
+            raise RuntimeError(
+                f"jax_ep.create_group: the native extension jax_ep._core cannot be imported ({error}); "
+                "expected a built package; run `pip install .`, or pass implementation='xla'"
+            ) from error
+        self._handle = runtime.start(self)
+        _open_groups.add(self)
+
+
+def create_group(
+    mesh: Any,
+    axis: str | tuple[str, ...],
+    config: Config,
+    implementation: Implementation = None,
+) -> Group:
+    """Creates the group(s) over `axis` of `mesh`; eager, and collective over the mesh's processes.
+
+    Args:
+        mesh: a `jax.sharding.Mesh`. With an `AbstractMesh`, or devices that this job does not own,
+            the group is lowering-only: nothing is allocated and running it raises.
+        axis: an axis name, or a tuple of names (ranks are row-major over it). Every other mesh axis
+            gives an independent group.
+        config: sizes and limits.
+        implementation: None (native on cpu, else "xla"), "native" or "xla".
+
+    Returns:
+        The `Group`.
+
+    Raises:
+        ValueError: axis or config do not fit the mesh; says got, expected and the fix.
+        NotImplementedError: "native" on a platform without handlers.
+
+    Example:
+        >>> mesh = jax.make_mesh((4,), ("ep",))
+        >>> config = jax_ep.Config(num_experts=8, top_k=2, hidden=64, max_tokens=128)
+        >>> with jax_ep.create_group(mesh, "ep", config, implementation="xla") as group:
+        ...     print(group.num_ranks)
+        4
+    """
+    _check_arguments(mesh, axis, config, implementation)
+    axes = _sharding.axis_tuple(axis)
+    _check_sizes(config, _sharding.axis_size(mesh, axes))
+    owned = _owned(mesh)
+    platform = mesh.devices.flat[0].platform if owned else None
+    native = owned and implementation != "xla" and platform in _NATIVE_PLATFORMS
+    if owned and implementation == "native" and not native:
+        raise NotImplementedError(
+            f"jax_ep.create_group: got implementation='native' on platform {platform!r}, expected one "
+            f"of {sorted(_NATIVE_PLATFORMS)}; use implementation=None or 'xla'"
+        )
+    local_ranks = _local_ranks(mesh, axes) if owned else ()
+    if owned and not local_ranks:
+        raise ValueError(
+            "jax_ep.create_group: got a mesh in which this process owns no device, expected at least "
+            "one; call create_group only in the processes of the mesh"
+        )
+    group = Group(
+        mesh,
+        axis if isinstance(axis, str) else axes,
+        config,
+        implementation,
+        native=native,
+        lowering_only=not owned,
+        local_ranks=local_ranks,
+        session_id=_session_id(mesh, axes, config, owned),
+    )
+    if native:
+        group._start()
+    return group
+
+
+def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> None:
+    if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
+        raise ValueError(
+            f"jax_ep.create_group: got mesh of type {type(mesh).__name__}, expected jax.sharding.Mesh or "
+            "AbstractMesh; build one with jax.make_mesh"
+        )
+    if not isinstance(config, Config):
+        raise ValueError(
+            f"jax_ep.create_group: got config of type {type(config).__name__}, expected jax_ep.Config; "
+            "pass create_group(mesh, axis, jax_ep.Config(...))"
+        )
+    if implementation not in (None, "native", "xla"):
+        raise ValueError(
+            f"jax_ep.create_group: got implementation={implementation!r}, expected None, 'native' or "
+            "'xla'; use None for the best one of the platform"
+        )
+    axes = _sharding.axis_tuple(axis)
+    unknown = [name for name in axes if name not in mesh.shape]
+    if not axes or unknown or len(set(axes)) != len(axes):
+        raise ValueError(
+            f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of the mesh "
+            f"axes {tuple(mesh.shape)}; correct the name"
+        )
+
+
+def _check_sizes(config: Config, num_ranks: int) -> None:
+    if config.num_experts % num_ranks:
+        raise ValueError(
+            f"jax_ep.create_group: got num_experts={config.num_experts}, expected a multiple of the "
+            f"group's {num_ranks} ranks; use {_config.align_up(config.num_experts, num_ranks)} experts, "
+            "or another axis"
+        )
+    if config.node_size is not None and num_ranks % config.node_size:
+        raise ValueError(
+            f"jax_ep.create_group: got node_size={config.node_size}, expected a divisor of the group's "
+            f"{num_ranks} ranks; use None for the ranks of a host"
+        )
+    codes = {
+        "num_ranks * recv_rows": num_ranks
+        * _config.expert_major_rows(config, num_ranks, config.max_tokens),
+        "num_ranks * max_tokens * top_k": num_ranks * config.max_tokens * config.top_k,
+    }
+    for name, value in codes.items():
+        if value > _config.INT32_MAX:
+            raise ValueError(
+                f"jax_ep.create_group: got {name} = {value}, expected at most {_config.INT32_MAX} (plan "
+                "codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe with chunks"
+            )
+
+
+def _owned(mesh: Any) -> bool:
+    """Whether every device of the mesh belongs to this job, so that programs can run on it."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return False
+    devices = set(mesh.devices.flat)
+    try:
+        return devices <= set(jax.devices(next(iter(devices)).platform))
+    except RuntimeError:  # no such backend in this job
+        return False
+
+
+def _local_ranks(mesh: Any, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Ranks of this process's devices, by their coordinates along `axes`."""
+    process = jax.process_index(mesh.devices.flat[0].client)
+    names = list(mesh.axis_names)
+    ranks = set()
+    for position, device in np.ndenumerate(mesh.devices):
+        if device.process_index != process:
+            continue
+        rank = 0
+        for name in axes:
+            rank = rank * mesh.shape[name] + position[names.index(name)]
+        ranks.add(rank)
+    return tuple(sorted(ranks))
+
+
+def _session_id(mesh: Any, axes: tuple[str, ...], config: Config, owned: bool) -> int:
+    """Signed 64-bit id, equal on all processes and in every run of the same program.
+
+    Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one, so a
+    program exported on another host meets its session.
+    """
+    fields = dataclasses.asdict(config) | {"dtype": config.dtype.name}
+    key = json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)
+    count = _groups_created.next(f"{'run' if owned else 'lower'}:{key}")
+    digest = hashlib.blake2b(f"{key}#{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,0 +1,90 @@
+"""The only file that looks at JAX versions, moved names and private modules.
+
+Everything else in jax_ep calls these functions and stays the same when JAX moves a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """Mesh axes over which shard_map's type system lets `array` differ (empty when unchecked)."""
+    aval = jax.typeof(array)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:  # jax >= 0.10
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", frozenset()))
+
+
+def to_varying(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`array` typed as varying over `axes` too; its transpose sums over the added ones."""
+    missing = tuple(sorted(frozenset(axes) - varying_axes(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def result_type(
+    like: jax.Array, shape: tuple[int, ...], dtype: Any, invariant_over: Iterable[str] = ()
+) -> Any:
+    """Type of an FFI result: `like`'s varying axes less `invariant_over`, new shape and dtype."""
+    aval: Any = jax.typeof(like)
+    drop = frozenset(invariant_over)
+    changes: dict[str, Any] = {}
+    if drop & varying_axes(like):
+        manual = getattr(aval, "manual_axis_type", None)
+        if manual is not None:
+            changes["manual_axis_type"] = manual.update(varying=manual.varying - drop)
+        else:
+            changes["vma"] = aval.vma - drop
+    return aval.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, **changes)
+
+
+def context_mesh() -> Any:
+    """The mesh of the enclosing shard_map (empty outside of one)."""
+    return jax.sharding.get_abstract_mesh()
+
+
+def manual_axes(mesh: Any) -> frozenset[str]:
+    """Axes of `mesh` that the enclosing shard_map made manual."""
+    return frozenset(mesh.manual_axes)
+
+
+def register_export_serialization(cls: type, name: str, to_static: Callable[[bytes], Any]) -> None:
+    """Lets jax.export save the static part of the registered dataclass `cls`."""
+    from jax import export
+
+    export.register_pytree_node_serialization(
+        cls,
+        serialized_name=name,
+        serialize_auxdata=lambda static: repr(tuple(static)).encode(),
+        deserialize_auxdata=to_static,
+    )
+
+
+def export_custom_call_check(target: str) -> Any:
+    """The jax.export safety check to disable so that custom call `target` may be exported."""
+    from jax import export
+
+    return export.DisabledSafetyCheck.custom_call(target)
+
+
+def register_ffi(
+    types: Mapping[str, Mapping[str, Any]], targets: Mapping[str, Mapping[str, Any]], platform: str
+) -> None:
+    """Registers custom FFI types, then targets. The platform's client must exist (jaxlib 0.10)."""
+    for name, registration in types.items():
+        jax.ffi.register_ffi_type(name, dict(registration), platform=platform)
+    for name, registration in targets.items():
+        jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
+
+
+def distributed_client() -> Any:
+    """The jax.distributed key-value store client, or None in a job of one process."""
+    from jax._src import distributed
+
+    return distributed.global_state.client

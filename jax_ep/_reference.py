@@ -1,0 +1,342 @@
+"""implementation="xla": the semantics of every op with jax.lax collectives only.
+
+It runs on any platform, uses no ragged_all_to_all (XLA:CPU has none), and is the oracle of the
+tests. Moves gather whole payloads (O(N*T*H) per rank), so it is right and simple, not fast.
+T = 0 has its own branch because XLA refuses collectives over zero-length dimensions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep import _plan, _sharding
+from jax_ep._call import Call
+from jax_ep._types import PlanArrays, Route
+
+
+def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
+    """Counts, slots and sources of `topk_idx` i32[T, K]."""
+    if call.num_tokens == 0:
+        return _empty_plan(call)
+    group = call.group
+    ranks, experts, tokens, top_k = group.num_ranks, group.experts_per_rank, *topk_idx.shape
+    me = _sharding.rank_index(group)
+    ids = _gather(call, topk_idx)
+    routing = _plan.route(call, ids)
+
+    owner = jnp.minimum(routing.expert, group.config.num_experts - 1) // experts
+    pair = lax.iota(jnp.int32, ranks * tokens * top_k)
+    if call.mode == "ll":
+        slot = owner * (ranks * tokens) + pair // top_k
+    else:
+        slot = owner * call.rows + routing.row
+    mine = me * (tokens * top_k)
+    send_slot = _slice(jnp.where(routing.kept, slot, -1), mine, tokens * top_k)
+    sent_to = jnp.where(send_slot >= 0, _slice(owner, mine, tokens * top_k), ranks)
+    dropped = (topk_idx.reshape(-1) >= 0) & (send_slot < 0)
+    num_dropped = jnp.sum(dropped, dtype=jnp.int32)
+    arrived = (routing.kept & (owner == me)).reshape(ranks, tokens * top_k)
+
+    counts = _slice(routing.counts, me * experts, experts)
+    sizes = _slice(routing.zones, me * experts, experts)
+    return PlanArrays(
+        group_sizes=sizes if call.layout == "expert_major" else counts,
+        group_counts=counts,
+        send_slot=send_slot.reshape(tokens, top_k),
+        recv_src=_recv_src(call, routing, arrived, me),
+        send_counts=jnp.zeros((ranks + 1,), jnp.int32).at[sent_to].add(1)[:ranks],
+        recv_counts=jnp.sum(arrived, axis=1, dtype=jnp.int32),
+        num_dropped=num_dropped,
+        overflow=lax.pmax((num_dropped > 0).astype(jnp.int32), group.axes),
+        recv_topk_idx=(
+            jnp.where(arrived.reshape(ids.shape), ids - me * experts, -1)
+            if call.layout == "rank_major"
+            else None
+        ),
+    )
+
+
+def dispatch(
+    call: Call,
+    x: jax.Array | None,
+    weights: jax.Array | None,
+    route: Route,
+    y: jax.Array | None,
+    row_weights: jax.Array | None,
+) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    """Rows and weights to their receive rows; with `y`, the fused backward of combine."""
+    valid, token, k = _sources(call, route)
+    recv_x = recv_weights = dots = None
+    if x is not None:
+        rows = _take(_gather_rows(call, x), token)
+        if y is not None:
+            product = rows.astype(jnp.float32) * y.astype(jnp.float32)
+            dots = jnp.where(valid, jnp.sum(product, axis=-1), 0.0)
+        if row_weights is not None:
+            rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(call.dtype)
+        recv_x = jnp.where(valid[:, None], rows, jnp.zeros((), call.dtype))
+    if weights is not None:
+        everyones = _gather_rows(call, weights)
+        if route.recv_topk_idx is not None:
+            shape = route.recv_topk_idx.shape
+            recv_weights = jnp.where(route.recv_topk_idx >= 0, everyones.reshape(shape), 0.0)
+        else:
+            values = _take(everyones.reshape(-1, 1), token * call.top_k + k)[:, 0]
+            recv_weights = jnp.where(valid, values, 0.0)
+    return recv_x, recv_weights, dots
+
+
+def ll_dispatch(
+    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
+) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
+    """Plan, then dispatch."""
+    arrays = plan(call, topk_idx)
+    recv_x, recv_weights, _ = dispatch(call, x, weights, arrays.route(), None, None)
+    assert recv_x is not None
+    return arrays, recv_x, recv_weights
+
+
+def combine(
+    call: Call,
+    y: jax.Array | None,
+    row_weights: jax.Array | None,
+    ride: jax.Array | None,
+    route: Route,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Rows back to their tokens, summed; `ride` comes back per (t, k)."""
+    group = call.group
+    ranks, (tokens, top_k) = group.num_ranks, route.send_slot.shape
+    if tokens == 0:
+        return (
+            None if y is None else jnp.zeros((0, call.hidden), call.dtype),
+            None if ride is None else jnp.zeros((0, top_k), jnp.float32),
+        )
+    valid, token, k = _sources(call, route)
+    slots_per_rank = ranks * tokens if call.mode == "ll" else call.rows
+    dest = jnp.where(route.send_slot >= 0, route.send_slot // slots_per_rank, ranks)
+    out = ride_out = None
+    if y is not None:
+        partial = _rank_partials(call, y, row_weights, valid, token)
+        if group.partials == "dtype":
+            partial = partial.astype(call.dtype)
+        arrived = _exchange(call, partial.reshape(ranks, tokens, call.hidden))
+        present = jnp.any(dest[None] == lax.iota(jnp.int32, ranks)[:, None, None], axis=-1)
+        out = _sum_over_ranks(call, arrived, present)
+    if ride is not None:
+        if call.layout == "rank_major":
+            by_pair = ride.reshape(ranks, tokens, top_k)
+        else:
+            pairs = ranks * tokens * top_k
+            index = jnp.where(valid, token * top_k + k, pairs)
+            by_pair = jnp.zeros((pairs,), jnp.float32).at[index].set(ride, mode="drop")
+            by_pair = by_pair.reshape(ranks, tokens, top_k)
+        returned = _exchange(call, by_pair)
+        chosen = jnp.take_along_axis(returned, jnp.minimum(dest, ranks - 1)[None], axis=0)[0]
+        ride_out = jnp.where(dest < ranks, chosen, 0.0)
+    return out, ride_out
+
+
+def dispatch_start(
+    call: Call, x: jax.Array, weights: jax.Array | None, route: Route
+) -> jax.Array:
+    """Nothing: the done does all the work; the epoch is 0."""
+    return jnp.zeros((1,), jnp.int32)
+
+
+def dispatch_done(
+    call: Call, x: jax.Array, weights: jax.Array | None, route: Route, epoch: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """The whole dispatch of the carried inputs."""
+    recv_x, recv_weights, _ = dispatch(call, x, weights, route, None, None)
+    assert recv_x is not None
+    return recv_x, recv_weights
+
+
+def ll_dispatch_start(
+    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
+) -> jax.Array:
+    """Nothing: the done does all the work; the epoch is 0."""
+    return jnp.zeros((1,), jnp.int32)
+
+
+def ll_dispatch_done(
+    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array, epoch: jax.Array
+) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
+    """The whole ll_dispatch of the carried inputs."""
+    return ll_dispatch(call, x, weights, topk_idx)
+
+
+def combine_start(
+    call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route
+) -> jax.Array:
+    """Nothing: the done does all the work; the epoch is 0."""
+    return jnp.zeros((1,), jnp.int32)
+
+
+def combine_done(
+    call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route, epoch: jax.Array
+) -> jax.Array:
+    """The whole combine of the carried inputs."""
+    out, _ = combine(call, y, row_weights, None, route)
+    assert out is not None
+    return out
+
+
+def _empty_plan(call: Call) -> PlanArrays:
+    group = call.group
+    ranks, experts, top_k = group.num_ranks, group.experts_per_rank, call.top_k
+    zero = jnp.zeros((), jnp.int32)
+    return PlanArrays(
+        group_sizes=jnp.zeros((experts,), jnp.int32),
+        group_counts=jnp.zeros((experts,), jnp.int32),
+        send_slot=jnp.zeros((0, top_k), jnp.int32),
+        recv_src=jnp.full((call.rows,), -1, jnp.int32),
+        send_counts=jnp.zeros((ranks,), jnp.int32),
+        recv_counts=jnp.zeros((ranks,), jnp.int32),
+        num_dropped=zero,
+        overflow=zero,
+        recv_topk_idx=(
+            jnp.zeros((ranks, 0, top_k), jnp.int32) if call.layout == "rank_major" else None
+        ),
+    )
+
+
+def _recv_src(call: Call, routing: _plan.Routing, arrived: jax.Array, me: jax.Array) -> jax.Array:
+    """i32[R]: which pair each of this rank's rows holds, -1 for padding."""
+    group = call.group
+    experts, tokens, top_k = group.experts_per_rank, call.num_tokens, call.top_k
+    if call.layout == "rank_major":
+        slots = arrived.reshape(-1, top_k)
+        k = jnp.argmax(slots, axis=1).astype(jnp.int32)  # the lowest
+        pair = lax.iota(jnp.int32, call.rows) * top_k + k
+        valid = jnp.any(slots, axis=1)
+    else:
+        starts = _slice(routing.starts, me * experts, experts)
+        counts = _slice(routing.counts, me * experts, experts)
+        first = _slice(routing.first, me * experts, experts)
+        row = lax.iota(jnp.int32, call.rows)
+        # Empty zones start where the next one does; the last that starts at or before the row has it.
+        local = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
+        position = row - starts[local]
+        valid = position < counts[local]
+        pair = routing.order[jnp.where(valid, first[local] + position, 0)]
+    source, within = pair // (tokens * top_k), pair % (tokens * top_k)
+    return jnp.where(valid, source * (group.config.max_tokens * top_k) + within, -1)
+
+
+def _sources(call: Call, route: Route) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each row: is it used, source * T + t (0 for padding), and k."""
+    stride = call.group.config.max_tokens * call.top_k
+    valid = route.recv_src >= 0
+    code = jnp.where(valid, route.recv_src, 0)
+    within = code % max(stride, 1)
+    token = code // max(stride, 1) * call.num_tokens + within // call.top_k
+    return valid, token, within % call.top_k
+
+
+def _rank_partials(
+    call: Call,
+    y: jax.Array,
+    row_weights: jax.Array | None,
+    valid: jax.Array,
+    token: jax.Array,
+) -> jax.Array:
+    """f32[N*T, H]: this rank's rows of each token, added in row order (anything where none)."""
+
+    def term(rows: jax.Array) -> jax.Array:
+        value = _take(y, rows).astype(jnp.float32)
+        return value if row_weights is None else value * row_weights[rows][:, None]
+
+    tokens = call.group.num_ranks * call.num_tokens
+    if call.layout == "rank_major":
+        return term(lax.iota(jnp.int32, tokens))
+    key = jnp.where(valid, token, tokens)
+    by_token = jnp.argsort(key, stable=True).astype(jnp.int32)
+    count = jnp.zeros((tokens + 1,), jnp.int32).at[key].add(1)
+    first = (jnp.cumsum(count, dtype=jnp.int32) - count)[:tokens]
+    count = count[:tokens]
+    last_row = by_token.size - 1
+    total = term(by_token[jnp.minimum(first, last_row)])
+    for j in range(1, min(call.top_k, by_token.size)):
+        rows = by_token[jnp.minimum(first + j, last_row)]
+        total = jnp.where((j < count)[:, None], total + term(rows), total)
+    return total
+
+
+def _sum_over_ranks(call: Call, partials: jax.Array, present: jax.Array) -> jax.Array:
+    """[T, H]: the ranks' partials added along the fixed tree, absent ones skipped."""
+    group = call.group
+    nodes = [
+        _tree_sum(
+            [(partials[rank].astype(jnp.float32), present[rank]) for rank in range(begin, end)]
+        )
+        for begin in range(0, group.num_ranks, group.node_size)
+        for end in [begin + group.node_size]
+    ]
+    if group.partials == "dtype":
+        nodes = [(total.astype(call.dtype).astype(jnp.float32), has) for total, has in nodes]
+    total, has = _tree_sum(nodes)
+    return jnp.where(has[:, None], total, 0.0).astype(call.dtype)
+
+
+def _tree_sum(terms: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """((0, 1), (2, 3)), ...: neighbours first, an odd last one moves up unchanged."""
+    while len(terms) > 1:
+        paired = [
+            (
+                jnp.where(
+                    has_b[:, None], jnp.where(has_a[:, None], a + b, b), a
+                ),
+                has_a | has_b,
+            )
+            for (a, has_a), (b, has_b) in zip(terms[::2], terms[1::2], strict=False)
+        ]
+        terms = paired + terms[len(paired) * 2 :]
+    return terms[0]
+
+
+def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(array, start, size)
+
+
+def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """array[rows] for rows known to be in range; empty arrays have only padding to offer."""
+    if array.shape[0] == 0:
+        return jnp.zeros((rows.shape[0], *array.shape[1:]), array.dtype)
+    return array.at[rows].get(mode="promise_in_bounds")
+
+
+def _as_bits(array: jax.Array) -> tuple[jax.Array, Any]:
+    """Floats as unsigned ints, so that no collective touches a NaN's payload."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array, array.dtype
+    width = jnp.dtype(array.dtype).itemsize * 8
+    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")), array.dtype
+
+
+def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
+def _gather(call: Call, array: jax.Array) -> jax.Array:
+    """[N, ...]: every rank's array."""
+    bits, dtype = _as_bits(array)
+    return _from_bits(lax.all_gather(bits, call.group.axes), dtype)
+
+
+def _gather_rows(call: Call, array: jax.Array) -> jax.Array:
+    """[N*T, ...]: every rank's rows, by rank."""
+    if call.num_tokens == 0:
+        return array
+    everyones = _gather(call, array)
+    return everyones.reshape(-1, *array.shape[1:])
+
+
+def _exchange(call: Call, array: jax.Array) -> jax.Array:
+    """[N, ...]: element d goes to rank d; the result holds what rank s sent at s."""
+    bits, dtype = _as_bits(array)
+    return _from_bits(lax.all_to_all(bits, call.group.axes, 0, 0), dtype)

@@ -1,0 +1,64 @@
+"""Mesh axes and ranks: what a group's axis means inside shard_map, and the checks of a call."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+
+from jax_ep import _jax_compat
+
+if TYPE_CHECKING:
+    from jax_ep._group import Group
+
+
+def axis_tuple(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The axis names of a group, always as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def axis_size(mesh: Any, axes: tuple[str, ...]) -> int:
+    """Ranks along `axes` of `mesh`."""
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def rank_index(group: Group) -> jax.Array:
+    """This rank, i32[]: row-major over the group's axes."""
+    return lax.axis_index(group.axes)
+
+
+def check_call(group: Group, operation: str) -> None:
+    """Raises unless `operation` may be traced here: open group, its axis, its mesh, Manual axes."""
+    if group.closed:
+        raise ValueError(
+            f"jax_ep.{operation}: got a closed group ({group!r}), expected an open one; "
+            "create a new group with jax_ep.create_group"
+        )
+    mesh = _jax_compat.context_mesh()
+    manual = frozenset() if mesh.empty else _jax_compat.manual_axes(mesh)
+    missing = [name for name in group.axes if name not in manual]
+    if missing:
+        raise ValueError(
+            f"jax_ep.{operation} was called outside the group's mesh axis {missing[0]!r}: got manual "
+            f"axes {sorted(manual)}, expected {list(group.axes)} among them; call it inside "
+            "jax.shard_map(..., mesh=mesh) over that axis"
+        )
+    expected = tuple(group.mesh.shape.items())
+    got = tuple(mesh.shape.items())
+    if got != expected:
+        raise ValueError(
+            f"jax_ep.{operation}: got a different mesh {dict(got)} around the call than that of the "
+            f"group over axis {group.axis!r}, expected {dict(expected)}; create a group for this mesh"
+        )
+    if group.implementation == "xla":
+        return
+    loose = [name for name, size in mesh.shape.items() if size > 1 and name not in manual]
+    if loose:
+        raise ValueError(
+            f"jax_ep.{operation}: mesh axis {loose[0]!r} of size {mesh.shape[loose[0]]} is not Manual "
+            f"where the op is called, expected every axis of size > 1 to be (XLA would gather the "
+            f"operands); add {loose[0]!r} to the axis_names of jax.shard_map, or create the group "
+            "with implementation='xla'"
+        )

@@ -1,0 +1,132 @@
+"""Plan, Received and InFlight: the arrays that ops return, as pytrees that can be exported."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jax_ep import _jax_compat
+from jax_ep._config import Layout, Mode, Pad
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where every (token, k) pair goes: i32 arrays and two static fields, no pointers.
+
+    A plan can be saved, scanned over, rematerialised, and reused for another payload.
+    N ranks, E_l local experts, T tokens, K = top_k, R receive rows (docs/semantics.md).
+
+    Args:
+        group_sizes: i32[E_l], rows of each expert's zone (aligned in expert_major, else counts).
+        group_counts: i32[E_l], pairs that each local expert kept.
+        send_slot: i32[T, K], destination rank * R + row (mode ht) or destination rank * N*T +
+            source rank * T + t (mode ll); -1 for dropped or absent pairs.
+        recv_src: i32[R], source rank * max_tokens*K + t*K + k of each row, -1 for padding.
+        send_counts: i32[N], pairs kept by each destination.
+        recv_counts: i32[N], pairs kept from each source.
+        num_dropped: i32[], this rank's pairs that were dropped.
+        overflow: i32[], 1 if any rank of the group dropped a pair; uniform over the group.
+        recv_topk_idx: i32[N, T, K] local expert ids (-1 elsewhere) in rank_major, else None.
+        layout: static.
+        mode: static.
+    """
+
+    group_sizes: jax.Array
+    group_counts: jax.Array
+    send_slot: jax.Array
+    recv_src: jax.Array
+    send_counts: jax.Array
+    recv_counts: jax.Array
+    num_dropped: jax.Array
+    overflow: jax.Array
+    recv_topk_idx: jax.Array | None
+    layout: Layout
+    mode: Mode
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """What dispatch delivers to this rank's experts.
+
+    Args:
+        x: rows, [R, H], [E_l, N*T, H] or [N, T, H] by layout.
+        weights: f32[R] (rank_major: f32[N, T, K]), or None if dispatch got none.
+        group_sizes: i32[E_l], the plan's.
+        plan: the `Plan` to hand to combine.
+        topk_idx: rank_major: i32[N, T, K] local expert ids, -1 elsewhere; else None.
+    """
+
+    x: jax.Array
+    weights: jax.Array | None
+    group_sizes: jax.Array
+    plan: Plan
+    topk_idx: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class InFlight:
+    """A started dispatch or combine; hand it to exactly one matching done.
+
+    It carries its inputs, so that gradients flow through them, and the epoch of the exchange.
+    """
+
+    rows: jax.Array
+    weights: jax.Array | None
+    topk_idx: jax.Array | None
+    plan: Plan | None
+    epoch: jax.Array
+    kind: Literal["dispatch", "combine"]
+    layout: Layout
+    mode: Mode
+    pad: Pad
+
+
+class Route(NamedTuple):
+    """The plan leaves that moving rows needs."""
+
+    send_slot: jax.Array
+    recv_src: jax.Array
+    recv_topk_idx: jax.Array | None
+
+
+class PlanArrays(NamedTuple):
+    """The leaves of a Plan in the order in which implementations return them."""
+
+    group_sizes: jax.Array
+    group_counts: jax.Array
+    send_slot: jax.Array
+    recv_src: jax.Array
+    send_counts: jax.Array
+    recv_counts: jax.Array
+    num_dropped: jax.Array
+    overflow: jax.Array
+    recv_topk_idx: jax.Array | None
+
+    def route(self) -> Route:
+        """The leaves that moving rows needs."""
+        return Route(self.send_slot, self.recv_src, self.recv_topk_idx)
+
+
+def plan_route(plan: Plan) -> Route:
+    """The leaves of `plan` that moving rows needs."""
+    return Route(plan.send_slot, plan.recv_src, plan.recv_topk_idx)
+
+
+def _register(cls: type, static: tuple[str, ...]) -> None:
+    names = [field.name for field in dataclasses.fields(cls)]
+    jax.tree_util.register_dataclass(
+        cls, data_fields=[name for name in names if name not in static], meta_fields=list(static)
+    )
+
+    def to_static(data: bytes) -> Any:
+        return tuple(ast.literal_eval(data.decode()))
+
+    _jax_compat.register_export_serialization(cls, f"jax_ep.{cls.__name__}", to_static)
+
+
+_register(Plan, ("layout", "mode"))
+_register(Received, ())
+_register(InFlight, ("kind", "layout", "mode", "pad"))

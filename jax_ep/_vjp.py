@@ -1,0 +1,243 @@
+"""Custom VJPs: the backward of each operation is the opposite operation.
+
+Dispatch D and the unweighted combine C are linear and each other's transpose, so any order of reverse
+differentiation stays inside this file. Forward rules call the differentiable function itself (not the
+raw one), which is what makes reverse over reverse work.
+
+Residuals:
+  dispatch, ll_dispatch, *_done of them: the route (3 plan leaves); transposing needs where rows went.
+  combine (unweighted): the route.
+  combine_weighted: the route, y and the row weights; d_weights = <g, y> and d_y = w * g read both.
+  combine_backward: its operands; it is bilinear in them, and only second order reaches it.
+Integer operands have no cotangent (None).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import _primitive
+from jax_ep._call import Call
+from jax_ep._types import PlanArrays, Route
+
+Optional = jax.Array | None
+Pair = tuple[Optional, Optional]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch(call: Call, x: Optional, weights: Optional, route: Route) -> Pair:
+    """Rows [T, H] to [R, H] and weights f32[T, K] to their rows; either may be None."""
+    recv_x, recv_weights, _ = _primitive.dispatch(call, x, weights, route)
+    return recv_x, recv_weights
+
+
+def _dispatch_fwd(call: Call, x: Optional, weights: Optional, route: Route) -> tuple[Pair, Route]:
+    return dispatch(call, x, weights, route), route
+
+
+def _dispatch_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional, Optional, None]:
+    return *_transpose(call, route, cotangents), None
+
+
+def _transpose(call: Call, route: Route, cotangents: Pair) -> Pair:
+    """Cotangents of x and weights: one combine with the weights' cotangent aboard."""
+    rows, weights = cotangents
+    ride = weights
+    if weights is not None and call.layout == "rank_major":
+        ride = weights.reshape(call.rows, call.top_k)
+    return combine(call, rows, ride, route)
+
+
+dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine(call: Call, y: Optional, ride: Optional, route: Route) -> Pair:
+    """Rows [R, H] summed to [T, H] and ride f32[R] (rank_major [R, K]) to f32[T, K]."""
+    return _primitive.combine(call, y, None, ride, route)
+
+
+def _combine_fwd(call: Call, y: Optional, ride: Optional, route: Route) -> tuple[Pair, Route]:
+    return combine(call, y, ride, route), route
+
+
+def _combine_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional, Optional, None]:
+    rows, ride = dispatch(call, *cotangents, route)
+    if ride is not None and call.layout == "rank_major":
+        ride = ride.reshape(call.rows, call.top_k)
+    return rows, ride, None
+
+
+combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_weighted(call: Call, y: jax.Array, row_weights: jax.Array, route: Route) -> jax.Array:
+    """Rows [R, H] times f32[R], summed to [T, H]."""
+    out, _ = _primitive.combine(call, y, row_weights, None, route)
+    assert out is not None
+    return out
+
+
+_WeightedResiduals = tuple[jax.Array, jax.Array, Route]
+
+
+def _combine_weighted_fwd(
+    call: Call, y: jax.Array, row_weights: jax.Array, route: Route
+) -> tuple[jax.Array, _WeightedResiduals]:
+    return combine_weighted(call, y, row_weights, route), (y, row_weights, route)
+
+
+def _combine_weighted_bwd(
+    call: Call, residuals: _WeightedResiduals, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    return *combine_backward(call, cotangent, *residuals), None
+
+
+combine_weighted.defvjp(_combine_weighted_fwd, _combine_weighted_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_backward(
+    call: Call, cotangent: jax.Array, y: jax.Array, row_weights: jax.Array, route: Route
+) -> tuple[jax.Array, jax.Array]:
+    """With g = D(cotangent): row_weights * g and <g, y> per row, fused in one dispatch."""
+    d_y, _, d_weights = _primitive.dispatch(call, cotangent, None, route, y, row_weights)
+    assert d_y is not None and d_weights is not None
+    return d_y, d_weights
+
+
+_BackwardResiduals = tuple[jax.Array, jax.Array, jax.Array, Route]
+
+
+def _combine_backward_fwd(
+    call: Call, cotangent: jax.Array, y: jax.Array, row_weights: jax.Array, route: Route
+) -> tuple[tuple[jax.Array, jax.Array], _BackwardResiduals]:
+    out = combine_backward(call, cotangent, y, row_weights, route)
+    return out, (cotangent, y, row_weights, route)
+
+
+def _combine_backward_bwd(
+    call: Call, residuals: _BackwardResiduals, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    cotangent, y, row_weights, route = residuals
+    rows, dots = cotangents
+    used = route.recv_src >= 0  # padding of y may hold anything, NaN included
+    g, _ = dispatch(call, cotangent, None, route)
+    assert g is not None
+    wide_rows, wide_g = rows.astype(jnp.float32), g.astype(jnp.float32)
+    wide_y = y.astype(jnp.float32)
+    d_g = (row_weights[:, None] * wide_rows + dots[:, None] * wide_y).astype(call.dtype)
+    d_cotangent, _ = combine(call, jnp.where(used[:, None], d_g, jnp.zeros((), call.dtype)), None, route)
+    assert d_cotangent is not None
+    d_y = (dots[:, None] * wide_g).astype(call.dtype)
+    d_weights = jnp.where(used, jnp.sum(wide_rows * wide_g, axis=-1), 0.0)
+    return d_cotangent, d_y, d_weights, None
+
+
+combine_backward.defvjp(_combine_backward_fwd, _combine_backward_bwd)
+
+
+_Received = tuple[PlanArrays, Optional, Optional]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array) -> _Received:
+    """Plan and dispatch in one exchange."""
+    return _primitive.ll_dispatch(call, x, weights, topk_idx)
+
+
+def _ll_dispatch_fwd(
+    call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
+) -> tuple[_Received, Route]:
+    received = ll_dispatch(call, x, weights, topk_idx)
+    return received, received[0].route()
+
+
+def _ll_dispatch_bwd(
+    call: Call, route: Route, cotangents: _Received
+) -> tuple[Optional, Optional, None]:
+    return *_transpose(call, route, cotangents[1:]), None
+
+
+ll_dispatch.defvjp(_ll_dispatch_fwd, _ll_dispatch_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def dispatch_done(
+    call: Call, x: jax.Array, weights: Optional, route: Route, epoch: jax.Array
+) -> Pair:
+    """Second half of a dispatch; differentiates as the whole of it in the carried inputs."""
+    return _primitive.dispatch_done(call, x, weights, route, epoch)
+
+
+def _dispatch_done_fwd(
+    call: Call, x: jax.Array, weights: Optional, route: Route, epoch: jax.Array
+) -> tuple[Pair, Route]:
+    return dispatch_done(call, x, weights, route, epoch), route
+
+
+def _dispatch_done_bwd(
+    call: Call, route: Route, cotangents: Pair
+) -> tuple[Optional, Optional, None, None]:
+    return *_transpose(call, route, cotangents), None, None
+
+
+dispatch_done.defvjp(_dispatch_done_fwd, _dispatch_done_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def ll_dispatch_done(
+    call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array, epoch: jax.Array
+) -> _Received:
+    """Second half of an ll_dispatch; differentiates as the whole of it in the carried inputs."""
+    return _primitive.ll_dispatch_done(call, x, weights, topk_idx, epoch)
+
+
+def _ll_dispatch_done_fwd(
+    call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array, epoch: jax.Array
+) -> tuple[_Received, Route]:
+    received = ll_dispatch_done(call, x, weights, topk_idx, epoch)
+    return received, received[0].route()
+
+
+def _ll_dispatch_done_bwd(
+    call: Call, route: Route, cotangents: _Received
+) -> tuple[Optional, Optional, None, None]:
+    return *_transpose(call, route, cotangents[1:]), None, None
+
+
+ll_dispatch_done.defvjp(_ll_dispatch_done_fwd, _ll_dispatch_done_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def combine_done(
+    call: Call, y: jax.Array, row_weights: Optional, route: Route, epoch: jax.Array
+) -> jax.Array:
+    """Second half of a combine; differentiates as the whole of it in the carried inputs."""
+    return _primitive.combine_done(call, y, row_weights, route, epoch)
+
+
+_DoneResiduals = tuple[Optional, Optional, Route]
+
+
+def _combine_done_fwd(
+    call: Call, y: jax.Array, row_weights: Optional, route: Route, epoch: jax.Array
+) -> tuple[jax.Array, _DoneResiduals]:
+    kept = y if row_weights is not None else None  # the unweighted backward does not read y
+    return combine_done(call, y, row_weights, route, epoch), (kept, row_weights, route)
+
+
+def _combine_done_bwd(
+    call: Call, residuals: _DoneResiduals, cotangent: jax.Array
+) -> tuple[Optional, Optional, None, None]:
+    y, row_weights, route = residuals
+    if y is None or row_weights is None:
+        return dispatch(call, cotangent, None, route)[0], None, None, None
+    return *combine_backward(call, cotangent, y, row_weights, route), None, None
+
+
+combine_done.defvjp(_combine_done_fwd, _combine_done_bwd)

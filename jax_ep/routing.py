@@ -1,0 +1,157 @@
+"""Gates: router logits to expert ids and weights, in plain jnp; nothing here communicates."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def topk_softmax(
+    logits: jax.Array, top_k: int, *, normalize: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """The top-k experts of a softmax router (Shazeer et al. 2017; Switch Transformer, Mixtral).
+
+    Args:
+        logits: floats [T, E].
+        top_k: experts per token, K.
+        normalize: make the weights of a token add up to 1 (Mixtral); else keep the probabilities.
+
+    Returns:
+        (i32[T, K] expert ids by falling weight, f32[T, K] weights).
+
+    Raises:
+        ValueError: top_k is not in 1..E.
+
+    Example:
+        >>> ids, weights = jax_ep.routing.topk_softmax(logits, 2)
+    """
+    _check_top_k(top_k, logits.shape[-1])
+    probabilities = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
+    weights, ids = jax.lax.top_k(probabilities, top_k)
+    if normalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return ids.astype(jnp.int32), weights
+
+
+def topk_sigmoid_bias(
+    logits: jax.Array, bias: jax.Array, top_k: int, *, scale: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    """Sigmoid gate chosen with a balancing bias, weighted without it (DeepSeek-V3, 2412.19437).
+
+    The bias is not trained by the loss: raise it for experts with too few tokens and lower it for
+    those with too many after each step (auxiliary-loss-free balancing, 2408.15664).
+
+    Args:
+        logits: floats [T, E].
+        bias: floats [E], added to the affinities for the choice only; gets no gradient.
+        top_k: experts per token, K.
+        scale: factor on the normalised weights.
+
+    Returns:
+        (i32[T, K] expert ids, f32[T, K] weights that add up to `scale`).
+
+    Raises:
+        ValueError: top_k is not in 1..E.
+
+    Example:
+        >>> ids, weights = jax_ep.routing.topk_sigmoid_bias(logits, bias, 8)
+    """
+    _check_top_k(top_k, logits.shape[-1])
+    affinity = jax.nn.sigmoid(logits.astype(jnp.float32))
+    biased = jax.lax.stop_gradient(affinity + bias.astype(jnp.float32)[None])
+    _, ids = jax.lax.top_k(biased, top_k)
+    return ids.astype(jnp.int32), _normalized(affinity, ids, scale)
+
+
+def group_limited_topk(
+    logits: jax.Array,
+    top_k: int,
+    *,
+    num_groups: int,
+    top_groups: int,
+    bias: jax.Array | None = None,
+    scale: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Sigmoid gate that takes experts from the best expert groups only (DeepSeek-V3, 2412.19437).
+
+    Experts are split into equal, contiguous groups (nodes, say); a group's score is the sum of its
+    two best affinities; the top-k is taken inside the `top_groups` best groups.
+
+    Args:
+        logits: floats [T, E].
+        top_k: experts per token, K.
+        num_groups: groups of experts; divides E.
+        top_groups: groups that a token may use.
+        bias: floats [E] as in `topk_sigmoid_bias`, or None.
+        scale: factor on the normalised weights.
+
+    Returns:
+        (i32[T, K] expert ids, f32[T, K] weights that add up to `scale`).
+
+    Raises:
+        ValueError: the groups do not divide E, or cannot hold top_k experts.
+
+    Example:
+        >>> ids, w = jax_ep.routing.group_limited_topk(logits, 8, num_groups=8, top_groups=4)
+    """
+    num_tokens, num_experts = logits.shape
+    _check_top_k(top_k, num_experts)
+    if num_groups < 1 or num_experts % num_groups:
+        raise ValueError(
+            f"group_limited_topk: got num_groups={num_groups}, expected a divisor of the {num_experts} "
+            "experts; correct it"
+        )
+    group_experts = num_experts // num_groups
+    if not 1 <= top_groups <= num_groups or top_groups * group_experts < top_k:
+        raise ValueError(
+            f"group_limited_topk: got top_groups={top_groups} of {num_groups} groups of {group_experts}, "
+            f"expected enough for top_k={top_k}; raise top_groups"
+        )
+    affinity = jax.nn.sigmoid(logits.astype(jnp.float32))
+    biased = affinity if bias is None else affinity + bias.astype(jnp.float32)[None]
+    biased = jax.lax.stop_gradient(biased)
+    by_group = biased.reshape(num_tokens, num_groups, group_experts)
+    best, _ = jax.lax.top_k(by_group, min(2, group_experts))
+    _, groups = jax.lax.top_k(jnp.sum(best, axis=-1), top_groups)
+    allowed = jnp.any(groups[:, :, None] == jnp.arange(num_groups)[None, None], axis=1)
+    masked = jnp.where(allowed[:, :, None], by_group, -jnp.inf).reshape(num_tokens, num_experts)
+    _, ids = jax.lax.top_k(masked, top_k)
+    return ids.astype(jnp.int32), _normalized(affinity, ids, scale)
+
+
+def load_balancing_loss(probabilities: jax.Array, topk_idx: jax.Array) -> jax.Array:
+    """Auxiliary loss E * sum_e f_e * p_e, 1 when balanced (Switch Transformer, 2101.03961).
+
+    f_e is the share of the kept slots that chose expert e, p_e the mean router probability. The
+    values are of the local tokens; average over the group with `jax.lax.pmean` if wanted.
+
+    Args:
+        probabilities: floats [T, E], router probabilities.
+        topk_idx: integers [T, K]; negative slots do not count.
+
+    Returns:
+        f32[], differentiable in `probabilities`.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> aux = jax_ep.routing.load_balancing_loss(jax.nn.softmax(logits), ids)
+    """
+    num_experts = probabilities.shape[-1]
+    flat = topk_idx.reshape(-1)
+    used = (flat >= 0) & (flat < num_experts)
+    index = jnp.where(used, flat, num_experts)
+    counts = jnp.zeros((num_experts,), jnp.float32).at[index].add(1.0, mode="drop")
+    share = counts / jnp.maximum(jnp.sum(counts), 1.0)
+    return num_experts * jnp.sum(share * jnp.mean(probabilities.astype(jnp.float32), axis=0))
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"routing: got top_k={top_k}, expected 1 to {num_experts} experts; correct it")
+
+
+def _normalized(affinity: jax.Array, ids: jax.Array, scale: float) -> jax.Array:
+    chosen = jnp.take_along_axis(affinity, ids, axis=-1)
+    return chosen / jnp.sum(chosen, axis=-1, keepdims=True) * scale
