@@ -9,12 +9,17 @@ namespace {
 // How often an executor with nothing to do looks at its queue's age; wake-ups come by doorbell.
 constexpr std::chrono::seconds kOverdueCheckPeriod{1};
 
+// The executor whose continuation this thread is running, if any.
+thread_local const Executor* continuing_executor = nullptr;
+
 }  // namespace
 
-Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order)
-    : rank_(std::move(rank)), order_(std::move(order)) {
-  executor_ = std::thread([this] { ExecutorLoop(); });
-  completer_ = std::thread([this] { CompleterLoop(); });
+Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
+                   ContinuationWatch* watch)
+    : rank_(std::move(rank)), order_(std::move(order)), watch_(watch) {
+  offer_ = true;  // for whichever thread comes first
+  for (int i = 0; i < 2; ++i) threads_.emplace_back([this] { ThreadLoop(); });
+  watch_->Add(this);
 }
 
 Executor::~Executor() { Stop(FailedPrecondition("group " + rank_->group_name + " is closed")); }
@@ -34,9 +39,17 @@ void Executor::Enqueue(Call call) {
       return;
     }
     queue_.push_back(std::move(call));
-    num_enqueued_.fetch_add(1, std::memory_order_release);
+    num_queued_.fetch_add(1, std::memory_order_seq_cst);
   }
-  doorbell().Ring();
+  // seq_cst with TrySit and the leaving of the seat: either this thread sees the seat free, or who
+  // leaves it sees the call.
+  if (seat_taken_.load(std::memory_order_seq_cst)) {
+    doorbell().Ring();
+  } else if (continuing_executor == this) {
+    watch_->Wake();  // this very thread will sit down again, unless its continuation blocks
+  } else {
+    OfferSeat();
+  }
 }
 
 size_t Executor::num_queued() const {
@@ -53,9 +66,71 @@ void Executor::Stop(const Status& reason) {
     }
   }
   doorbell().Ring();
-  if (executor_.joinable()) executor_.join();
-  if (completer_.joinable()) completer_.join();
+  {
+    std::lock_guard lock(seat_mutex_);
+    seat_offered_.notify_all();
+  }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
+  }
+  threads_.clear();
 }
+
+// ---- The seat --------------------------------------------------------------------------------
+
+bool Executor::TrySit() {
+  bool free = false;
+  return seat_taken_.compare_exchange_strong(free, true, std::memory_order_seq_cst);
+}
+
+void Executor::OfferSeat() {
+  {
+    std::lock_guard lock(seat_mutex_);
+    offer_ = true;
+  }
+  seat_offered_.notify_one();
+}
+
+uint64_t Executor::blocking_continuation() const {
+  const uint64_t number = continuation_.load(std::memory_order_acquire);
+  const bool waiting = num_queued_.load(std::memory_order_seq_cst) != 0 &&
+                       !seat_taken_.load(std::memory_order_seq_cst);
+  return waiting ? number : 0;
+}
+
+void Executor::ThreadLoop() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    if (TrySit()) {
+      ExecuteWhileSeated();
+      continue;
+    }
+    std::unique_lock lock(seat_mutex_);
+    seat_offered_.wait(lock,
+                       [this] { return offer_ || stopping_.load(std::memory_order_acquire); });
+    offer_ = false;
+  }
+  // Whoever leaves last finds the queue empty or fails what came in between.
+  Status reason;
+  {
+    std::lock_guard lock(queue_mutex_);
+    reason = stop_reason_;
+  }
+  FailQueued(reason);
+}
+
+bool Executor::CompleteAndSit(Call call, Status status) {
+  continuation_.fetch_add(1, std::memory_order_release);
+  seat_taken_.store(false, std::memory_order_seq_cst);
+  // Calls that came from elsewhere while this thread sat must not wait for the continuation.
+  if (num_queued_.load(std::memory_order_seq_cst) != 0) OfferSeat();
+  const Executor* outer = std::exchange(continuing_executor, this);
+  call.complete(std::move(status));
+  continuing_executor = outer;
+  call = Call();
+  return TrySit();
+}
+
+// ---- Calls -----------------------------------------------------------------------------------
 
 std::optional<Call> Executor::TakeNext() {
   std::optional<Call> taken;
@@ -78,7 +153,7 @@ std::optional<Call> Executor::TakeNext() {
     queue_.erase(it);
     order_->Advance();
   }
-  num_enqueued_.fetch_sub(1, std::memory_order_relaxed);
+  num_queued_.fetch_sub(1, std::memory_order_relaxed);
   return taken;
 }
 
@@ -108,74 +183,58 @@ void Executor::FailQueued(const Status& reason) {
   {
     std::lock_guard lock(queue_mutex_);
     failed.swap(queue_);
-    num_enqueued_.store(0, std::memory_order_relaxed);
+    num_queued_.store(0, std::memory_order_relaxed);
   }
-  for (Call& call : failed) Finish(std::move(call), reason);
+  for (Call& call : failed) call.complete(reason);
 }
 
-void Executor::Finish(Call call, Status status) {
-  {
-    std::lock_guard lock(completion_mutex_);
-    completions_.push_back({std::move(call.complete), std::move(status)});
-  }
-  completion_ready_.notify_one();
-}
-
-void Executor::ExecutorLoop() {
+std::optional<Call> Executor::WaitForCall() {
   std::optional<Call> next;
-  // Acquire pairs with the release in Stop (stopping_) and Enqueue (num_enqueued_).
+  // Acquire pairs with the release in Stop (stopping_) and Enqueue (num_queued_).
   const auto ready = [&] {
     if (stopping_.load(std::memory_order_acquire)) return true;
-    const bool may_have_work = num_enqueued_.load(std::memory_order_acquire) != 0 ||
+    const bool may_have_work = num_queued_.load(std::memory_order_acquire) != 0 ||
                                (!order_->announces() && rank_->local_rank() == 0);
     if (may_have_work) next = TakeNext();
     return next.has_value();
   };
-  while (!stopping_.load(std::memory_order_acquire)) {
-    const WaitResult result =
-        WaitUntil(doorbell(), ready, Deadline::After(kOverdueCheckPeriod), *rank_->failure);
-    if (next.has_value()) {
-      Call call = std::move(*next);
-      next.reset();
-      Status status = rank_->failure->status();
-      if (status.ok() && order_->announces()) status = order_->Announce(call.key);
-      if (status.ok()) status = call.run(*rank_);
-      num_executed_.fetch_add(1, std::memory_order_relaxed);
-      Finish(std::move(call), std::move(status));
-    } else if (result == WaitResult::kFailed) {
-      FailQueued(rank_->failure->status());
-      // The latch is never cleared: sleep on the doorbell, not on the latch.
-      FailureLatch never_failed;
-      (void)WaitUntil(
-          doorbell(),
-          [&] {
-            return stopping_.load(std::memory_order_acquire) ||
-                   num_enqueued_.load(std::memory_order_acquire) != 0;
-          },
-          Deadline::After(kOverdueCheckPeriod), never_failed);
-    } else {
-      CheckOverdue();
-    }
+  const Deadline period = Deadline::After(kOverdueCheckPeriod);
+  const WaitResult result = WaitUntil(doorbell(), ready, period, *rank_->failure);
+  if (next.has_value() || result == WaitResult::kReady) return next;
+  if (result == WaitResult::kTimeout) {
+    CheckOverdue();
+    return next;
   }
-  FailQueued(stop_reason_);
-  {
-    std::lock_guard lock(completion_mutex_);
-    executor_done_ = true;
+  // The latch is never cleared: from here on every call fails, in arrival order, each through
+  // CompleteAndSit (a continuation must never run while its thread holds the seat).
+  const FailureLatch never_failed;
+  (void)WaitUntil(
+      doorbell(),
+      [&] {
+        return stopping_.load(std::memory_order_acquire) ||
+               num_queued_.load(std::memory_order_acquire) != 0;
+      },
+      period, never_failed);
+  std::lock_guard lock(queue_mutex_);
+  if (!queue_.empty()) {
+    next = std::move(queue_.front());
+    queue_.pop_front();
+    num_queued_.fetch_sub(1, std::memory_order_relaxed);
   }
-  completion_ready_.notify_one();
+  return next;
 }
 
-void Executor::CompleterLoop() {
-  std::unique_lock lock(completion_mutex_);
-  while (true) {
-    completion_ready_.wait(lock, [&] { return !completions_.empty() || executor_done_; });
-    if (completions_.empty()) return;
-    Completion completion = std::move(completions_.front());
-    completions_.pop_front();
-    lock.unlock();
-    completion.complete(std::move(completion.status));
-    lock.lock();
+void Executor::ExecuteWhileSeated() {
+  while (!stopping_.load(std::memory_order_acquire)) {
+    std::optional<Call> call = WaitForCall();
+    if (!call.has_value()) continue;
+    Status status = rank_->failure->status();  // a failed group runs nothing any more
+    if (status.ok() && order_->announces()) status = order_->Announce(call->key);
+    if (status.ok()) status = call->run(*rank_);
+    num_executed_.fetch_add(1, std::memory_order_relaxed);
+    if (!CompleteAndSit(std::move(*call), std::move(status))) return;
   }
+  seat_taken_.store(false, std::memory_order_seq_cst);
 }
 
 }  // namespace jax_ep

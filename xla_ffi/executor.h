@@ -1,8 +1,16 @@
 // One executor per (group, local rank): runs that rank's calls in the order that the team agreed on
-// (order.h) and completes their futures from a second thread, because XLA runs continuations inline
-// and a continuation may block in a native collective that needs this very rank.
+// (order.h) and completes their futures.
+//
+// XLA runs the continuation of a future inline where it is completed. A continuation usually ends
+// soon, often after it has enqueued the rank's next call here; but it may also block in a native
+// collective that needs this very rank. So each rank has two threads and one seat. Who sits executes
+// calls; after a call it leaves the seat, runs the continuation, and sits down again. If the
+// continuation does not return while a call is waiting, the other thread takes the free seat: at
+// once if the call came from elsewhere, else when the ContinuationWatch has seen one continuation
+// for a whole period. In a loop of calls no thread is ever woken.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -18,6 +26,8 @@
 
 namespace jax_ep {
 
+class ContinuationWatch;
+
 // One call of an FFI handler, detached from XLA: what to run and whom to tell.
 struct Call {
   OrderEntry key{};
@@ -27,10 +37,11 @@ struct Call {
   std::chrono::steady_clock::time_point enqueued{};  // set by Enqueue
 };
 
-// Thread rule: Enqueue and Stop from any thread. The Rank, its heaps and the latch must outlive it.
+// Thread rule: Enqueue and Stop from any thread. The Rank's heaps, the latch and the watch must
+// outlive it.
 class Executor {
  public:
-  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order);
+  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order, ContinuationWatch* watch);
   ~Executor();  // Stop()
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -47,39 +58,71 @@ class Executor {
   // Calls executed so far, by any operation.
   uint64_t num_executed() const { return num_executed_.load(std::memory_order_relaxed); }
 
- private:
-  struct Completion {
-    std::function<void(Status)> complete;
-    Status status;
-  };
+  // For the watch: number of the continuation that keeps a queued call waiting, or 0.
+  uint64_t blocking_continuation() const;
+  // For the watch: lets the other thread take the seat, if it is free.
+  void OfferSeat();
 
-  void ExecutorLoop();
-  void CompleterLoop();
+ private:
+  void ThreadLoop();
+  // Sits until stopped or until the other thread took the seat during a continuation.
+  void ExecuteWhileSeated();
   // The next call in the agreed order if it is known and has arrived. Rank 0 announces it.
   std::optional<Call> TakeNext();
+  // Waits for the next call; empty when there is something else to look at first.
+  std::optional<Call> WaitForCall();
   // Latches an error if a queued call has waited longer than the group's timeout for its turn.
   void CheckOverdue();
-  void FailQueued(const Status& reason);
-  void Finish(Call call, Status status);
+  void FailQueued(const Status& reason);  // at the end only
+  // Leaves the seat, runs the continuation, tries to sit down again.
+  bool CompleteAndSit(Call call, Status status);
+  bool TrySit();
   Doorbell& doorbell() const;
 
   std::unique_ptr<Rank> rank_;
   std::unique_ptr<AgreedOrder> order_;
+  ContinuationWatch* const watch_;
 
   mutable std::mutex queue_mutex_;
   std::deque<Call> queue_;  // in arrival order
-  std::atomic<uint64_t> num_enqueued_{0};
+  std::atomic<uint64_t> num_queued_{0};
   std::atomic<uint64_t> num_executed_{0};
   std::atomic<bool> stopping_{false};
-  Status stop_reason_;
+  Status stop_reason_;  // guarded by queue_mutex_ until stopping_ is set
 
-  std::mutex completion_mutex_;
-  std::condition_variable completion_ready_;
-  std::deque<Completion> completions_;
-  bool executor_done_ = false;
+  std::atomic<bool> seat_taken_{false};
+  std::atomic<uint64_t> continuation_{0};  // number of the newest continuation
+  std::mutex seat_mutex_;
+  std::condition_variable seat_offered_;
+  bool offer_ = false;
 
-  std::thread executor_;
-  std::thread completer_;
+  std::vector<std::thread> threads_;
+};
+
+// One thread per session that looks, while calls are waiting behind continuations, whether one of
+// them has been at it for a whole period, and then offers that rank's seat to its other thread.
+class ContinuationWatch {
+ public:
+  ContinuationWatch();
+  ~ContinuationWatch();  // joins; executors must be stopped before
+  ContinuationWatch(const ContinuationWatch&) = delete;
+  ContinuationWatch& operator=(const ContinuationWatch&) = delete;
+
+  void Add(Executor* executor);
+  void RemoveAll();
+  // A call waits behind a continuation: look from now on (cheap when it looks already).
+  void Wake();
+
+ private:
+  void Loop();
+
+  std::mutex mutex_;
+  std::vector<std::pair<Executor*, uint64_t>> watched_;  // and the continuation seen last
+  std::atomic<bool> asleep_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<bool> wanted_{false};
+  Doorbell bell_{};
+  std::thread thread_;
 };
 
 }  // namespace jax_ep

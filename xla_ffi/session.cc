@@ -6,8 +6,8 @@
 #include <set>
 
 #include "proxy/abi/command.h"
+#include "proxy/base/blob.h"
 #include "proxy/base/env.h"
-#include "xla_ffi/blob.h"
 
 namespace jax_ep {
 namespace {
@@ -69,11 +69,11 @@ Status Session::AllocateMembers() {
     for (const uint32_t process : team) one_process &= process == options_.process_index;
   }
   if (shape.num_nodes() > 1) {
-    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Load());
+    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
     JAX_EP_ASSIGN_OR_RETURN(proxy_, Proxy::Create(
                                         ProxyOptions{.group_name = options_.name,
                                                      .transport = options_.transport,
-                                                     .faulty_spec = env.faulty,
+                                                     .faulty_spec = env.faulty_spec,
                                                      .window_messages = env.window_messages,
                                                      .window_bytes = env.window_bytes,
                                                      .peer_timeout = options_.peer_timeout,
@@ -107,7 +107,7 @@ Status Session::AllocateMembers() {
         if (peer / shape.node_size != rank->node()) peers.push_back(peer);
       }
       std::byte* heap = member->heap.bytes().data();
-      JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Load());
+      JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
       JAX_EP_ASSIGN_OR_RETURN(
           member->endpoint,
           proxy_->AddEndpoint(EndpointOptions{
@@ -135,14 +135,14 @@ Status Session::AllocateMembers() {
 
 std::string Session::LocalBlob() const {
   BlobWriter blob;
-  blob.PutU64(kBlobVersion);
-  blob.PutU64(static_cast<uint64_t>(getpid()));
-  blob.PutU64(members_.size());
+  blob.U64(kBlobVersion);
+  blob.U64(static_cast<uint64_t>(getpid()));
+  blob.U64(members_.size());
   for (const auto& member : members_) {
-    blob.PutU64(member->id.team);
-    blob.PutU64(member->id.rank);
-    blob.PutString(member->heap.Export());
-    blob.PutString(member->endpoint < 0 ? std::string() : proxy_->LocalBlob(member->endpoint));
+    blob.U64(member->id.team);
+    blob.U64(member->id.rank);
+    blob.Text(member->heap.Export());
+    blob.Text(member->endpoint < 0 ? std::string() : proxy_->LocalBlob(member->endpoint));
   }
   return blob.Take();
 }
@@ -151,22 +151,27 @@ Status Session::Connect(const std::map<uint32_t, std::string>& blobs) {
   PeerRecords records;
   for (const auto& [process, blob] : blobs) {
     BlobReader reader(blob);
-    JAX_EP_ASSIGN_OR_RETURN(const uint64_t version, reader.U64());
+    const uint64_t version = reader.U64();
     if (version != kBlobVersion) {
       return InvalidArgument("group " + options_.name + ": process " + std::to_string(process) +
                              " speaks bootstrap version " + std::to_string(version) +
                              ", this one " + std::to_string(kBlobVersion) +
                              "; install the same jax_ep everywhere");
     }
-    JAX_EP_ASSIGN_OR_RETURN(const uint64_t pid, reader.U64());
-    JAX_EP_ASSIGN_OR_RETURN(const uint64_t num_ranks, reader.U64());
-    for (uint64_t i = 0; i < num_ranks; ++i) {
-      JAX_EP_ASSIGN_OR_RETURN(const uint64_t team, reader.U64());
-      JAX_EP_ASSIGN_OR_RETURN(const uint64_t rank, reader.U64());
-      PeerRecord record{.pid = pid};
-      JAX_EP_ASSIGN_OR_RETURN(record.heap_export, reader.String());
-      JAX_EP_ASSIGN_OR_RETURN(record.endpoint_blob, reader.String());
-      records[{static_cast<uint32_t>(team), static_cast<uint32_t>(rank)}] = std::move(record);
+    const uint64_t pid = reader.U64();
+    const uint64_t num_ranks = reader.U64();
+    for (uint64_t i = 0; i < num_ranks && reader.ok(); ++i) {
+      const auto team = static_cast<uint32_t>(reader.U64());
+      const auto rank = static_cast<uint32_t>(reader.U64());
+      std::string heap_export(reader.Text());
+      records[{team, rank}] = {.pid = pid,
+                               .heap_export = std::move(heap_export),
+                               .endpoint_blob = std::string(reader.Text())};
+    }
+    if (!reader.finished()) {
+      return InvalidArgument("group " + options_.name + ": the bootstrap record of process " +
+                             std::to_string(process) +
+                             " is malformed; install the same jax_ep everywhere");
     }
   }
   for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
@@ -225,9 +230,10 @@ Status Session::Start() {
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
   monitor_ = std::make_unique<Monitor>(std::move(monitor), failure_.get());
+  watch_ = std::make_unique<ContinuationWatch>();
   for (const auto& member : members_) {
     auto order = std::make_unique<AgreedOrder>(*member->rank);
-    member->executor = std::make_unique<Executor>(std::move(member->rank), std::move(order));
+    member->executor = std::make_unique<Executor>(std::move(member->rank), std::move(order), watch_.get());
   }
   started_ = true;
   return Status::Ok();
@@ -292,6 +298,7 @@ void Session::Close() {
   for (const auto& member : members_) {
     if (member->executor != nullptr) member->executor->Stop(reason);
   }
+  if (watch_ != nullptr) watch_->RemoveAll();
   if (proxy_ != nullptr) proxy_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();
   for (const auto& member : members_) {

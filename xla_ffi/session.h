@@ -90,8 +90,9 @@ class Session {
   const SessionOptions options_;
   std::unique_ptr<FailureLatch> failure_;
   HeapLayout layout_;
+  // Close() stops all threads before anything here is destroyed.
   std::vector<std::unique_ptr<Member>> members_;
-  // Declared after what they use, so destroyed before it; Close() stops them in this order anyway.
+  std::unique_ptr<ContinuationWatch> watch_;
   std::unique_ptr<Proxy> proxy_;
   std::unique_ptr<Monitor> monitor_;
   uint64_t barrier_epoch_ = 0;

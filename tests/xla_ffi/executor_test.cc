@@ -40,15 +40,17 @@ class Team {
       rank->failure = &failure;
       rank->timeout = timeout;
       auto order = std::make_unique<AgreedOrder>(*rank);
-      executors.push_back(std::make_unique<Executor>(std::move(rank), std::move(order)));
+      executors.push_back(std::make_unique<Executor>(std::move(rank), std::move(order), &watch));
     }
   }
   ~Team() { Stop(); }
   void Stop() {
     for (auto& executor : executors) executor->Stop(FailedPrecondition("closed"));
+    watch.RemoveAll();
   }
 
   FailureLatch failure;
+  ContinuationWatch watch;
   std::vector<SharedMemory> heaps_;
   std::vector<std::unique_ptr<Executor>> executors;
 };

@@ -1,0 +1,68 @@
+#include <algorithm>
+
+#include "xla_ffi/executor.h"
+
+namespace jax_ep {
+namespace {
+
+// Longest time that a call waits behind a continuation which blocks; a continuation that merely
+// computes is cut short of nothing, it only gains a second thread beside it.
+constexpr std::chrono::microseconds kPeriod{100};
+// Keeps looking for so long after the last reason to: waking it costs more than a few looks.
+constexpr int kIdleLooksBeforeSleep = 50;
+
+}  // namespace
+
+ContinuationWatch::ContinuationWatch() : thread_([this] { Loop(); }) {}
+
+ContinuationWatch::~ContinuationWatch() {
+  stopping_.store(true, std::memory_order_release);
+  bell_.Ring();
+  thread_.join();
+}
+
+void ContinuationWatch::Add(Executor* executor) {
+  std::lock_guard lock(mutex_);
+  watched_.emplace_back(executor, 0);
+}
+
+void ContinuationWatch::RemoveAll() {
+  std::lock_guard lock(mutex_);
+  watched_.clear();
+}
+
+void ContinuationWatch::Wake() {
+  wanted_.store(true, std::memory_order_seq_cst);
+  if (asleep_.load(std::memory_order_seq_cst)) bell_.Ring();
+}
+
+void ContinuationWatch::Loop() {
+  const FailureLatch never_failed;
+  int idle_looks = 0;
+  while (!stopping_.load(std::memory_order_acquire)) {
+    if (wanted_.exchange(false, std::memory_order_seq_cst)) {
+      idle_looks = 0;
+    } else if (++idle_looks > kIdleLooksBeforeSleep) {
+      asleep_.store(true, std::memory_order_seq_cst);
+      (void)WaitUntil(
+          bell_,
+          [this] {
+            return stopping_.load(std::memory_order_acquire) ||
+                   wanted_.load(std::memory_order_seq_cst);
+          },
+          Deadline::After(std::chrono::hours(1)), never_failed);
+      asleep_.store(false, std::memory_order_seq_cst);
+      continue;
+    }
+    std::this_thread::sleep_for(kPeriod);
+    std::lock_guard lock(mutex_);
+    for (auto& [executor, seen] : watched_) {
+      const uint64_t number = executor->blocking_continuation();
+      if (number != 0 && number == seen) executor->OfferSeat();
+      if (number != 0) wanted_.store(true, std::memory_order_relaxed);
+      seen = number;
+    }
+  }
+}
+
+}  // namespace jax_ep
