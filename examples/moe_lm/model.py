@@ -1,0 +1,150 @@
+"""A byte-level transformer whose feed-forward layers are Mixtures of Experts (Flax NNX).
+
+The model runs inside ``jax.shard_map``: tokens and experts are this rank's.  Attention and
+embeddings are replicated; the experts' weights are split over the ranks, and tokens travel to them
+and back through ``jax_ep.dispatch`` and ``jax_ep.combine``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+import jax_ep
+
+INIT_STD = 0.02
+ROPE_BASE = 10_000.0
+NUM_INPUT_BYTES = 3  # a byte and the two before it: a small model starts above a bigram
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSize:
+    """What fixes the shapes of the parameters."""
+
+    width: int
+    layers: int
+    heads: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    vocabulary: int = 256
+
+
+class LayerStats(NamedTuple):
+    """What a MoE layer reports of one batch; ``load`` covers this rank's experts."""
+
+    load: jax.Array  # i32[E_l], pairs that each expert took
+    dropped: jax.Array  # i32[], this rank's pairs that were dropped
+    balance_loss: jax.Array  # f32[], 1 when the router spreads tokens evenly
+
+
+class ExpertParam(nnx.Param):
+    """A parameter whose leading axis is the expert: split over the ranks."""
+
+
+def _weight(rngs: nnx.Rngs, *shape: int, scale: float = INIT_STD) -> jax.Array:
+    return jax.random.normal(rngs.params(), shape) * scale
+
+
+class MoE(nnx.Module):
+    """Router, dispatch, experts, combine."""
+
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
+        experts, width, inner = size.num_experts, size.width, size.expert_width
+        self.group = group
+        self.top_k = size.top_k
+        self.router = nnx.Param(_weight(rngs, width, experts))
+        self.up = ExpertParam(_weight(rngs, experts, width, inner, scale=width**-0.5))
+        self.down = ExpertParam(
+            _weight(rngs, experts, inner, width, scale=inner**-0.5 / (2 * size.layers) ** 0.5)
+        )
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
+        """Takes and returns this rank's tokens, [T, H]."""
+        logits = x @ self.router[...]
+        topk_idx, topk_weights = jax_ep.routing.topk_softmax(logits, self.top_k)
+        balance = jax_ep.routing.load_balancing_loss(jax.nn.softmax(logits), topk_idx)
+
+        recv = jax_ep.dispatch(self.group, x, topk_idx, topk_weights)
+        rows = lax.ragged_dot(recv.x, self.up[...], recv.group_sizes)
+        rows = lax.ragged_dot(jax.nn.silu(rows), self.down[...], recv.group_sizes)
+        out = jax_ep.combine(self.group, rows, recv.plan, weights=recv.weights)
+
+        return out, LayerStats(recv.plan.group_counts, recv.plan.num_dropped, balance)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, size: ModelSize, rngs: nnx.Rngs) -> None:
+        self.heads = size.heads
+        self.qkv = nnx.Param(_weight(rngs, size.width, 3 * size.width, scale=size.width**-0.5))
+        self.out = nnx.Param(
+            _weight(rngs, size.width, size.width, scale=(size.width * 2 * size.layers) ** -0.5)
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, S, H] -> [B, S, H]."""
+        batch, length, width = x.shape
+        qkv = (x @ self.qkv[...]).reshape(batch, length, 3, self.heads, width // self.heads)
+        query, key = _rotate(qkv[:, :, 0]), _rotate(qkv[:, :, 1])
+        mixed = jax.nn.dot_product_attention(query, key, qkv[:, :, 2], is_causal=True)
+        return mixed.reshape(batch, length, width) @ self.out[...]
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+    """Rotary position embedding of [B, S, heads, D]."""
+    half = x.shape[-1] // 2
+    frequency = ROPE_BASE ** (-jnp.arange(half) / half)
+    angle = jnp.arange(x.shape[1])[:, None] * frequency
+    sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
+    left, right = x[..., :half], x[..., half:]
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+class Block(nnx.Module):
+    """Attention, then experts, each behind an RMS norm and around a residual."""
+
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
+        self.attention_norm = nnx.RMSNorm(size.width, rngs=rngs)
+        self.attention = Attention(size, rngs)
+        self.moe_norm = nnx.RMSNorm(size.width, rngs=rngs)
+        self.moe = MoE(size, group, rngs)
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
+        """[B, S, H] -> [B, S, H]."""
+        x = x + self.attention(self.attention_norm(x))
+        out, stats = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]))
+        return x + out.reshape(x.shape), stats
+
+
+class Transformer(nnx.Module):
+    """Bytes to logits of the next byte; a position's input also tells its two predecessors."""
+
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
+        tables = (NUM_INPUT_BYTES, size.vocabulary, size.width)
+        self.embeddings = nnx.List(
+            [nnx.Param(_weight(rngs, *tables[1:], scale=tables[0] ** -0.5)) for _ in range(tables[0])]
+        )
+        self.blocks = nnx.List([Block(size, group, rngs) for _ in range(size.layers)])
+        self.norm = nnx.RMSNorm(size.width, rngs=rngs)
+        self.head = nnx.Param(jnp.zeros((size.width, size.vocabulary)))
+
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, LayerStats]:
+        """i32[B, S] -> logits f32[B, S, 256] and the stats of all layers, stacked."""
+        length = tokens.shape[1]
+        x = sum(
+            table[...][jnp.pad(tokens, ((0, 0), (back, 0)))[:, :length]]
+            for back, table in enumerate(self.embeddings)
+        )
+        collected = []
+        for block in self.blocks:
+            x, stats = block(x)
+            collected.append(stats)
+        logits = self.norm(x) @ self.head[...]
+        return logits, jax.tree.map(lambda *leaves: jnp.stack(leaves), *collected)

@@ -1,0 +1,142 @@
+"""The training step and its state: data parallel outside the experts, expert parallel inside.
+
+Batches are split over the ranks of the mesh axis ``ep``.  Replicated parameters enter
+``jax.shard_map`` as ``P()``, so JAX itself sums their gradients over the ranks; experts enter as
+``P("ep")``, so each rank owns its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from moe_lm.model import ExpertParam, ModelSize, Transformer
+
+AXIS = "ep"
+BALANCE_LOSS_WEIGHT = 0.01
+WARMUP_STEPS = 50
+DECAY_FRACTION = 0.4  # of the steps, at the end, down to a tenth of the peak
+ADAM_B2 = 0.98
+WEIGHT_DECAY = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOptions:
+    """What a run depends on, besides the model's size."""
+
+    steps: int
+    learning_rate: float
+    seed: int
+
+
+class TrainState(NamedTuple):
+    """Parameters are global arrays: ``dense`` replicated, ``experts`` split over the ranks."""
+
+    dense: Any
+    experts: Any
+    optimizer: Any
+
+
+class Measured(NamedTuple):
+    """What one batch says; every process gets the whole of it."""
+
+    loss: jax.Array  # f32[], nats per byte, mean over the global batch
+    load: jax.Array  # i32[layers, E], pairs taken by each expert
+    dropped: jax.Array  # i32[], pairs dropped in all layers and ranks
+
+
+class Trainer:
+    """Compiled ``step`` and ``evaluate`` for one mesh, group and model."""
+
+    def __init__(
+        self, mesh: Mesh, group: jax_ep.Group, size: ModelSize, options: TrainOptions
+    ) -> None:
+        self._mesh, self._group, self._size, self._options = mesh, group, size, options
+        abstract = nnx.eval_shape(lambda: Transformer(size, group, nnx.Rngs(0)))
+        self._graph, _, _ = nnx.split(abstract, ExpertParam, nnx.Param)
+        decay_steps = max(1, int(options.steps * DECAY_FRACTION))
+        peak = options.learning_rate
+        schedule = optax.join_schedules(
+            [
+                optax.linear_schedule(peak / WARMUP_STEPS, peak, WARMUP_STEPS),
+                optax.linear_schedule(peak, peak / 10, decay_steps),
+            ],
+            [max(WARMUP_STEPS, options.steps - decay_steps)],
+        )
+        self._optimizer = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
+        self.step = jax.jit(self._step, donate_argnums=0)
+        self.evaluate = jax.jit(lambda state, tokens: self._loss(*state[:2], tokens)[1].loss)
+
+    def init(self) -> TrainState:
+        """The state before the first step: a function of the seed alone."""
+
+        def create() -> TrainState:
+            model = Transformer(self._size, self._group, nnx.Rngs(self._options.seed))
+            _, experts, dense = nnx.split(model, ExpertParam, nnx.Param)
+            return TrainState(dense, experts, self._optimizer.init((dense, experts)))
+
+        return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Where each array of the state lives."""
+        experts = NamedSharding(self._mesh, P(AXIS))
+        replicated = NamedSharding(self._mesh, P())
+
+        def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+            # The optimizer mirrors the pair (dense, experts); only experts have three dimensions.
+            del path
+            return experts if leaf.ndim == 3 else replicated
+
+        return jax.tree_util.tree_map_with_path(of, state)
+
+    def shard_batch(self, tokens: np.ndarray) -> jax.Array:
+        """Gives every device its rows of the global batch."""
+        sharding = NamedSharding(self._mesh, P(AXIS))
+        return jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
+
+    def _loss(
+        self, dense: nnx.State, experts: nnx.State, tokens: jax.Array
+    ) -> tuple[jax.Array, Measured]:
+        def of_this_rank(
+            dense: nnx.State, experts: nnx.State, tokens: jax.Array
+        ) -> tuple[jax.Array, Measured]:
+            model = nnx.merge(self._graph, experts, dense)
+            logits, stats = model(tokens[:, :-1])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            loss = lax.pmean(losses.mean(), AXIS)
+            balance = lax.pmean(stats.balance_loss.mean(), AXIS)
+            measured = Measured(
+                loss,
+                lax.psum(_scatter_to_all_experts(stats.load, self._size.num_experts), AXIS),
+                lax.psum(stats.dropped.sum(), AXIS),
+            )
+            return loss + BALANCE_LOSS_WEIGHT * balance, measured
+
+        return jax.shard_map(
+            of_this_rank, mesh=self._mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P()
+        )(dense, experts, tokens)
+
+    def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, Measured]:
+        gradient = jax.grad(self._loss, argnums=(0, 1), has_aux=True)
+        gradients, measured = gradient(state.dense, state.experts, tokens)
+        parameters = (state.dense, state.experts)
+        updates, optimizer = self._optimizer.update(gradients, state.optimizer, parameters)
+        dense, experts = optax.apply_updates(parameters, updates)
+        return TrainState(dense, experts, optimizer), measured
+
+
+def _scatter_to_all_experts(load: jax.Array, num_experts: int) -> jax.Array:
+    """[layers, E_l] of this rank -> [layers, E] with zeros elsewhere, ready to be summed."""
+    begin = lax.axis_index(AXIS) * load.shape[1]
+    zeros = lax.pcast(jnp.zeros((load.shape[0], num_experts), load.dtype), AXIS, to="varying")
+    return lax.dynamic_update_slice(zeros, load, (jnp.zeros_like(begin), begin))
