@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import warnings
 import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -197,6 +198,7 @@ def start(group: Group) -> NativeSession:
     from jax_ep import _core
 
     _install_hooks(_core)
+    _warn_about_small_pool()
     me = jax.process_index()
     teams = _teams(group)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
@@ -256,6 +258,7 @@ def start(group: Group) -> NativeSession:
             timeout_s=group.config.timeout_s,
             peer_timeout_s=group.config.peer_timeout_s,
             threads_per_rank=_threads_per_rank(greetings, hello["host"], teams),
+            debug=_flag("JAX_EP_DEBUG"),
         )
         blobs = {p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()}
         session.connect(blobs)
@@ -292,6 +295,29 @@ def shape_arguments(config: _config.Config, num_ranks: int, node_size: int) -> d
         "has_ht": config.mode != "ll",
         "depth": config.max_in_flight,
     }
+
+
+def _flag(name: str) -> bool:
+    """A boolean environment variable: unset, empty or 0, or 1."""
+    text = os.environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name}: got {text!r}, expected 0 or 1; correct or unset it")
+    return text == "1"
+
+
+def _warn_about_small_pool() -> None:
+    """XLA:CPU's thread pool deadlocks when virtual devices outnumber it (docs/tuning.md)."""
+    devices = jax.local_device_count("cpu")
+    text = os.environ.get("NPROC", "")
+    pool = int(text) if text.isdigit() else len(os.sched_getaffinity(0))
+    if devices > 1 and pool < max(2 * devices, 8):
+        warnings.warn(
+            f"jax_ep: this process has {devices} CPU devices but XLA's thread pool has {pool} threads; "
+            "XLA:CPU can deadlock on such a pool once many executions are queued. Set NPROC=32 or more "
+            "in the environment before jax is imported, or use `python -m jax_ep launch`",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _threads_per_rank(greetings: dict[int, Any], host: str, teams: Any) -> int:

@@ -49,8 +49,8 @@ ffi::Future Failed(const Status& status) {
   return future;
 }
 
-// The operations differ only in the parameters that they build: `make(rank_shape)` returns
-// Result<callable(Rank&) -> Status> and runs on XLA's thread, the callable on the executor.
+// The operations differ only in the parameters that they build: `make(shape, debug)` returns
+// Result<Run> and runs on XLA's thread, the Run on the executor.
 template <typename Make>
 ffi::Future Submit(const Invocation& call, const char* operation, Make&& make) {
   SessionTable& table = SessionTable::Instance();
@@ -64,7 +64,7 @@ ffi::Future Submit(const Invocation& call, const char* operation, Make&& make) {
         std::to_string(call.device) +
         ", which is not in the group's mesh; use the mesh that create_group got"));
   }
-  auto run = make((*session)->options().shape);
+  auto run = make((*session)->options().shape, (*session)->options().debug);
   if (!run.ok()) return Failed(run.status());
   const CallSite& site = call.state->site;
   ffi::Promise promise;
@@ -123,7 +123,7 @@ class Checker {
   explicit Checker(const char* operation) : operation_(operation) {}
 
   template <typename Buffer>
-  void Require(const char* name, const Buffer& buffer, ffi::DataType type, int64_t num_elements,
+  void Require(const char* name, Buffer& buffer, ffi::DataType type, int64_t num_elements,
                bool may_be_absent = false) {
     if (!status_.ok()) return;
     const auto have = static_cast<int64_t>(Count(buffer));
@@ -146,9 +146,9 @@ class Checker {
 
  private:
   static size_t Count(const Arg& arg) { return arg.element_count(); }
-  static size_t Count(const Ret& ret) { return ret->element_count(); }
+  static size_t Count(Ret& ret) { return ret->element_count(); }
   static ffi::DataType TypeOf(const Arg& arg) { return arg.element_type(); }
-  static ffi::DataType TypeOf(const Ret& ret) { return ret->element_type(); }
+  static ffi::DataType TypeOf(Ret& ret) { return ret->element_type(); }
 
   const char* operation_;
   Status status_;
@@ -346,6 +346,23 @@ Result<CombineParams> MakeCombine(const Invocation& call, const GroupShape& shap
 
 using Run = std::function<Status(Rank&)>;
 
+// Debug mode: a call that met expert ids >= num_experts fails, after it has done its part for the
+// other ranks, so that the group stays usable.
+Run WithIdCheck(Run run, const char* operation, bool debug) {
+  if (!debug) return run;
+  return [run = std::move(run), operation](Rank& rank) {
+    const uint64_t before = rank.counters->invalid_ids.load(std::memory_order_relaxed);
+    JAX_EP_RETURN_IF_ERROR(run(rank));
+    const uint64_t found = rank.counters->invalid_ids.load(std::memory_order_relaxed) - before;
+    if (found == 0) return Status::Ok();
+    return InvalidArgument("group " + rank.group_name + ": " + operation + " on rank " +
+                           std::to_string(rank.rank) + " got " + std::to_string(found) +
+                           " expert id(s) of " + std::to_string(rank.shape.num_experts) +
+                           " or more, expected ids below num_experts (negative: no expert); fix the "
+                           "router, or unset JAX_EP_DEBUG to have them dropped and counted");
+  };
+}
+
 // Epochs travel through XLA as i32; the counter they belong to is 64 bits wide.
 uint64_t ExtendEpoch(const int32_t* low, uint64_t newest) {
   const auto difference = static_cast<int32_t>(static_cast<uint32_t>(*low) -
@@ -360,12 +377,12 @@ ffi::Future PlanHandler(ffi::RunId run_id, int32_t device, SiteState* state, int
                         Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "plan", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "plan", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("plan");
     JAX_EP_ASSIGN_OR_RETURN(const PlanParams params,
                             MakePlan(call, shape, check, topk_idx,
                                      {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
-    return Run([params](Rank& rank) { return RunPlan(rank, params); });
+    return WithIdCheck([params](Rank& rank) { return RunPlan(rank, params); }, "plan", debug);
   });
 }
 
@@ -375,7 +392,7 @@ ffi::Future DispatchHandler(ffi::RunId run_id, int32_t device, SiteState* state,
                             Ret recv_x, Ret recv_weights, Ret recv_dots) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch");
     JAX_EP_ASSIGN_OR_RETURN(
         const DispatchParams params,
@@ -401,7 +418,7 @@ ffi::Future LlDispatchHandler(ffi::RunId run_id, int32_t device, SiteState* stat
                               Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch (ll)", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch (ll)");
     LlDispatchParams params;
     JAX_EP_ASSIGN_OR_RETURN(params.plan,
@@ -412,7 +429,8 @@ ffi::Future LlDispatchHandler(ffi::RunId run_id, int32_t device, SiteState* stat
         MakeDispatch(
             call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
             {.x = &x, .weights = &weights, .recv_x = &recv_x, .recv_weights = &recv_weights}));
-    return Run([params](Rank& rank) { return RunLlDispatch(rank, params); });
+    return WithIdCheck([params](Rank& rank) { return RunLlDispatch(rank, params); },
+                       "dispatch (ll)", debug);
   });
 }
 
@@ -421,7 +439,7 @@ ffi::Future CombineHandler(ffi::RunId run_id, int32_t device, SiteState* state, 
                            Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "combine", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "combine", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("combine");
     JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
                             MakeCombine(call, shape, check,
@@ -453,7 +471,7 @@ ffi::Future DispatchStartHandler(ffi::RunId run_id, int32_t device, SiteState* s
                                  Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret epoch) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_start", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch_start", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch_start");
     check.Require("epoch", epoch, kI32, 1);
     JAX_EP_ASSIGN_OR_RETURN(
@@ -475,7 +493,7 @@ ffi::Future DispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* st
                                 Arg recv_topk_idx, Ret recv_x, Ret recv_weights) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_done", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch_done", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch_done");
     check.Require("epoch", epoch, kI32, 1);
     JAX_EP_ASSIGN_OR_RETURN(
@@ -500,7 +518,7 @@ ffi::Future LlDispatchStartHandler(ffi::RunId run_id, int32_t device, SiteState*
                                    Arg weights, Arg topk_idx, Ret epoch) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_start (ll)", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch_start (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch_start (ll)");
     check.Require("epoch", epoch, kI32, 1);
     const int64_t num_tokens = TokensOf(topk_idx.element_count(), shape);
@@ -528,7 +546,7 @@ ffi::Future LlDispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* 
                                   Ret recv_x, Ret recv_weights) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_done (ll)", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "dispatch_done (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("dispatch_done (ll)");
     check.Require("epoch", epoch, kI32, 1);
     LlDispatchParams params;
@@ -539,9 +557,11 @@ ffi::Future LlDispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* 
         params.dispatch,
         MakeDispatch(call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
                      {.recv_x = &recv_x, .recv_weights = &recv_weights}));
-    return Run([params, low = In<int32_t>(epoch).data()](Rank& rank) {
-      return FinishLlDispatch(rank, params, ExtendEpoch(low, rank.epochs.ll_dispatch_started));
-    });
+    return WithIdCheck(
+        [params, low = In<int32_t>(epoch).data()](Rank& rank) {
+          return FinishLlDispatch(rank, params, ExtendEpoch(low, rank.epochs.ll_dispatch_started));
+        },
+        "dispatch_done (ll)", debug);
   });
 }
 
@@ -550,7 +570,7 @@ ffi::Future CombineStartHandler(ffi::RunId run_id, int32_t device, SiteState* st
                                 Arg row_weights, Arg ride, Arg send_slot, Arg recv_src, Ret epoch) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "combine_start", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "combine_start", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("combine_start");
     check.Require("epoch", epoch, kI32, 1);
     JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
@@ -569,7 +589,7 @@ ffi::Future CombineDoneHandler(ffi::RunId run_id, int32_t device, SiteState* sta
                                Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
   const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
                         static_cast<Layout>(layout)};
-  return Submit(call, "combine_done", [&](const GroupShape& shape) -> Result<Run> {
+  return Submit(call, "combine_done", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
     Checker check("combine_done");
     check.Require("epoch", epoch, kI32, 1);
     JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,

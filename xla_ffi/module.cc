@@ -75,7 +75,7 @@ class PySession {
             uint32_t depth, std::vector<std::vector<uint32_t>> team_processes,
             const std::vector<std::tuple<int64_t, uint32_t, uint32_t>>& local_ranks,
             uint32_t process_index, const std::string& transport, double timeout_s,
-            double peer_timeout_s, int threads_per_rank) {
+            double peer_timeout_s, int threads_per_rank, bool debug) {
     SessionOptions options{.session_id = session_id,
                            .name = name,
                            .shape = {.num_ranks = num_ranks,
@@ -96,7 +96,8 @@ class PySession {
                            .transport = transport,
                            .timeout = Nanoseconds(timeout_s),
                            .peer_timeout = Nanoseconds(peer_timeout_s),
-                           .threads_per_rank = threads_per_rank};
+                           .threads_per_rank = threads_per_rank,
+                           .debug = debug};
     for (const auto& [device, team, rank] : local_ranks) {
       options.local_ranks.push_back({.device_ordinal = device, .team = team, .rank = rank});
     }
@@ -207,7 +208,7 @@ class PySession {
 nb::list Transports() {
   nb::list all;
   for (const TransportInfo& info : ListTransports()) {
-    all.append(nb::make_tuple(info.name, info.available, info.reason));
+    all.append(nb::make_tuple(info.name, info.is_available, info.reason));
   }
   return all;
 }
@@ -252,13 +253,14 @@ NB_MODULE(_core, m) {
                     uint64_t, uint64_t, uint64_t, int, bool, bool, uint32_t,
                     std::vector<std::vector<uint32_t>>,
                     const std::vector<std::tuple<int64_t, uint32_t, uint32_t>>&, uint32_t,
-                    const std::string&, double, double, int>(),
+                    const std::string&, double, double, int, bool>(),
            nb::kw_only(), nb::arg("session_id"), nb::arg("name"), nb::arg("num_ranks"),
            nb::arg("node_size"), nb::arg("num_experts"), nb::arg("top_k"), nb::arg("align"),
            nb::arg("hidden"), nb::arg("max_tokens"), nb::arg("ll_tokens"), nb::arg("elem_type"),
            nb::arg("f32_partials"), nb::arg("has_ht"), nb::arg("depth"), nb::arg("team_processes"),
            nb::arg("local_ranks"), nb::arg("process_index"), nb::arg("transport"),
-           nb::arg("timeout_s"), nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"))
+           nb::arg("timeout_s"), nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"),
+           nb::arg("debug"))
       .def("local_blob", &PySession::LocalBlob, "What other processes need to connect (opaque).")
       .def("connect", &PySession::Connect, nb::arg("blobs"), "Takes {process index: local_blob}.")
       .def("start", &PySession::Start, "Starts the threads; every process must have connected.")

@@ -40,6 +40,7 @@ struct SessionOptions {
   std::chrono::nanoseconds timeout{};
   std::chrono::nanoseconds peer_timeout{};
   int threads_per_rank = 1;
+  bool debug = false;  // expert ids out of range fail the call that has them
 };
 
 // Life: Create -> LocalBlob, Connect -> Start -> Barrier -> (calls) -> Close.

@@ -1,0 +1,124 @@
+"""A rank dies, stops or is late in the middle of a dispatch; what the others see and can still do.
+
+`--how kill`: SIGKILL. `--how stop`: SIGSTOP, never continued. `--how pause`: SIGSTOP for less than
+peer_timeout_s. `--how late`: asleep in Python for less than timeout_s. The victim is the last one.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--how", required=True, choices=["kill", "stop", "pause", "late"])
+parser.add_argument("--mode", default="ht")
+parser.add_argument("--node-size", type=int, default=None)
+parser.add_argument("--peer-timeout", type=float, default=4.0)
+parser.add_argument("--timeout", type=float, default=30.0)
+args = parser.parse_args()
+if not jax.distributed.is_initialized():
+    jax_ep.initialize()
+
+T, H, K = 16, 32, 2
+victim = jax.process_count() - 1
+me = jax.process_index()
+
+
+def make(devices):
+    mesh = Mesh(np.array(devices), ("ep",))
+    group = jax_ep.create_group(
+        mesh,
+        "ep",
+        jax_ep.Config(
+            num_experts=len(devices) * 2, top_k=K, hidden=H, max_tokens=T, dtype=jnp.float32, align=1,
+            timeout_s=args.timeout, peer_timeout_s=args.peer_timeout,
+            node_size=args.node_size if len(devices) == jax.device_count() else None,
+        ),
+    )  # fmt: skip
+
+    def step(x, idx):
+        recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
+        return jax_ep.combine(group, recv.x, recv.plan)
+
+    spec = P("ep")
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    n = len(devices)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((n * T, H)).astype(np.float32)
+    idx = rng.integers(0, 2 * n, (n * T, K)).astype(np.int32)
+    place = lambda a: jax.make_array_from_callback(  # noqa: E731
+        a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
+    )
+    x_dev, idx_dev = place(x), place(idx)
+
+    def check():
+        out = run(x_dev, idx_dev)
+        for shard in out.addressable_shards:
+            np.testing.assert_allclose(np.asarray(shard.data), x[shard.index] * K, rtol=1e-6)
+
+    return group, check
+
+
+group, check = make(jax.devices())
+for _ in range(20):
+    check()
+print("warm", flush=True)
+if me == victim:
+    if args.how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if args.how == "stop":
+        print(f"stopping {os.getpid()}", flush=True)
+        # The launcher ends it after its grace with SIGTERM, then SIGKILL, which works when stopped.
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if args.how == "pause":
+        wake = f"sleep {args.peer_timeout / 2}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if args.how == "late":
+        time.sleep(args.peer_timeout * 2)
+
+start = time.monotonic()
+try:
+    for _ in range(20):
+        check()
+    error = None
+except jax.errors.JaxRuntimeError as caught:
+    error = str(caught)
+seconds = time.monotonic() - start
+if args.how in ("pause", "late"):
+    assert error is None, error
+    print("survived yes", flush=True)
+    group.close()
+    sys.exit(0)
+
+assert error is not None, "the loss of a rank went unnoticed"
+print(f"seconds {seconds:.2f}", flush=True)
+print(f"error {' '.join(error.split())}", flush=True)
+try:
+    group.check()
+    print("check said nothing", flush=True)
+except RuntimeError as latched:
+    print(f"check {' '.join(str(latched).split())}", flush=True)
+try:  # later calls fail at once, with the first cause
+    start = time.monotonic()
+    check()
+except jax.errors.JaxRuntimeError as later:
+    print(f"later {time.monotonic() - start:.2f} {' '.join(str(later).split())}", flush=True)
+group.close()
+survivors = [device for device in jax.devices() if device.process_index != victim]
+smaller, check = make(survivors)
+for _ in range(5):
+    check()
+smaller.close()
+print(f"went_on {len(survivors)}", flush=True)
+os._exit(0)  # JAX's own shutdown barrier would wait for the dead
