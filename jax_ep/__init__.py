@@ -1,8 +1,13 @@
 """Expert-parallel dispatch and combine for JAX (docs/semantics.md has shapes and math)."""
 
+from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
 
+# In a checkout this folder shadows the installed package, which holds the compiled jax_ep._core.
+__path__ = extend_path(__path__, __name__)
+
 from jax_ep import routing as routing
+from jax_ep._bootstrap import BootstrapError as BootstrapError
 from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
 from jax_ep._group import Group as Group
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FP8",
+    "BootstrapError",
     "Config",
     "Group",
     "Health",

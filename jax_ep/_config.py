@@ -102,17 +102,27 @@ class Config:
         except TypeError:
             dtype = None
         if dtype is None or dtype.name not in _DTYPES:
-            raise _bad("dtype", self.dtype, f"one of {', '.join(_DTYPES)}", "cast x and y to one of them")
+            raise _bad(
+                "dtype", self.dtype, f"one of {', '.join(_DTYPES)}", "cast x and y to one of them"
+            )
         object.__setattr__(self, "dtype", dtype)
         _check_choice("overflow", self.overflow, ("drop", "poison"))
         _check_choice("mode", self.mode, ("auto", *MODES))
         _check_choice("partials", self.partials, (None, "float32", "dtype"))
         _check_choice("transport", self.transport, _TRANSPORTS)
         if self.top_k > MAX_TOP_K:
-            raise _bad("top_k", self.top_k, f"at most {MAX_TOP_K}", "split the token's experts over two calls")
+            raise _bad(
+                "top_k",
+                self.top_k,
+                f"at most {MAX_TOP_K}",
+                "split the token's experts over two calls",
+            )
         if self.top_k > self.num_experts:
             raise _bad(
-                "top_k", self.top_k, f"at most num_experts={self.num_experts}", "lower top_k or add experts"
+                "top_k",
+                self.top_k,
+                f"at most num_experts={self.num_experts}",
+                "lower top_k or add experts",
             )
         if self.recv_rows is not None and self.capacity_factor is not None:
             raise ValueError(
@@ -170,7 +180,9 @@ def expert_major_rows(config: Config, num_ranks: int, num_tokens: int) -> int:
         return config.recv_rows
     experts_per_rank = config.num_experts // num_ranks
     pairs = num_ranks * num_tokens * config.top_k
-    worst = (pairs + min(experts_per_rank, pairs) * (config.align - 1)) // config.align * config.align
+    worst = (
+        (pairs + min(experts_per_rank, pairs) * (config.align - 1)) // config.align * config.align
+    )
     if config.capacity_factor is None:
         return worst
     wanted = align_up(math.ceil(config.capacity_factor * num_tokens * config.top_k), config.align)

@@ -71,8 +71,12 @@ def dispatch(
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
     """Rows and weights to their receive rows; with `y`, the fused backward of combine."""
     like = route.send_slot
-    args = (*_payload(call, like, x, weights), *_route_args(like, route))
-    args = (*args, _or_empty(like, y, call.dtype), _or_empty(like, row_weights, jnp.float32))
+    args = (
+        *_payload(call, like, x, weights),
+        *_route_args(like, route),
+        _or_empty(like, y, call.dtype),
+        _or_empty(like, row_weights, jnp.float32),
+    )
     types = (
         *_received_types(call, like, route, x is not None, weights is not None),
         _rows_type(like, call.rows if y is not None else None),
@@ -112,9 +116,7 @@ def combine(
     return (out if y is not None else None, ride_out if ride is not None else None)
 
 
-def dispatch_start(
-    call: Call, x: jax.Array, weights: jax.Array | None, route: Route
-) -> jax.Array:
+def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: Route) -> jax.Array:
     """Sends rows along a plan; returns the epoch i32[1]."""
     like = route.send_slot
     args = (*_payload(call, like, x, weights), *_route_args(like, route))
@@ -183,9 +185,7 @@ def combine_done(
     """Sums what combine_start of all ranks sent; `y` and `row_weights` are not read."""
     like = route.send_slot
     types = _combine_types(call, like, True, False)
-    out, _ = _invoke(
-        call, "jax_ep_combine_done", (epoch, like, route.recv_src), types, has_ride=0
-    )
+    out, _ = _invoke(call, "jax_ep_combine_done", (epoch, like, route.recv_src), types, has_ride=0)
     return out
 
 
@@ -252,8 +252,8 @@ def _plan_results(call: Call, like: jax.Array) -> tuple[Any, ...]:
 
 
 def _plan_arrays(call: Call, results: Sequence[jax.Array]) -> PlanArrays:
-    *arrays, routing = results
-    return PlanArrays(*arrays, routing if call.layout == "rank_major" else None)
+    arrays = PlanArrays(*results)
+    return arrays if call.layout == "rank_major" else arrays._replace(recv_topk_idx=None)
 
 
 def _received_types(

@@ -114,7 +114,10 @@ class Group:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """Closes the group."""
         self.close()
@@ -231,7 +234,8 @@ class Group:
             _ffi.register()
         except ImportError as error:
             raise RuntimeError(
-                f"jax_ep.create_group: the native extension jax_ep._core cannot be imported ({error}); "
+                f"jax_ep.create_group: the native extension jax_ep._core cannot be imported "
+                f"({error}); "
                 "expected a built package; run `pip install .`, or pass implementation='xla'"
             ) from error
         self._handle = runtime.start(self)
@@ -276,13 +280,15 @@ def create_group(
     native = owned and implementation != "xla" and platform in _NATIVE_PLATFORMS
     if owned and implementation == "native" and not native:
         raise NotImplementedError(
-            f"jax_ep.create_group: got implementation='native' on platform {platform!r}, expected one "
+            f"jax_ep.create_group: got implementation='native' on platform {platform!r}, expected "
+            f"one "
             f"of {sorted(_NATIVE_PLATFORMS)}; use implementation=None or 'xla'"
         )
     local_ranks = _local_ranks(mesh, axes) if owned else ()
     if owned and not local_ranks:
         raise ValueError(
-            "jax_ep.create_group: got a mesh in which this process owns no device, expected at least "
+            "jax_ep.create_group: got a mesh in which this process owns no device, expected at "
+            "least "
             "one; call create_group only in the processes of the mesh"
         )
     group = Group(
@@ -303,24 +309,28 @@ def create_group(
 def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> None:
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ValueError(
-            f"jax_ep.create_group: got mesh of type {type(mesh).__name__}, expected jax.sharding.Mesh or "
+            f"jax_ep.create_group: got mesh of type {type(mesh).__name__}, expected "
+            f"jax.sharding.Mesh or "
             "AbstractMesh; build one with jax.make_mesh"
         )
     if not isinstance(config, Config):
         raise ValueError(
-            f"jax_ep.create_group: got config of type {type(config).__name__}, expected jax_ep.Config; "
+            f"jax_ep.create_group: got config of type {type(config).__name__}, expected "
+            f"jax_ep.Config; "
             "pass create_group(mesh, axis, jax_ep.Config(...))"
         )
     if implementation not in (None, "native", "xla"):
         raise ValueError(
-            f"jax_ep.create_group: got implementation={implementation!r}, expected None, 'native' or "
+            f"jax_ep.create_group: got implementation={implementation!r}, expected None, 'native' "
+            f"or "
             "'xla'; use None for the best one of the platform"
         )
     axes = _sharding.axis_tuple(axis)
     unknown = [name for name in axes if name not in mesh.shape]
     if not axes or unknown or len(set(axes)) != len(axes):
         raise ValueError(
-            f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of the mesh "
+            f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of "
+            f"the mesh "
             f"axes {tuple(mesh.shape)}; correct the name"
         )
 
@@ -328,13 +338,16 @@ def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> 
 def _check_sizes(config: Config, num_ranks: int) -> None:
     if config.num_experts % num_ranks:
         raise ValueError(
-            f"jax_ep.create_group: got num_experts={config.num_experts}, expected a multiple of the "
-            f"group's {num_ranks} ranks; use {_config.align_up(config.num_experts, num_ranks)} experts, "
+            f"jax_ep.create_group: got num_experts={config.num_experts}, expected a multiple of "
+            f"the "
+            f"group's {num_ranks} ranks; use {_config.align_up(config.num_experts, num_ranks)} "
+            f"experts, "
             "or another axis"
         )
     if config.node_size is not None and num_ranks % config.node_size:
         raise ValueError(
-            f"jax_ep.create_group: got node_size={config.node_size}, expected a divisor of the group's "
+            f"jax_ep.create_group: got node_size={config.node_size}, expected a divisor of the "
+            f"group's "
             f"{num_ranks} ranks; use None for the ranks of a host"
         )
     codes = {
@@ -345,7 +358,8 @@ def _check_sizes(config: Config, num_ranks: int) -> None:
     for name, value in codes.items():
         if value > _config.INT32_MAX:
             raise ValueError(
-                f"jax_ep.create_group: got {name} = {value}, expected at most {_config.INT32_MAX} (plan "
+                f"jax_ep.create_group: got {name} = {value}, expected at most {_config.INT32_MAX} "
+                f"(plan "
                 "codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe with chunks"
             )
 

@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import ad_checkpoint, lax
+
+_lax: Any = lax  # its collectives carry no types in jax 0.10
+_ad_checkpoint: Any = ad_checkpoint
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -78,9 +81,40 @@ def register_ffi(
 ) -> None:
     """Registers custom FFI types, then targets. The platform's client must exist (jaxlib 0.10)."""
     for name, registration in types.items():
-        jax.ffi.register_ffi_type(name, dict(registration), platform=platform)
+        type_registration: Any = dict(registration)
+        jax.ffi.register_ffi_type(name, type_registration, platform=platform)
     for name, registration in targets.items():
         jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
+
+
+def all_gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[N, ...]: the arrays of all ranks along `axes`."""
+    gathered: jax.Array = _lax.all_gather(array, axes)
+    return gathered
+
+
+def all_to_all(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[N, ...]: element d goes to rank d; element s of the result came from rank s."""
+    exchanged: jax.Array = _lax.all_to_all(array, axes, 0, 0)
+    return exchanged
+
+
+def uniform_max(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Maximum over ranks, typed as equal on all of them."""
+    largest: jax.Array = _lax.pmax(array, axes)
+    return largest
+
+
+def checkpoint_name(array: jax.Array, name: str) -> jax.Array:
+    """`array`, under a name that remat policies know."""
+    named: jax.Array = _ad_checkpoint.checkpoint_name(array, name)
+    return named
+
+
+def block_until_ready(tree: Any) -> Any:
+    """Waits for every array in `tree`."""
+    wait: Any = jax.block_until_ready
+    return wait(tree)
 
 
 def distributed_client() -> Any:

@@ -70,4 +70,5 @@ def moe(
     weights = None if topk_weights is None else split(topk_weights, 0)
     body = jax.checkpoint(lambda _, chunk: (None, layer(*chunk)), policy=policy)
     _, out = jax.lax.scan(body, None, (split(x, 0), split(topk_idx, -1), weights))
-    return out.reshape(-1, x.shape[1])[:num_tokens]
+    joined: jax.Array = out.reshape(-1, x.shape[1])[:num_tokens]
+    return joined

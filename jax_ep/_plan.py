@@ -43,25 +43,22 @@ def water_fill(demand: jax.Array, rows: int, align: int) -> jax.Array:
     """
     blocks = (demand + (align - 1)) // align
     available = rows // align
-    experts = demand.shape[-1]
-    ascending = jnp.sort(blocks, axis=-1)
-    below = jnp.cumsum(ascending, axis=-1, dtype=jnp.int32)
-    larger = jnp.arange(experts - 1, -1, -1, dtype=jnp.int32)
-    # Level i gives everyone at most ascending[i] blocks. True values never exceed the sum of blocks.
-    fits = below + ascending * larger <= available
-    satisfied = jnp.sum(fits, axis=-1, keepdims=True, dtype=jnp.int32)
-    used = jnp.where(
-        satisfied > 0,
-        jnp.take_along_axis(below, jnp.maximum(satisfied - 1, 0), axis=-1),
-        jnp.int32(0),
+    # What it takes to give everyone as much as expert i wants, at most; no sum exceeds all blocks.
+    at_level = jnp.sum(
+        jnp.minimum(blocks[..., :, None], blocks[..., None, :]), axis=-1, dtype=jnp.int32
     )
-    level = (available - used) // jnp.maximum(experts - satisfied, 1)
-    level = jnp.where(satisfied == experts, jnp.max(blocks, axis=-1, keepdims=True), level)
+    reached = jnp.where(at_level <= available, blocks, 0)
+    reached = jnp.max(reached, axis=-1, keepdims=True)
+    above = jnp.sum(blocks > reached, axis=-1, keepdims=True, dtype=jnp.int32)
+    left = available - jnp.sum(
+        jnp.minimum(blocks, reached), axis=-1, keepdims=True, dtype=jnp.int32
+    )
+    level = reached + left // jnp.maximum(above, 1)
     filled = jnp.minimum(blocks, level)
     left = available - jnp.sum(filled, axis=-1, keepdims=True, dtype=jnp.int32)
     short = blocks > level
     turn = jnp.cumsum(short, axis=-1, dtype=jnp.int32)
-    return (filled + jnp.where(short & (turn <= left), 1, 0).astype(jnp.int32)) * align
+    return (filled + (short & (turn <= left)).astype(jnp.int32)) * align
 
 
 def repeated(ids: jax.Array) -> jax.Array:
@@ -84,14 +81,18 @@ def route(call: Call, ids: jax.Array) -> Routing:
     demand = jnp.zeros((num_experts + 1,), jnp.int32).at[expert].add(1)
     first = jnp.cumsum(demand, dtype=jnp.int32) - demand
     index = lax.iota(jnp.int32, expert.size)
-    position = jnp.zeros_like(index).at[order].set(index - first[expert[order]], unique_indices=True)
+    position = (
+        jnp.zeros_like(index).at[order].set(index - first[expert[order]], unique_indices=True)
+    )
     demand, first = demand[:-1], first[:-1]
     if call.layout == "expert_major":
         zones = water_fill(demand.reshape(ranks, per_rank), call.rows, call.group.config.align)
         starts = jnp.cumsum(zones, axis=1, dtype=jnp.int32) - zones
         zones, starts = zones.reshape(-1), starts.reshape(-1)
     else:  # an expert_batched expert has room for every token; rank_major rows are not per expert
-        zones = jnp.full_like(demand, ranks * tokens * (top_k if call.layout == "rank_major" else 1))
+        zones = jnp.full_like(
+            demand, ranks * tokens * (top_k if call.layout == "rank_major" else 1)
+        )
         starts = lax.iota(jnp.int32, num_experts) % per_rank * (ranks * tokens)
     safe = jnp.minimum(expert, num_experts - 1)
     kept = (expert < num_experts) & (position < zones[safe])

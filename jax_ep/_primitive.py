@@ -1,7 +1,7 @@
 """One raw operation: the implementation of the lowering platform, unrolled under vmap.
 
-Not differentiable; _vjp wraps these in custom VJPs. Every array is typed as varying over the union of
-the operands' axes and the group's, except a plan's `overflow`, which is uniform over the group.
+Not differentiable; _vjp wraps these in custom VJPs. Every array is typed as varying over the union
+of the operands' axes and the group's, except a plan's `overflow`, which is uniform over the group.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ def combine(
     return result
 
 
-def dispatch_start(
-    call: Call, x: jax.Array, weights: jax.Array | None, route: Route
-) -> jax.Array:
+def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: Route) -> jax.Array:
     """See _ffi.dispatch_start."""
     result: jax.Array = _bind("dispatch_start", call, x, weights, route)
     return result

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _plan, _sharding
+from jax_ep import _jax_compat, _plan, _sharding
 from jax_ep._call import Call
 from jax_ep._types import PlanArrays, Route
 
@@ -51,7 +51,7 @@ def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
         send_counts=jnp.zeros((ranks + 1,), jnp.int32).at[sent_to].add(1)[:ranks],
         recv_counts=jnp.sum(arrived, axis=1, dtype=jnp.int32),
         num_dropped=num_dropped,
-        overflow=lax.pmax((num_dropped > 0).astype(jnp.int32), group.axes),
+        overflow=_jax_compat.uniform_max((num_dropped > 0).astype(jnp.int32), group.axes),
         recv_topk_idx=(
             jnp.where(arrived.reshape(ids.shape), ids - me * experts, -1)
             if call.layout == "rank_major"
@@ -72,13 +72,15 @@ def dispatch(
     valid, token, k = _sources(call, route)
     recv_x = recv_weights = dots = None
     if x is not None:
-        rows = _take(_gather_rows(call, x), token)
+        bits, dtype = _as_bits(x)  # a plain move must not quieten a signalling NaN
+        moved = jnp.where(valid[:, None], _take(_gather_rows(call, bits), token), 0)
+        recv_x = rows = _from_bits(moved.astype(bits.dtype), dtype)
         if y is not None:
             product = rows.astype(jnp.float32) * y.astype(jnp.float32)
             dots = jnp.where(valid, jnp.sum(product, axis=-1), 0.0)
         if row_weights is not None:
-            rows = (rows.astype(jnp.float32) * row_weights[:, None]).astype(call.dtype)
-        recv_x = jnp.where(valid[:, None], rows, jnp.zeros((), call.dtype))
+            scaled = (rows.astype(jnp.float32) * row_weights[:, None]).astype(call.dtype)
+            recv_x = jnp.where(valid[:, None], scaled, jnp.zeros((), call.dtype))
     if weights is not None:
         everyones = _gather_rows(call, weights)
         if route.recv_topk_idx is not None:
@@ -140,9 +142,7 @@ def combine(
     return out, ride_out
 
 
-def dispatch_start(
-    call: Call, x: jax.Array, weights: jax.Array | None, route: Route
-) -> jax.Array:
+def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: Route) -> jax.Array:
     """Nothing: the done does all the work; the epoch is 0."""
     return jnp.zeros((1,), jnp.int32)
 
@@ -219,7 +219,8 @@ def _recv_src(call: Call, routing: _plan.Routing, arrived: jax.Array, me: jax.Ar
         counts = _slice(routing.counts, me * experts, experts)
         first = _slice(routing.first, me * experts, experts)
         row = lax.iota(jnp.int32, call.rows)
-        # Empty zones start where the next one does; the last that starts at or before the row has it.
+        # An empty zone starts where the next one does: the last one that starts by then has the
+        # row.
         local = jnp.searchsorted(starts, row, side="right").astype(jnp.int32) - 1
         position = row - starts[local]
         valid = position < counts[local]
@@ -260,43 +261,37 @@ def _rank_partials(
     first = (jnp.cumsum(count, dtype=jnp.int32) - count)[:tokens]
     count = count[:tokens]
     last_row = by_token.size - 1
-    total = term(by_token[jnp.minimum(first, last_row)])
-    for j in range(1, min(call.top_k, by_token.size)):
+
+    def add(j: jax.Array, total: jax.Array) -> jax.Array:
         rows = by_token[jnp.minimum(first + j, last_row)]
-        total = jnp.where((j < count)[:, None], total + term(rows), total)
-    return total
+        return jnp.where((j < count)[:, None], total + term(rows), total)
+
+    most = jnp.max(count)  # rows of one token here: often far below top_k
+    return lax.fori_loop(1, most, add, term(by_token[jnp.minimum(first, last_row)]))
 
 
 def _sum_over_ranks(call: Call, partials: jax.Array, present: jax.Array) -> jax.Array:
-    """[T, H]: the ranks' partials added along the fixed tree, absent ones skipped."""
+    """[T, H]: the ranks' partials [N, T, H] added along the fixed tree, absent ones skipped."""
     group = call.group
-    nodes = [
-        _tree_sum(
-            [(partials[rank].astype(jnp.float32), present[rank]) for rank in range(begin, end)]
-        )
-        for begin in range(0, group.num_ranks, group.node_size)
-        for end in [begin + group.node_size]
-    ]
+    by_node = (group.num_ranks // group.node_size, group.node_size)
+    wide = partials.astype(jnp.float32).reshape(*by_node, *partials.shape[1:])
+    total, has = _tree_sum(wide, present.reshape(*by_node, -1))
     if group.partials == "dtype":
-        nodes = [(total.astype(call.dtype).astype(jnp.float32), has) for total, has in nodes]
-    total, has = _tree_sum(nodes)
-    return jnp.where(has[:, None], total, 0.0).astype(call.dtype)
+        total = total.astype(call.dtype).astype(jnp.float32)
+    total, has = _tree_sum(total[None], has[None])
+    return jnp.where(has[0][:, None], total[0], 0.0).astype(call.dtype)
 
 
-def _tree_sum(terms: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """((0, 1), (2, 3)), ...: neighbours first, an odd last one moves up unchanged."""
-    while len(terms) > 1:
-        paired = [
-            (
-                jnp.where(
-                    has_b[:, None], jnp.where(has_a[:, None], a + b, b), a
-                ),
-                has_a | has_b,
-            )
-            for (a, has_a), (b, has_b) in zip(terms[::2], terms[1::2], strict=False)
-        ]
-        terms = paired + terms[len(paired) * 2 :]
-    return terms[0]
+def _tree_sum(terms: jax.Array, has: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Over axis 1 of [M, n, T, H]: neighbours first, an odd last one moves up unchanged."""
+    while terms.shape[1] > 1:
+        even = terms.shape[1] // 2 * 2
+        a, b = terms[:, 0:even:2], terms[:, 1:even:2]
+        has_a, has_b = has[:, 0:even:2], has[:, 1:even:2]
+        both = jnp.where(has_b[..., None], jnp.where(has_a[..., None], a + b, b), a)
+        terms = jnp.concatenate([both, terms[:, even:]], axis=1)
+        has = jnp.concatenate([has_a | has_b, has[:, even:]], axis=1)
+    return terms[:, 0], has[:, 0]
 
 
 def _slice(array: jax.Array, start: jax.Array, size: int) -> jax.Array:
@@ -325,7 +320,7 @@ def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
 def _gather(call: Call, array: jax.Array) -> jax.Array:
     """[N, ...]: every rank's array."""
     bits, dtype = _as_bits(array)
-    return _from_bits(lax.all_gather(bits, call.group.axes), dtype)
+    return _from_bits(_jax_compat.all_gather(bits, call.group.axes), dtype)
 
 
 def _gather_rows(call: Call, array: jax.Array) -> jax.Array:
@@ -339,4 +334,4 @@ def _gather_rows(call: Call, array: jax.Array) -> jax.Array:
 def _exchange(call: Call, array: jax.Array) -> jax.Array:
     """[N, ...]: element d goes to rank d; the result holds what rank s sent at s."""
     bits, dtype = _as_bits(array)
-    return _from_bits(lax.all_to_all(bits, call.group.axes, 0, 0), dtype)
+    return _from_bits(_jax_compat.all_to_all(bits, call.group.axes), dtype)

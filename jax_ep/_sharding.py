@@ -41,7 +41,8 @@ def check_call(group: Group, operation: str) -> None:
     missing = [name for name in group.axes if name not in manual]
     if missing:
         raise ValueError(
-            f"jax_ep.{operation} was called outside the group's mesh axis {missing[0]!r}: got manual "
+            f"jax_ep.{operation} was called outside the group's mesh axis {missing[0]!r}: got "
+            f"manual "
             f"axes {sorted(manual)}, expected {list(group.axes)} among them; call it inside "
             "jax.shard_map(..., mesh=mesh) over that axis"
         )
@@ -49,15 +50,18 @@ def check_call(group: Group, operation: str) -> None:
     got = tuple(mesh.shape.items())
     if got != expected:
         raise ValueError(
-            f"jax_ep.{operation}: got a different mesh {dict(got)} around the call than that of the "
-            f"group over axis {group.axis!r}, expected {dict(expected)}; create a group for this mesh"
+            f"jax_ep.{operation}: got a different mesh {dict(got)} around the call than that of "
+            f"the "
+            f"group over axis {group.axis!r}, expected {dict(expected)}; create a group for this "
+            f"mesh"
         )
     if group.implementation == "xla":
         return
     loose = [name for name, size in mesh.shape.items() if size > 1 and name not in manual]
     if loose:
         raise ValueError(
-            f"jax_ep.{operation}: mesh axis {loose[0]!r} of size {mesh.shape[loose[0]]} is not Manual "
+            f"jax_ep.{operation}: mesh axis {loose[0]!r} of size {mesh.shape[loose[0]]} is not "
+            f"Manual "
             f"where the op is called, expected every axis of size > 1 to be (XLA would gather the "
             f"operands); add {loose[0]!r} to the axis_names of jax.shard_map, or create the group "
             "with implementation='xla'"

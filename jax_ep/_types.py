@@ -110,11 +110,6 @@ class PlanArrays(NamedTuple):
         return Route(self.send_slot, self.recv_src, self.recv_topk_idx)
 
 
-def plan_route(plan: Plan) -> Route:
-    """The leaves of `plan` that moving rows needs."""
-    return Route(plan.send_slot, plan.recv_src, plan.recv_topk_idx)
-
-
 def _register(cls: type, static: tuple[str, ...]) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
     jax.tree_util.register_dataclass(

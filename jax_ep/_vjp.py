@@ -1,11 +1,11 @@
 """Custom VJPs: the backward of each operation is the opposite operation.
 
-Dispatch D and the unweighted combine C are linear and each other's transpose, so any order of reverse
-differentiation stays inside this file. Forward rules call the differentiable function itself (not the
-raw one), which is what makes reverse over reverse work.
+Dispatch D and the unweighted combine C are linear and each other's transpose, so any order of
+reverse differentiation stays inside this file. Forward rules call the differentiable function
+itself (not the raw one), which is what makes reverse over reverse work.
 
 Residuals:
-  dispatch, ll_dispatch, *_done of them: the route (3 plan leaves); transposing needs where rows went.
+  dispatch, ll_dispatch, *_done of them: the route (3 plan leaves): where rows went.
   combine (unweighted): the route.
   combine_weighted: the route, y and the row weights; d_weights = <g, y> and d_y = w * g read both.
   combine_backward: its operands; it is bilinear in them, and only second order reaches it.
@@ -131,7 +131,9 @@ def _combine_backward_bwd(
     wide_rows, wide_g = rows.astype(jnp.float32), g.astype(jnp.float32)
     wide_y = y.astype(jnp.float32)
     d_g = (row_weights[:, None] * wide_rows + dots[:, None] * wide_y).astype(call.dtype)
-    d_cotangent, _ = combine(call, jnp.where(used[:, None], d_g, jnp.zeros((), call.dtype)), None, route)
+    d_cotangent, _ = combine(
+        call, jnp.where(used[:, None], d_g, jnp.zeros((), call.dtype)), None, route
+    )
     assert d_cotangent is not None
     d_y = (dots[:, None] * wide_g).astype(call.dtype)
     d_weights = jnp.where(used, jnp.sum(wide_rows * wide_g, axis=-1), 0.0)

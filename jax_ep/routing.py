@@ -98,13 +98,15 @@ def group_limited_topk(
     _check_top_k(top_k, num_experts)
     if num_groups < 1 or num_experts % num_groups:
         raise ValueError(
-            f"group_limited_topk: got num_groups={num_groups}, expected a divisor of the {num_experts} "
+            f"group_limited_topk: got num_groups={num_groups}, expected a divisor of the "
+            f"{num_experts} "
             "experts; correct it"
         )
     group_experts = num_experts // num_groups
     if not 1 <= top_groups <= num_groups or top_groups * group_experts < top_k:
         raise ValueError(
-            f"group_limited_topk: got top_groups={top_groups} of {num_groups} groups of {group_experts}, "
+            f"group_limited_topk: got top_groups={top_groups} of {num_groups} groups of "
+            f"{group_experts}, "
             f"expected enough for top_k={top_k}; raise top_groups"
         )
     affinity = jax.nn.sigmoid(logits.astype(jnp.float32))
@@ -149,7 +151,9 @@ def load_balancing_loss(probabilities: jax.Array, topk_idx: jax.Array) -> jax.Ar
 
 def _check_top_k(top_k: int, num_experts: int) -> None:
     if not 1 <= top_k <= num_experts:
-        raise ValueError(f"routing: got top_k={top_k}, expected 1 to {num_experts} experts; correct it")
+        raise ValueError(
+            f"routing: got top_k={top_k}, expected 1 to {num_experts} experts; correct it"
+        )
 
 
 def _normalized(affinity: jax.Array, ids: jax.Array, scale: float) -> jax.Array:
