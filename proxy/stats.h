@@ -11,6 +11,10 @@ namespace jax_ep {
 // A number with one writer (the proxy thread) and any readers. Relaxed: it orders nothing.
 class Counter {
  public:
+  Counter() = default;
+  Counter(const Counter& other) : value_(other.Get()) {}  // set-up only: before readers exist
+  Counter& operator=(const Counter&) = delete;
+
   uint64_t Get() const { return value_.load(std::memory_order_relaxed); }
   void Set(uint64_t value) { value_.store(value, std::memory_order_relaxed); }
   void Add(uint64_t amount) { Set(Get() + amount); }

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
 
 namespace jax_ep {
 
 enum class LogLevel : uint8_t { kError = 0, kWarning = 1, kInfo = 2, kDebug = 3 };
+
+// "error", "warning", "info" or "debug".
+std::optional<LogLevel> ParseLogLevel(std::string_view text);
 
 // The level of JAX_EP_LOG (env.h); kWarning when it is unset or not a level.
 LogLevel ActiveLogLevel();

@@ -1,0 +1,202 @@
+#include "proxy/base/shared_memory.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <utility>
+
+#include "proxy/base/blob.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kBlobMagic = 0x31304d4553504541;  // "AEPSEM01": bump the digits on any change
+constexpr double kMebibyte = 1024.0 * 1024.0;
+
+// The last page of a shareable mapping starts with this, so that an importer can tell that the
+// descriptor still is the one that was exported.
+struct Trailer {
+  uint64_t magic;
+  uint64_t token;
+};
+
+size_t PageBytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+size_t RoundUpToPage(size_t num_bytes) {
+  const size_t page = PageBytes();
+  return (num_bytes + page - 1) / page * page;
+}
+
+std::string ErrnoText(int error) { return std::strerror(error); }
+
+std::string Mebibytes(uint64_t num_bytes) {
+  char text[48];
+  std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(num_bytes) / kMebibyte);
+  return text;
+}
+
+// First number of `path`; UINT64_MAX if there is none ("max", no such file).
+uint64_t NumberInFile(const char* path) {
+  std::ifstream file(path);
+  uint64_t number = 0;
+  return (file >> number) ? number : UINT64_MAX;
+}
+
+// MemAvailable of the host, or what the cgroup leaves if that is less. UINT64_MAX if unknown.
+uint64_t AvailableBytes() {
+  uint64_t available = UINT64_MAX;
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  uint64_t kibibytes = 0;
+  std::string unit;
+  while (meminfo >> key >> kibibytes) {
+    if (key == "MemAvailable:") {
+      available = kibibytes * 1024;
+      break;
+    }
+    std::getline(meminfo, unit);
+  }
+  const uint64_t limit = NumberInFile("/sys/fs/cgroup/memory.max");
+  const uint64_t used = NumberInFile("/sys/fs/cgroup/memory.current");
+  if (limit != UINT64_MAX && used != UINT64_MAX) {
+    available = std::min(available, limit > used ? limit - used : 0);
+  }
+  return available;
+}
+
+Status TooLittleMemory(size_t num_bytes, const std::string& reason) {
+  return ResourceExhausted("shared memory: needs " + Mebibytes(num_bytes) + ", " + reason +
+                           "; lower max_tokens, recv_rows or hidden, or use fewer ranks per host");
+}
+
+void* Map(size_t num_bytes, int flags, int fd) {
+  void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
+  return address == MAP_FAILED ? nullptr : address;
+}
+
+}  // namespace
+
+SharedMemory::SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
+
+SharedMemory& SharedMemory::operator=(SharedMemory&& other) noexcept {
+  if (this != &other) {
+    Reset();
+    bytes_ = std::exchange(other.bytes_, {});
+    mapped_bytes_ = std::exchange(other.mapped_bytes_, 0);
+    fd_ = std::exchange(other.fd_, -1);
+    token_ = std::exchange(other.token_, 0);
+  }
+  return *this;
+}
+
+SharedMemory::~SharedMemory() { Reset(); }
+
+void SharedMemory::Reset() {
+  if (!bytes_.empty()) munmap(bytes_.data(), mapped_bytes_);
+  if (fd_ >= 0) close(fd_);
+  bytes_ = {};
+  mapped_bytes_ = 0;
+  fd_ = -1;
+}
+
+Result<SharedMemory> SharedMemory::Create(size_t num_bytes, bool shareable) {
+  if (num_bytes == 0) return InvalidArgument("shared memory: 0 bytes asked for");
+  if (num_bytes > (SIZE_MAX >> 1)) {
+    return TooLittleMemory(num_bytes, "more than an address space holds");
+  }
+  SharedMemory memory;
+  if (!shareable) {
+    memory.mapped_bytes_ = RoundUpToPage(num_bytes);
+    void* address =
+        Map(memory.mapped_bytes_, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, /*fd=*/-1);
+    if (address == nullptr) return TooLittleMemory(num_bytes, "mmap says " + ErrnoText(errno));
+    memory.bytes_ = {static_cast<std::byte*>(address), num_bytes};
+    return memory;
+  }
+  memory.mapped_bytes_ = RoundUpToPage(num_bytes) + PageBytes();
+  // Asked before the pages are taken: a memfd has no size limit of its own, so posix_fallocate
+  // would bring the whole host down to its last page first.
+  const uint64_t available_bytes = AvailableBytes();
+  if (memory.mapped_bytes_ > available_bytes) {
+    return TooLittleMemory(num_bytes, "this host has " + Mebibytes(available_bytes) + " available");
+  }
+  memory.fd_ = memfd_create("jax_ep", MFD_CLOEXEC);
+  if (memory.fd_ < 0) {
+    return ResourceExhausted("shared memory: memfd_create says " + ErrnoText(errno) +
+                             "; raise the limit of open files (ulimit -n) or create fewer groups");
+  }
+  const int error = posix_fallocate(memory.fd_, 0, static_cast<off_t>(memory.mapped_bytes_));
+  if (error != 0) {
+    return TooLittleMemory(num_bytes, "reserving it failed with: " + ErrnoText(error));
+  }
+  void* address = Map(memory.mapped_bytes_, MAP_SHARED, memory.fd_);
+  if (address == nullptr) return TooLittleMemory(num_bytes, "mmap says " + ErrnoText(errno));
+  memory.bytes_ = {static_cast<std::byte*>(address), num_bytes};
+  if (getrandom(&memory.token_, sizeof(memory.token_), 0) != sizeof(memory.token_)) {
+    return Internal("shared memory: getrandom says " + ErrnoText(errno));
+  }
+  const Trailer trailer{.magic = kBlobMagic, .token = memory.token_};
+  std::memcpy(memory.bytes_.data() + memory.mapped_bytes_ - PageBytes(), &trailer, sizeof(trailer));
+  return memory;
+}
+
+std::string SharedMemory::Export() const {
+  if (fd_ < 0) return "";
+  return BlobWriter()
+      .U64(kBlobMagic)
+      .U64(static_cast<uint64_t>(getpid()))
+      .U64(static_cast<uint64_t>(fd_))
+      .U64(bytes_.size())
+      .U64(token_)
+      .Take();
+}
+
+Result<SharedMemory> SharedMemory::Import(std::string_view blob) {
+  BlobReader reader(blob);
+  const uint64_t magic = reader.U64();
+  const uint64_t pid = reader.U64();
+  const uint64_t fd = reader.U64();
+  const uint64_t num_bytes = reader.U64();
+  const uint64_t token = reader.U64();
+  if (!reader.finished() || magic != kBlobMagic || num_bytes == 0 || num_bytes > (SIZE_MAX >> 1)) {
+    return InvalidArgument("shared memory: " + std::to_string(blob.size()) +
+                           " bytes that are no export of this version");
+  }
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const Status gone =
+      Unavailable("shared memory: process " + std::to_string(pid) + " is gone or its descriptor " +
+                  std::to_string(fd) + " is not the one that it exported");
+  const int imported_fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (imported_fd < 0) {
+    return Unavailable("shared memory: cannot open " + path + ": " + ErrnoText(errno) +
+                       "; the process must live, belong to the same user and share the pid "
+                       "namespace (containers: run them with one pid namespace)");
+  }
+  SharedMemory memory;
+  memory.mapped_bytes_ = RoundUpToPage(num_bytes) + PageBytes();
+  // The size is checked before mapping: touching a page past the end would be SIGBUS.
+  struct stat file{};
+  const bool has_size = fstat(imported_fd, &file) == 0 && S_ISREG(file.st_mode) &&
+                        static_cast<size_t>(file.st_size) == memory.mapped_bytes_;
+  void* address = has_size ? Map(memory.mapped_bytes_, MAP_SHARED, imported_fd) : nullptr;
+  const int map_errno = errno;
+  close(imported_fd);
+  if (!has_size) return gone;
+  if (address == nullptr) return TooLittleMemory(num_bytes, "mmap says " + ErrnoText(map_errno));
+  memory.bytes_ = {static_cast<std::byte*>(address), num_bytes};
+  memory.token_ = token;
+  Trailer trailer{};
+  std::memcpy(&trailer, memory.bytes_.data() + memory.mapped_bytes_ - PageBytes(), sizeof(trailer));
+  if (trailer.magic != kBlobMagic || trailer.token != token) return gone;
+  return memory;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,235 @@
+// Set-up of an endpoint and the order of one round.
+#include "proxy/endpoint.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "proxy/peer_blob.h"
+
+namespace jax_ep {
+namespace {
+
+Status CheckOptions(const EndpointOptions& options) {
+  const auto bad = [&options](const std::string& what) {
+    return InvalidArgument("proxy endpoint of rank " + std::to_string(options.rank) + ": " + what);
+  };
+  if (options.num_ranks > kMaxRanks || options.rank >= options.num_ranks) {
+    return bad("rank and num_ranks=" + std::to_string(options.num_ranks) + " do not fit; at most " +
+               std::to_string(kMaxRanks) + " ranks are supported");
+  }
+  constexpr uint32_t kMaxPeers = kMaxFlows / kNumChannels;
+  if (options.peers.size() > kMaxPeers) {
+    return bad(std::to_string(options.peers.size()) + " peers; at most " +
+               std::to_string(kMaxPeers) + " fit the flow field of an immediate");
+  }
+  std::vector<bool> is_peer(options.num_ranks);
+  for (const uint32_t peer : options.peers) {
+    if (peer >= options.num_ranks || peer == options.rank || is_peer[peer]) {
+      return bad("peer " + std::to_string(peer) + " is no other rank, or is named twice");
+    }
+    is_peer[peer] = true;
+  }
+  if (options.ll_slots > kMaxCommandValue + 1) {
+    return bad("ll_slots=" + std::to_string(options.ll_slots) + "; at most " +
+               std::to_string(kMaxCommandValue + 1) + " fit a command");
+  }
+  if (options.heap.empty()) return bad("the heap is empty");
+  if (!options.flag) return bad("no flag function");
+  return Status::Ok();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
+                                                   const EndpointOptions& options,
+                                                   std::unique_ptr<Transport> transport) {
+  JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
+  constexpr uint32_t kNeededImmediateBits = 32;
+  if (transport->Caps().immediate_bits < kNeededImmediateBits) {
+    return Unimplemented("transport: carries " + std::to_string(transport->Caps().immediate_bits) +
+                         " bits of immediate data; 32 are needed");
+  }
+  JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<CommandRing> ring,
+                          CommandRing::Create(options.ring_slots));
+  std::unique_ptr<Endpoint> endpoint(
+      new Endpoint(proxy, options, std::move(transport), std::move(ring)));
+  JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_,
+                          endpoint->transport_->Register(MemoryRegion{
+                              .bytes = options.heap, .export_blob = options.heap_export}));
+  return endpoint;
+}
+
+Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
+                   std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring)
+    : group_name_(proxy.group_name),
+      rank_(options.rank),
+      num_ranks_(options.num_ranks),
+      window_messages_(proxy.window_messages),
+      ll_slots_(options.ll_slots),
+      heap_bytes_(options.heap.size()),
+      doorbell_(options.doorbell),
+      transport_(std::move(transport)),
+      caps_(transport_->Caps()),
+      peer_of_rank_(options.num_ranks, -1),
+      watch_(static_cast<uint32_t>(options.peers.size()), proxy.peer_timeout, proxy.timeout),
+      ring_(std::move(ring)) {
+  std::vector<uint32_t> ranks = options.peers;
+  std::sort(ranks.begin(), ranks.end());
+  const size_t num_flows = ranks.size() * kNumChannels;
+  send_flows_.reserve(num_flows);
+  recv_flows_.reserve(num_flows);
+  for (uint32_t i = 0; i < ranks.size(); ++i) {
+    peers_.push_back(Peer{.rank = ranks[i]});
+    peer_of_rank_[ranks[i]] = static_cast<int32_t>(i);
+    for (uint32_t c = 0; c < kNumChannels; ++c) {
+      const Channel channel = static_cast<Channel>(c);
+      SendFlow& send = send_flows_.emplace_back(proxy.window_messages, proxy.window_bytes);
+      send.peer = i;
+      send.channel = channel;
+      send.is_counted = IsCounted(channel);
+      RecvFlow& recv = recv_flows_.emplace_back();
+      if (!IsCounted(channel)) {
+        recv.sequenced.emplace(proxy.window_messages);
+      } else if (ll_slots_ > 0) {
+        recv.counted.emplace(ll_slots_);
+      }
+      recv.flag = options.flag(channel, ranks[i]);
+    }
+  }
+  // Each list names a flow at most once, so these never grow later.
+  pending_flows_.reserve(num_flows);
+  dirty_flows_.reserve(num_flows);
+  flushing_flows_.reserve(num_flows);
+  ack_flows_.reserve(num_flows);
+  next_heartbeat_peer_ = static_cast<uint32_t>(peers_.size());
+}
+
+std::string Endpoint::LocalBlob() const {
+  PeerBlob blob{.group_name = group_name_,
+                .rank = rank_,
+                .num_ranks = num_ranks_,
+                .window_messages = window_messages_,
+                .ll_slots = ll_slots_,
+                .transport_address = transport_->LocalAddress(),
+                .heap_key = heap_region_.key,
+                .peers = {}};
+  for (const Peer& peer : peers_) blob.peers.push_back(peer.rank);
+  return blob.Encode();
+}
+
+Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline) {
+  const std::string what = Where() + ": connecting to rank " + std::to_string(rank) + ": ";
+  if (rank >= num_ranks_ || peer_of_rank_[rank] < 0) {
+    return InvalidArgument(what + "it is not one of this endpoint's peers");
+  }
+  Peer& peer = peers_[static_cast<size_t>(peer_of_rank_[rank])];
+  if (peer.is_connected) return FailedPrecondition(what + "already connected");
+  const Result<PeerBlob> decoded = PeerBlob::Decode(text);
+  if (!decoded.ok()) return Status(decoded.status().code(), what + decoded.status().message());
+  const PeerBlob& blob = *decoded;
+  const auto differs = [&what](const char* name, const auto& theirs, const auto& ours) {
+    return InvalidArgument(what + "its " + name + " is " + theirs + ", ours " + ours);
+  };
+  const auto number = [](uint64_t value) { return std::to_string(value); };
+  if (blob.group_name != group_name_) return differs("group", blob.group_name, group_name_);
+  if (blob.rank != rank) return differs("rank", number(blob.rank), number(rank));
+  if (blob.num_ranks != num_ranks_) {
+    return differs("num_ranks", number(blob.num_ranks), number(num_ranks_));
+  }
+  if (blob.window_messages != window_messages_) {
+    return differs("window (JAX_EP_WINDOW_MESSAGES)", number(blob.window_messages),
+                   number(window_messages_));
+  }
+  if (blob.ll_slots != ll_slots_) {
+    return differs("number of LL slots", number(blob.ll_slots), number(ll_slots_));
+  }
+  const auto self = std::find(blob.peers.begin(), blob.peers.end(), rank_);
+  if (self == blob.peers.end()) {
+    return InvalidArgument(what + "it does not expect rank " + number(rank_) +
+                           " as a peer; node_size differs between the two");
+  }
+  const auto with_context = [&what](const Status& status) {
+    return Status(status.code(), what + status.message());
+  };
+  const Result<uint32_t> handle = transport_->Connect(blob.transport_address, deadline);
+  if (!handle.ok()) return with_context(handle.status());
+  const Result<uint32_t> region = transport_->ImportRemoteKey(*handle, blob.heap_key);
+  if (!region.ok()) return with_context(region.status());
+  peer.handle = *handle;
+  peer.heap_region = *region;
+  peer.first_flow = static_cast<uint32_t>(self - blob.peers.begin()) * kNumChannels;
+  peer.is_connected = true;
+  const uint32_t index = static_cast<uint32_t>(peer_of_rank_[rank]);
+  for (uint32_t c = 0; c < kNumChannels; ++c) {
+    send_flows_[index * kNumChannels + c].remote_flow = peer.first_flow + c;
+  }
+  return Status::Ok();
+}
+
+std::optional<uint32_t> Endpoint::FirstUnconnectedPeer() const {
+  for (const Peer& peer : peers_) {
+    if (!peer.is_connected) return peer.rank;
+  }
+  return std::nullopt;
+}
+
+void Endpoint::Start(PeerWatch::Time now) {
+  watch_.Start(now);
+  next_heartbeat_peer_ = 0;
+}
+
+Status Endpoint::Step(bool* did_work) {
+  bool is_busy = false;
+  must_retry_ = false;
+  JAX_EP_RETURN_IF_ERROR(PollTransport(&is_busy));
+  JAX_EP_RETURN_IF_ERROR(Publish());
+  if (!pending_flows_.empty()) JAX_EP_RETURN_IF_ERROR(PumpPending(&is_busy));
+  JAX_EP_RETURN_IF_ERROR(PopCommands(&is_busy));
+  if (!ack_flows_.empty()) SendAcks(!is_busy);
+  if (next_heartbeat_peer_ < peers_.size()) SendHeartbeats();
+  if (!control_error_.ok()) return control_error_;
+  *did_work |= is_busy;
+  return Status::Ok();
+}
+
+Status Endpoint::Tick(PeerWatch::Time now) {
+  const std::optional<PeerWatch::Dead> dead = watch_.Tick(now);
+  if (dead) {
+    blamed_rank_ = peers_[dead->peer].rank;
+    return PeerDied(*dead);
+  }
+  if (next_heartbeat_peer_ == peers_.size()) next_heartbeat_peer_ = 0;
+  return Status::Ok();
+}
+
+bool Endpoint::is_drained() const {
+  return batch_next_ == batch_size_ && ring_->num_popped() == ring_->num_pushed() && IsQuiet() &&
+         ack_flows_.empty() && dirty_flows_.empty() && !is_flushing_ &&
+         num_control_in_transport_ == 0;
+}
+
+bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {
+  bool all_told = true;
+  for (uint32_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (peer.is_told || !peer.is_connected || watch_.has_departed(i) || peer.rank == blamed_rank_) {
+      continue;
+    }
+    peer.is_told = TrySendControl(i, control, Channel::kOrder, payload);
+    all_told = all_told && peer.is_told;
+  }
+  return all_told;
+}
+
+bool Endpoint::DrainCompletions() {
+  std::array<TransportEvent, kBatchEvents> events;
+  const Result<size_t> num_events = transport_->Poll(events);
+  if (!num_events.ok()) return true;
+  for (size_t i = 0; i < *num_events; ++i) {
+    if (events[i].kind != TransportEvent::Kind::kSent) continue;
+    --(events[i].token == kControlToken ? num_control_in_transport_ : num_in_transport_);
+  }
+  return num_in_transport_ == 0 && num_control_in_transport_ == 0;
+}
+
+}  // namespace jax_ep

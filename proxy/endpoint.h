@@ -1,0 +1,164 @@
+// Endpoint: one local rank inside the proxy thread: its ring, its transport, its flows. Sending is
+// in endpoint_send.cc, receiving in endpoint_receive.cc, the texts in endpoint_report.cc. The
+// thread, its sleep and its end are in proxy.cc.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "proxy/abi/imm.h"
+#include "proxy/command_ring.h"
+#include "proxy/flow.h"
+#include "proxy/peer_watch.h"
+#include "proxy/proxy.h"
+#include "proxy/stats.h"
+#include "proxy/transport.h"
+
+namespace jax_ep {
+
+// Thread rule: Create and Connect before the proxy thread starts; then that thread alone, except
+// the functions marked "any thread". An error returned by any step ends the endpoint; blamed_rank()
+// then says whose fault it was.
+class Endpoint {
+ public:
+  static constexpr int64_t kNobody = -1;
+
+  static Result<std::unique_ptr<Endpoint>> Create(const ProxyOptions& proxy,
+                                                  const EndpointOptions& options,
+                                                  std::unique_ptr<Transport> transport);
+
+  std::string LocalBlob() const;
+  Status Connect(uint32_t peer, std::string_view blob, Deadline deadline);
+  // The first peer that is not connected, if any.
+  std::optional<uint32_t> FirstUnconnectedPeer() const;
+
+  // --- the proxy thread ---
+  void Start(PeerWatch::Time now);
+  // One round: poll, publish flags, send. *did_work is set if anything moved.
+  Status Step(bool* did_work);
+  // Heartbeats and their watch; call when `now` has reached next_tick().
+  Status Tick(PeerWatch::Time now);
+  PeerWatch::Time next_tick() const { return watch_.next_tick(); }
+  // Something waits for room in the transport, which rings no bell.
+  bool must_retry() const { return must_retry_; }
+  // Nothing is queued, under way or unacknowledged, in either direction.
+  bool is_drained() const;
+  // Tells every peer that is still there. Returns true when all were told; else call again.
+  bool SendToAll(ImmControl control, uint32_t payload);
+  // Reports local completions only; used after a failure. True when nothing is under way.
+  bool DrainCompletions();
+  void RingDoorbell() const {
+    if (doorbell_ != nullptr) doorbell_->Ring();
+  }
+  int64_t blamed_rank() const { return blamed_rank_; }
+
+  // --- any thread ---
+  uint32_t rank() const { return rank_; }
+  RingView ring() { return ring_->view(); }
+  std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
+  void AppendState(std::string* text) const;
+  void AppendStats(std::vector<FlowStats>* stats) const;
+
+ private:
+  static constexpr size_t kBatchCommands = 64;
+  static constexpr size_t kBatchEvents = 64;
+  static constexpr int kMaxPollBatches = 4;     // per step, so that sending is not starved
+  static constexpr uint32_t kStepsPerAck = 16;  // an acknowledgement waits at most this long
+  static constexpr uint64_t kControlToken = UINT64_MAX;
+
+  struct Peer {
+    uint32_t rank = 0;
+    bool is_connected = false;
+    uint32_t handle = 0;       // of Transport::Connect
+    uint32_t heap_region = 0;  // of Transport::ImportRemoteKey
+    uint32_t first_flow = 0;   // our flow ids at the peer start here
+    bool is_told = false;      // by the SendToAll under way
+  };
+
+  Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
+           std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring);
+
+  // endpoint_send.cc
+  Status PopCommands(bool* did_work);
+  Status Take(const PackedCommand& packed, bool* is_taken);
+  Status TakeBarrier(const Command& command, bool* is_taken);
+  bool IsQuiet() const;
+  Status CheckCommand(const Command& command) const;
+  Status Enqueue(SendFlow& flow, const PackedCommand& packed, const Command& command,
+                 bool* is_taken);
+  Status Send(SendFlow& flow, const Command& command, uint64_t* sent_bytes, bool* is_done);
+  Status PumpPending(bool* did_work);
+  bool TrySendControl(uint32_t peer, ImmControl control, Channel channel, uint32_t payload);
+  void SendAcks(bool is_idle);
+  void SendHeartbeats();
+  uint32_t FlowIndex(uint32_t peer, Channel channel) const {
+    return peer * kNumChannels + static_cast<uint32_t>(channel);
+  }
+
+  // endpoint_receive.cc
+  Status PollTransport(bool* did_work);
+  Status OnArrival(uint32_t immediate);
+  Status OnMessage(uint32_t flow_index, const Imm& imm);
+  Status OnControl(uint32_t flow_index, const Imm& imm);
+  Status Publish();
+  void RingIfFlagChanged();
+  Status PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t flag_value);
+
+  // endpoint_report.cc
+  std::string Where() const;  // rank R of group "G"
+  std::string DescribeFlow(uint32_t flow_index) const;
+  Status BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const;
+  Status PeerDied(const PeerWatch::Dead& dead) const;
+
+  const std::string group_name_;
+  const uint32_t rank_;
+  const uint32_t num_ranks_;
+  const uint32_t window_messages_;
+  const uint32_t ll_slots_;
+  const uint64_t heap_bytes_;
+  Doorbell* const doorbell_;
+  std::unique_ptr<Transport> transport_;
+  TransportCaps caps_;
+  LocalRegion heap_region_;
+
+  std::vector<Peer> peers_;            // sorted by rank
+  std::vector<int32_t> peer_of_rank_;  // index into peers_, or -1
+  std::vector<SendFlow> send_flows_;   // by FlowIndex
+  std::vector<RecvFlow> recv_flows_;   // by FlowIndex, which is the flow id on the wire
+  PeerWatch watch_;
+
+  std::unique_ptr<CommandRing> ring_;
+  std::array<PackedCommand, kBatchCommands> batch_;
+  size_t batch_size_ = 0;
+  size_t batch_next_ = 0;
+  std::vector<uint32_t> pending_flows_;  // send flows with pending commands
+  uint32_t barrier_next_peer_ = 0;       // progress of the barrier at the head of the batch
+  uint64_t barrier_epoch_ = 0;           // newest barrier sent
+  std::atomic<uint64_t> quiet_epoch_{0};
+
+  uint64_t num_pending_ = 0;         // commands in all pending queues
+  uint64_t num_unacknowledged_ = 0;  // messages, all flows
+  uint64_t num_in_transport_ = 0;    // messages posted whose kSent is missing
+  uint64_t num_control_in_transport_ = 0;
+  bool must_retry_ = false;
+  uint32_t next_heartbeat_peer_ = 0;  // peers_.size(): none is due
+
+  std::vector<uint32_t> dirty_flows_;     // recv flows with arrivals that are not yet visible
+  std::vector<uint32_t> flushing_flows_;  // those that the Flush under way covers
+  bool is_flushing_ = false;
+  bool has_flag_changed_ = false;  // since the doorbell was last rung
+  uint64_t flush_token_ = 0;
+  std::vector<uint32_t> ack_flows_;
+  uint32_t steps_since_ack_ = 0;
+
+  int64_t blamed_rank_ = kNobody;
+  Status control_error_;  // of a TrySendControl that met more than a full queue
+};
+
+}  // namespace jax_ep

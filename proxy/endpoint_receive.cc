@@ -1,0 +1,222 @@
+// The receiving half of an endpoint: transport events -> sequencers -> visible flags, and the
+// control messages of peers.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "proxy/endpoint.h"
+
+namespace jax_ep {
+
+Status Endpoint::PollTransport(bool* did_work) {
+  std::array<TransportEvent, kBatchEvents> events;
+  for (int batch = 0; batch < kMaxPollBatches; ++batch) {
+    const Result<size_t> num_events = transport_->Poll(events);
+    if (!num_events.ok()) {
+      return Status(num_events.status().code(),
+                    Where() + ": polling the transport: " + num_events.status().message());
+    }
+    for (size_t i = 0; i < *num_events; ++i) {
+      const TransportEvent& event = events[i];
+      switch (event.kind) {
+        case TransportEvent::Kind::kSent:
+          --(event.token == kControlToken ? num_control_in_transport_ : num_in_transport_);
+          break;
+        case TransportEvent::Kind::kArrived:
+          JAX_EP_RETURN_IF_ERROR(OnArrival(event.immediate));
+          break;
+        case TransportEvent::Kind::kFlushed:
+          if (!is_flushing_ || event.token != flush_token_) {
+            return Internal(Where() + ": the transport reports a flush that nobody asked for");
+          }
+          is_flushing_ = false;
+          break;
+      }
+    }
+    if (*num_events > 0) *did_work = true;
+    if (*num_events < events.size()) break;
+  }
+  return Status::Ok();
+}
+
+Status Endpoint::OnArrival(uint32_t immediate) {
+  const Imm imm = DecodeImm(immediate);
+  if (imm.flow >= recv_flows_.size()) {
+    return InvalidArgument(Where() + ": an arrival of unknown sender: immediate " +
+                           std::to_string(immediate) + " names flow " + std::to_string(imm.flow) +
+                           " of " + std::to_string(recv_flows_.size()));
+  }
+  watch_.Heard(imm.flow / kNumChannels);
+  return imm.kind == ImmKind::kControl ? OnControl(imm.flow, imm) : OnMessage(imm.flow, imm);
+}
+
+Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
+  RecvFlow& flow = recv_flows_[flow_index];
+  const uint32_t peer = flow_index / kNumChannels;
+  Arrival arrival = Arrival::kAccepted;
+  if (imm.kind == ImmKind::kCounted) {
+    if (!flow.counted) {
+      blamed_rank_ = peers_[peer].rank;
+      return BadArrival(peer, imm, "a counted message on a channel that does not count");
+    }
+    const uint32_t value = imm.payload & ~kImmCountBit;
+    arrival = (imm.payload & kImmCountBit) != 0 ? flow.counted->ArriveCount(imm.epoch, value)
+                                                : flow.counted->ArriveSlot(imm.epoch, value);
+    flow.duplicates.Set(flow.counted->num_duplicates());
+  } else {
+    if (!flow.sequenced) {
+      blamed_rank_ = peers_[peer].rank;
+      return BadArrival(peer, imm, "a sequenced message on a counted channel");
+    }
+    arrival = flow.sequenced->Arrive(imm.payload, imm.kind == ImmKind::kSignal, imm.epoch);
+    flow.reorders.Set(flow.sequenced->num_reorders());
+    flow.max_reorder_depth.Set(flow.sequenced->max_reorder_depth());
+    flow.duplicates.Set(flow.sequenced->num_duplicates());
+  }
+  const auto fail = [&](std::string_view why) {
+    blamed_rank_ = peers_[peer].rank;
+    return BadArrival(peer, imm, why);
+  };
+  switch (arrival) {
+    case Arrival::kDuplicate:
+      return Status::Ok();
+    case Arrival::kAccepted:
+      flow.received.Add(1);
+      if (!flow.is_dirty && (flow.progress() != flow.visible_progress)) {
+        flow.is_dirty = true;
+        dirty_flows_.push_back(flow_index);
+      }
+      return Status::Ok();
+    case Arrival::kBeyondWindow:
+      return fail("its sequence lies beyond the window");
+    case Arrival::kWrongEpoch:
+      return fail("its epoch is not the one that is next on this channel");
+    case Arrival::kBadSlot:
+      return fail("its slot or count is impossible");
+  }
+  return Internal(Where() + ": unknown arrival");
+}
+
+Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
+  const uint32_t peer = flow_index / kNumChannels;
+  if (imm.epoch >= kNumImmControls) {
+    blamed_rank_ = peers_[peer].rank;
+    return BadArrival(peer, imm, "an unknown control message");
+  }
+  switch (static_cast<ImmControl>(imm.epoch)) {
+    case ImmControl::kHeartbeat:
+      return Status::Ok();
+    case ImmControl::kAck: {
+      SendFlow& flow = send_flows_[flow_index];
+      const int64_t num_new = flow.window.Acknowledge(imm.payload);
+      if (num_new < 0) {
+        blamed_rank_ = peers_[peer].rank;
+        return BadArrival(peer, imm, "it acknowledges messages that were never sent");
+      }
+      num_unacknowledged_ -= static_cast<uint64_t>(num_new);
+      flow.acknowledged.Set(flow.window.acknowledged());
+      return Status::Ok();
+    }
+    case ImmControl::kFailed: {
+      const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
+      const uint32_t reporter = peers_[peer].rank;
+      blamed_rank_ = culprit < 0 ? static_cast<int64_t>(reporter) : culprit;
+      std::string message = Where() + ": rank " + std::to_string(reporter) + " reported a failure";
+      if (culprit == static_cast<int64_t>(rank_)) {
+        message += " and blames this rank";
+      } else if (culprit >= 0 && culprit != static_cast<int64_t>(reporter)) {
+        message += " of rank " + std::to_string(culprit);
+      }
+      return Unavailable(message + "; its own error says more");
+    }
+    case ImmControl::kBye: {
+      watch_.Depart(peer);
+      for (uint32_t c = 0; c < kNumChannels; ++c) {
+        SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
+        if (flow.num_pending > 0) {
+          blamed_rank_ = peers_[peer].rank;
+          return FailedPrecondition(Where() + ": rank " + std::to_string(peers_[peer].rank) +
+                                    " has closed the group, but this rank still sends to it (" +
+                                    DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
+        }
+        num_unacknowledged_ -= static_cast<uint64_t>(flow.window.AcknowledgeAll());
+        flow.acknowledged.Set(flow.window.acknowledged());
+      }
+      return Status::Ok();
+    }
+  }
+  return Internal(Where() + ": unknown control message");
+}
+
+// Moves arrivals to visible, with a flush in between where the transport does not promise it.
+Status Endpoint::Publish() {
+  if (dirty_flows_.empty() && flushing_flows_.empty()) return Status::Ok();
+  if (caps_.arrival_implies_visible) {
+    for (const uint32_t index : dirty_flows_) {
+      RecvFlow& flow = recv_flows_[index];
+      flow.is_dirty = false;
+      JAX_EP_RETURN_IF_ERROR(PublishFlow(index, flow.progress(), flow.flag_value()));
+    }
+    dirty_flows_.clear();
+    RingIfFlagChanged();
+    return Status::Ok();
+  }
+  if (is_flushing_) return Status::Ok();
+  if (flushing_flows_.empty()) {
+    std::swap(flushing_flows_, dirty_flows_);
+    for (const uint32_t index : flushing_flows_) {
+      RecvFlow& flow = recv_flows_[index];
+      flow.is_dirty = false;
+      flow.flushing_progress = flow.progress();
+      flow.flushing_flag = flow.flag_value();
+    }
+    const Result<bool> is_flushed = transport_->Flush(++flush_token_);
+    if (!is_flushed.ok()) {
+      return Status(is_flushed.status().code(),
+                    Where() + ": flushing arrivals: " + is_flushed.status().message());
+    }
+    is_flushing_ = !*is_flushed;
+    if (is_flushing_) return Status::Ok();
+  }
+  for (const uint32_t index : flushing_flows_) {
+    const RecvFlow& flow = recv_flows_[index];
+    JAX_EP_RETURN_IF_ERROR(PublishFlow(index, flow.flushing_progress, flow.flushing_flag));
+  }
+  flushing_flows_.clear();
+  RingIfFlagChanged();
+  return Status::Ok();
+}
+
+void Endpoint::RingIfFlagChanged() {
+  if (has_flag_changed_) RingDoorbell();
+  has_flag_changed_ = false;
+}
+
+Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t flag_value) {
+  RecvFlow& flow = recv_flows_[flow_index];
+  if (flag_value != flow.visible_flag) {
+    if (flow.flag == nullptr) {
+      const uint32_t peer = flow_index / kNumChannels;
+      blamed_rank_ = peers_[peer].rank;
+      return InvalidArgument(
+          Where() + ": rank " + std::to_string(peers_[peer].rank) + " signals on channel " +
+          std::string(ChannelName(static_cast<Channel>(flow_index % kNumChannels))) +
+          ", which has no flag here");
+    }
+    // Release pairs with the acquire of the kernel that waits for this epoch: it sees the payload
+    // that the transport has made visible to this thread.
+    flow.flag->store(flag_value, std::memory_order_release);
+    flow.visible_flag = flag_value;
+    has_flag_changed_ = true;
+    flow.signals.Set(flag_value);
+  }
+  flow.visible_progress = progress;
+  flow.committed.Set(progress);
+  if (!flow.is_ack_due && flow.visible_progress != flow.acknowledged) {
+    flow.is_ack_due = true;
+    ack_flows_.push_back(flow_index);
+  }
+  return Status::Ok();
+}
+
+}  // namespace jax_ep

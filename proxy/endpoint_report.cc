@@ -1,0 +1,151 @@
+// The texts of an endpoint: errors, state dump, statistics.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <string>
+
+#include "proxy/endpoint.h"
+
+namespace jax_ep {
+
+std::string_view ChannelName(Channel channel) {
+  switch (channel) {
+    case Channel::kOrder:
+      return "order";
+    case Channel::kPlan:
+      return "plan";
+    case Channel::kPlanDone:
+      return "plan_done";
+    case Channel::kDispatch:
+      return "dispatch";
+    case Channel::kDispatchDone:
+      return "dispatch_done";
+    case Channel::kReduce:
+      return "reduce";
+    case Channel::kCombine:
+      return "combine";
+    case Channel::kCombineDone:
+      return "combine_done";
+    case Channel::kLlDispatch:
+      return "ll_dispatch";
+    case Channel::kLlDispatchDone:
+      return "ll_dispatch_done";
+    case Channel::kLlCombine:
+      return "ll_combine";
+    case Channel::kLlCombineDone:
+      return "ll_combine_done";
+    case Channel::kReduceDone:
+      return "reduce_done";
+    case Channel::kBarrier:
+      return "barrier";
+  }
+  return "unused";
+}
+
+namespace {
+
+std::string CommandText(uint64_t payload_word, uint64_t commit_word) {
+  if (payload_word == 0 && commit_word == 0) return "none";
+  const Command command = Unpack(PackedCommand{{payload_word, commit_word}});
+  std::string text;
+  switch (command.op) {
+    case Op::kWrite:
+      text = "write";
+      break;
+    case Op::kWriteSignal:
+      text = "write+signal";
+      break;
+    case Op::kSignal:
+      text = "signal";
+      break;
+    case Op::kQuiet:
+      text = "quiet";
+      break;
+    case Op::kBarrier:
+      text = "barrier";
+      break;
+  }
+  return text + " of " + std::to_string(command.length_bytes) + " B, epoch " +
+         std::to_string(command.epoch) + " (mod 16), value " + std::to_string(command.value);
+}
+
+}  // namespace
+
+std::string Endpoint::Where() const {
+  return "rank " + std::to_string(rank_) + " of group \"" + group_name_ + "\"";
+}
+
+std::string Endpoint::DescribeFlow(uint32_t index) const {
+  const SendFlow& send = send_flows_[index];
+  const RecvFlow& recv = recv_flows_[index];
+  return "channel " + std::string(ChannelName(static_cast<Channel>(index % kNumChannels))) +
+         ": posted " + std::to_string(send.messages.Get()) + ", acknowledged " +
+         std::to_string(send.acknowledged.Get()) + ", arrived " +
+         std::to_string(recv.received.Get()) + ", committed " +
+         std::to_string(recv.committed.Get()) + ", flag " + std::to_string(recv.signals.Get());
+}
+
+Status Endpoint::BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const {
+  return InvalidArgument(Where() + ": rank " + std::to_string(peers_[peer].rank) +
+                         " sent a message that breaks the protocol: " + std::string(why) +
+                         " (kind " + std::to_string(static_cast<int>(imm.kind)) + ", epoch " +
+                         std::to_string(imm.epoch) + ", payload " + std::to_string(imm.payload) +
+                         "; " + DescribeFlow(imm.flow) + ")");
+}
+
+Status Endpoint::PeerDied(const PeerWatch::Dead& dead) const {
+  // The flow to that peer with the most outstanding says best what was going on.
+  uint32_t busiest = dead.peer * kNumChannels;
+  const auto outstanding = [this](uint32_t index) {
+    const SendFlow& flow = send_flows_[index];
+    return flow.messages.Get() - flow.acknowledged.Get();
+  };
+  for (uint32_t i = busiest; i < (dead.peer + 1) * kNumChannels; ++i) {
+    if (outstanding(i) > outstanding(busiest)) busiest = i;
+  }
+  char silence[32];
+  std::snprintf(silence, sizeof(silence), "%.1f",
+                std::chrono::duration<double>(dead.silence).count());
+  return Unavailable("rank " + std::to_string(peers_[dead.peer].rank) + " of group \"" +
+                     group_name_ + "\" stopped answering: no heartbeat for " + silence + " s" +
+                     (dead.was_heard ? "" : " since the group was started") + "; seen by rank " +
+                     std::to_string(rank_) + " (" + DescribeFlow(busiest) + ")");
+}
+
+void Endpoint::AppendState(std::string* text) const {
+  *text += Where() + ": commands pushed " + std::to_string(ring_->num_pushed()) + ", popped " +
+           std::to_string(ring_->num_popped()) + ", quiet epoch " +
+           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + "\n";
+  for (uint32_t i = 0; i < send_flows_.size(); ++i) {
+    const SendFlow& send = send_flows_[i];
+    if (send.messages.Get() == 0 && recv_flows_[i].received.Get() == 0) continue;
+    *text +=
+        "  peer " + std::to_string(peers_[i / kNumChannels].rank) + " " + DescribeFlow(i) +
+        ", window " + std::to_string(window_messages_) + ", stalls " +
+        std::to_string(send.stalls.Get()) + ", retries " + std::to_string(send.retries.Get()) +
+        "; last command: " + CommandText(send.last_command[0].Get(), send.last_command[1].Get()) +
+        "\n";
+  }
+}
+
+void Endpoint::AppendStats(std::vector<FlowStats>* stats) const {
+  for (uint32_t i = 0; i < send_flows_.size(); ++i) {
+    const SendFlow& send = send_flows_[i];
+    const RecvFlow& recv = recv_flows_[i];
+    if (send.messages.Get() == 0 && recv.received.Get() == 0) continue;
+    stats->push_back(FlowStats{.rank = rank_,
+                               .peer = peers_[i / kNumChannels].rank,
+                               .channel = static_cast<Channel>(i % kNumChannels),
+                               .messages = send.messages.Get(),
+                               .bytes = send.bytes.Get(),
+                               .signals = send.signals.Get(),
+                               .stalls = send.stalls.Get(),
+                               .retries = send.retries.Get(),
+                               .received = recv.received.Get(),
+                               .reorders = recv.reorders.Get(),
+                               .max_reorder_depth = recv.max_reorder_depth.Get(),
+                               .duplicates = recv.duplicates.Get()});
+  }
+}
+
+}  // namespace jax_ep

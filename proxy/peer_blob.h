@@ -1,0 +1,33 @@
+// PeerBlob: what an endpoint tells its peers before they connect. It travels through the
+// bootstrap's key-value store; every field that both sides must agree on is checked by Connect.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+inline constexpr uint64_t kProtocolVersion = 1;  // commands, immediates, this blob, flag meaning
+
+struct PeerBlob {
+  std::string group_name;
+  uint32_t rank = 0;
+  uint32_t num_ranks = 0;
+  uint32_t window_messages = 0;
+  uint32_t ll_slots = 0;
+  std::string transport_address;
+  std::string heap_key;
+  // Sorted. The flow id of (peer, channel) at this endpoint is the peer's position here times
+  // kNumChannels plus the channel: so the sender can compute what the receiver assigned.
+  std::vector<uint32_t> peers;
+
+  std::string Encode() const;
+  // \error kInvalidArgument  another protocol version, or garbage
+  static Result<PeerBlob> Decode(std::string_view blob);
+};
+
+}  // namespace jax_ep
