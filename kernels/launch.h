@@ -2,6 +2,7 @@
 // and the launchers. No CUDA, XLA or Python. Layouts of exchanged memory are in layout.h.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -21,18 +22,19 @@ namespace jax_ep {
 
 // Splits [0, num_items) over the threads that this rank may use and returns when all are done.
 // Always callable; with one thread it runs `body(0, num_items)` inline.
-using ParallelFor =
-    std::function<void(int64_t num_items, const std::function<void(int64_t begin, int64_t end)>& body)>;
+using ParallelFor = std::function<void(
+    int64_t num_items, const std::function<void(int64_t begin, int64_t end)>& body)>;
 
 // Totals since creation, read by Group.stats(). Written by the rank's executor only (relaxed).
 struct RankCounters {
-  std::atomic<uint64_t> plans, dispatches, combines;   // calls completed (LL included)
-  std::atomic<uint64_t> rows_received, rows_dropped;   // rows placed; this rank's (t, k) pairs dropped
-  std::atomic<uint64_t> bytes_pulled;                  // read from node-mates (memory or heap)
+  std::atomic<uint64_t> plans, dispatches, combines;  // calls completed (LL included)
+  std::atomic<uint64_t> rows_received,
+      rows_dropped;                    // rows placed; this rank's (t, k) pairs dropped
+  std::atomic<uint64_t> bytes_pulled;  // read from node-mates (memory or heap)
   std::atomic<uint64_t> rows_sent_internode, bytes_sent_internode;  // rows once per (token, node)
-  std::atomic<uint64_t> wait_ns;                       // time spent waiting for peers
-  std::atomic<uint64_t> last_overflow;                 // 1 if the newest plan overflowed
-  std::atomic<uint64_t> invalid_ids;                   // expert ids >= num_experts seen in plans
+  std::atomic<uint64_t> wait_ns;                                    // time spent waiting for peers
+  std::atomic<uint64_t> last_overflow;  // 1 if the newest plan overflowed
+  std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans
 };
 
 // One rank of one team: built once by the session, then used by that rank's executor alone.
@@ -42,7 +44,8 @@ struct Rank {
   GroupShape shape;
   HeapLayout layout;
   uint32_t rank = 0;
-  // Indexed by rank. Node-mates (self included): base of their heap as mapped here. Others: nullptr.
+  // Indexed by rank. Node-mates (self included): base of their heap as mapped here. Others:
+  // nullptr.
   std::vector<std::byte*> heaps;
   // Indexed by rank: that node-mate lives in this process, so its XLA buffers can be read in place.
   std::vector<bool> in_process;
@@ -61,6 +64,22 @@ struct Rank {
     uint64_t ll_dispatch_started = 0, ll_dispatch_done = 0;
     uint64_t ll_combine_started = 0, ll_combine_done = 0;
   } epochs;
+
+  // Who holds each slot set of a kind. A call takes a set that no open start holds, so whole calls
+  // may run between a start and its done, and dones may come in any order. Every rank executes the
+  // same calls in the same order, hence all choose the same set. `done_seq` numbers the dones of a
+  // kind (it is what the *Done flags carry): the set may be written again when every reader has
+  // reached it.
+  struct SlotSet {
+    uint64_t epoch = 0;     // newest call that used the set
+    uint64_t done_seq = 0;  // its number among the dones
+    bool open = false;      // begun, not yet done
+  };
+  using SlotSets = std::array<SlotSet, kMaxDepth>;
+  SlotSets dispatch_sets, combine_sets, ll_dispatch_sets, ll_combine_sets;
+
+  // Working memory of the kernels, grown on demand, kept between calls.
+  std::vector<int32_t> scratch;
 
   uint32_t node() const { return rank / shape.node_size; }
   uint32_t local_rank() const { return rank % shape.node_size; }
@@ -84,9 +103,9 @@ struct PlanOutputs {
 struct PlanParams {
   Mode mode = Mode::kHt;
   Layout layout = Layout::kExpertMajor;
-  int64_t num_tokens = 0;              // T, equal on all ranks of one call
-  int64_t recv_rows = 0;               // R
-  std::span<const int32_t> topk_idx;   // [T * K]; negative: no expert; >= E: dropped and counted
+  int64_t num_tokens = 0;             // T, equal on all ranks of one call
+  int64_t recv_rows = 0;              // R
+  std::span<const int32_t> topk_idx;  // [T * K]; negative: no expert; >= E: dropped and counted
   PlanOutputs out;
 };
 
@@ -96,10 +115,10 @@ struct DispatchParams {
   Mode mode = Mode::kHt;
   Layout layout = Layout::kExpertMajor;
   bool zero_padding = true;
-  int64_t num_tokens = 0;                  // T
-  int64_t recv_rows = 0;                   // R
-  const std::byte* x = nullptr;            // [T, H] of shape.elem_type; null when hidden rows are absent
-  std::span<const float> weights;          // [T * K], empty when absent
+  int64_t num_tokens = 0;          // T
+  int64_t recv_rows = 0;           // R
+  const std::byte* x = nullptr;    // [T, H] of shape.elem_type; null when hidden rows are absent
+  std::span<const float> weights;  // [T * K], empty when absent
   std::span<const int32_t> send_slot;      // [T * K] of the plan
   std::span<const int32_t> recv_src;       // [R] of the plan
   std::span<const int32_t> recv_topk_idx;  // [N * T * K] in rank_major with weights, else empty
@@ -125,7 +144,8 @@ struct CombineParams {
   int64_t recv_rows = 0;               // R
   const std::byte* y = nullptr;        // [R, H] of shape.elem_type; null when absent
   std::span<const float> row_weights;  // [R], empty = 1
-  // One f32 per row ([R]; rank_major [R * K]) that travels back to ride_out[t, k]; empty when absent.
+  // One f32 per row ([R]; rank_major [R * K]) that travels back to ride_out[t, k]; empty when
+  // absent.
   std::span<const float> ride;
   std::span<const int32_t> send_slot;  // [T * K] of the plan
   std::span<const int32_t> recv_src;   // [R] of the plan

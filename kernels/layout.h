@@ -23,17 +23,17 @@ struct GroupShape {
   uint32_t node_size = 1;  // divides num_ranks; rank r is in node r / node_size
   uint32_t num_experts = 1;
   uint32_t top_k = 1;
-  uint32_t align = 1;        // Config.align
-  uint64_t hidden = 1;       // elements of a row
-  uint64_t max_tokens = 0;   // T of the largest HT call
-  uint64_t ll_tokens = 0;    // T of the largest LL call; 0: no LL areas
+  uint32_t align = 1;       // Config.align
+  uint64_t hidden = 1;      // elements of a row
+  uint64_t max_tokens = 0;  // T of the largest HT call
+  uint64_t ll_tokens = 0;   // T of the largest LL call; 0: no LL areas
   ElemType elem_type = ElemType::kF32;
   bool f32_partials = true;  // Config.partials == "float32"
   bool has_ht = true;        // false: no HT areas
   uint32_t depth = 2;        // Config.max_in_flight: slot sets of every area (epoch modulo depth)
 
-  uint32_t num_nodes() const { return num_ranks / node_size; }
-  uint32_t experts_per_rank() const { return num_experts / num_ranks; }
+  constexpr uint32_t num_nodes() const { return num_ranks / node_size; }
+  constexpr uint32_t experts_per_rank() const { return num_experts / num_ranks; }
 };
 
 // One entry of the agreed order (xla_ffi/order.h): which call the team executes next.
@@ -43,22 +43,165 @@ struct OrderEntry {
 };
 inline constexpr uint64_t kOrderLogEntries = 1024;  // power of two
 
+enum class MemberState : uint64_t { kRunning = 0, kFailed = 1, kClosed = 2 };
+inline constexpr uint64_t kFailureTextBytes = 496;
+
 // First bytes of every heap. Zero-initialised memory is a valid start. kernels and xla_ffi use it;
 // the proxy gets pointers into it.
 struct ControlBlock {
   Doorbell doorbell;  // rung after any change of this heap's flags or control words
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
-  std::atomic<uint64_t> failed;                 // 0, or 1 + rank that this process blames (num_ranks: nobody)
-  alignas(64) std::atomic<uint64_t> order_count;  // entries announced in `order` (node leaders only)
+  std::atomic<MemberState> state;               // release store publishes failure_text
+  char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
+  alignas(
+      64) std::atomic<uint64_t> order_count;  // entries announced in `order` (node leaders only)
   alignas(64) OrderEntry order[kOrderLogEntries];
 };
 
-// Pointers of the caller's buffers, for node-mates of the same process. Slot = epoch modulo depth.
-// Published by a release store of the flag kDispatch / kReduce with the same epoch.
+// Pointers of the caller's buffers, for node-mates of the same process, by slot set.
+// Published by a release store of the flag kDispatch / kReduce of the same epoch.
 struct PublishedBuffers {
-  const std::byte* rows;      // x or y
-  const float* weights;       // dispatch: [T, K]; combine: row_weights [R]
-  const float* ride;          // combine only
+  const std::byte* rows;  // x or y
+  const float* weights;   // dispatch: [T, K]; combine: row_weights [R]
+  const float* ride;      // combine only
 };
+
+// Commands count in units of 16 bytes, so everything that may travel is a multiple of that.
+inline constexpr uint64_t kWireUnitBytes = 16;
+// Areas start on their own cache lines.
+inline constexpr uint64_t kAreaAlignBytes = 64;
+// Largest depth: a command carries 4 bits of its epoch, and half of that space may be in use.
+inline constexpr uint32_t kMaxDepth = 8;
+
+constexpr uint64_t AlignUp(uint64_t value, uint64_t unit) {
+  return (value + unit - 1) / unit * unit;
+}
+
+// Bytes of one row [H] of `type`, and of what follows it ([K] weights or rides), on the wire.
+constexpr uint64_t RowBytes(uint64_t hidden, ElemType type) {
+  return AlignUp(hidden * ElemBytes(type), kWireUnitBytes);
+}
+constexpr uint64_t RideBytes(uint64_t num_floats) {
+  return AlignUp(num_floats * sizeof(float), kWireUnitBytes);
+}
+
+// An array of equal blocks in the heap: block (set, peer) is at At(set, peer).
+struct HeapArea {
+  uint64_t offset = 0;
+  uint64_t set_stride = 0;
+  uint64_t peer_stride = 0;
+
+  constexpr uint64_t At(uint64_t set, uint64_t peer = 0) const {
+    return offset + set * set_stride + peer * peer_stride;
+  }
+};
+
+// Where everything is in a heap, in bytes from its start: plain data, the same on every rank.
+// "[peer]" is a rank where it says N, a node where it says M. Rows inside a block are packed with
+// the pitch of the call at hand (no room for a part that the call does not carry), never more than
+// the block has. Blocks named *_send are the local source of commands, *_recv and ll_disp, ll_comb
+// their targets.
+struct HeapLayout {
+  uint64_t total_bytes = 0;
+  uint32_t num_ranks = 0;
+  uint64_t flags_offset = 0;       // u64 [kNumChannels][N]
+  HeapArea dispatch_published;     // PublishedBuffers
+  HeapArea combine_published;      // PublishedBuffers
+  uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
+  // HT
+  HeapArea plan_send;           // plan_counts, then i32 codes by destination, segments at 16 bytes
+  HeapArea plan_recv;           // [N] plan_counts, then the codes for this rank
+  HeapArea stage;               // rows [T]: row, weights [K]
+  HeapArea send_stage;          // [M] i32 map [T] (token -> packed row, -1), then packed rows
+  HeapArea net_recv;            // [M] the same, from the rank of equal local index in that node
+  HeapArea reduce_stage;        // [N] presence u8 [T], then rows [T]: rank partial, ride [K]
+  HeapArea comb_send;           // [M] packed rows: node partial, ride [node_size][K]
+  HeapArea comb_recv;           // [M] the same
+  uint64_t map_bytes = 0;       // of the map above
+  uint64_t presence_bytes = 0;  // of the presence above
+  // LL
+  HeapArea ll_disp;            // [N] meta, then rows [T]
+  HeapArea ll_disp_send;       // the same
+  HeapArea ll_comb;            // [N] rows [T]: rank partial, ride [K]
+  HeapArea ll_comb_send;       // [N] the same
+  uint64_t ll_topk_bytes = 0;  // of i32 topk_idx [T * K], the first part of meta
+  uint64_t ll_meta_bytes = 0;  // topk_idx, then f32 weights [T * K]
+
+  constexpr uint64_t flag_offset(Channel channel, uint32_t source) const {
+    return flags_offset + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
+  }
+
+  static constexpr HeapLayout Make(const GroupShape& shape);
+};
+
+constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
+  HeapLayout layout;
+  layout.num_ranks = shape.num_ranks;
+  uint64_t end = 0;
+  const auto take = [&end](uint64_t bytes) {
+    const uint64_t begin = end;
+    end = AlignUp(end + bytes, kAreaAlignBytes);
+    return begin;
+  };
+  const auto take_area = [&](uint64_t num_sets, uint64_t num_peers, uint64_t block_bytes) {
+    HeapArea area;
+    area.peer_stride = AlignUp(block_bytes, kAreaAlignBytes);
+    area.set_stride = num_peers * area.peer_stride;
+    area.offset = take(num_sets * area.set_stride);
+    return area;
+  };
+  const uint64_t num_ranks = shape.num_ranks;
+  const uint64_t num_nodes = shape.num_nodes();
+  const uint64_t depth = shape.depth;
+  const uint64_t int_bytes = sizeof(int32_t);
+  const uint64_t ints_per_unit = kWireUnitBytes / int_bytes;
+  const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
+  const uint64_t row_bytes = RowBytes(shape.hidden, shape.elem_type);
+  const uint64_t partial_bytes = RowBytes(shape.hidden, partial_type);
+  const uint64_t ride_bytes = RideBytes(shape.top_k);
+
+  take(sizeof(ControlBlock));
+  layout.flags_offset = take(kNumChannels * num_ranks * sizeof(uint64_t));
+  layout.dispatch_published = take_area(depth, 1, sizeof(PublishedBuffers));
+  layout.combine_published = take_area(depth, 1, sizeof(PublishedBuffers));
+  layout.plan_counts_bytes =
+      AlignUp((ints_per_unit + shape.num_experts) * int_bytes, kWireUnitBytes);
+
+  if (shape.has_ht) {
+    const uint64_t tokens = shape.max_tokens;
+    const uint64_t code_bytes = tokens * shape.top_k * int_bytes;
+    layout.map_bytes = AlignUp(tokens * int_bytes, kWireUnitBytes);
+    layout.presence_bytes = AlignUp(tokens, kWireUnitBytes);
+    layout.plan_send =
+        take_area(depth, 1, layout.plan_counts_bytes + code_bytes + num_ranks * kWireUnitBytes);
+    layout.stage = take_area(depth, 1, tokens * (row_bytes + ride_bytes));
+    layout.reduce_stage =
+        take_area(depth, num_ranks, layout.presence_bytes + tokens * (partial_bytes + ride_bytes));
+    if (num_nodes > 1) {
+      layout.plan_recv =
+          take_area(depth, num_ranks, layout.plan_counts_bytes + code_bytes + kWireUnitBytes);
+      const uint64_t rows_bytes = layout.map_bytes + tokens * (row_bytes + ride_bytes);
+      layout.send_stage = take_area(depth, num_nodes, rows_bytes);
+      layout.net_recv = take_area(depth, num_nodes, rows_bytes);
+      const uint64_t node_ride_bytes =
+          RideBytes(static_cast<uint64_t>(shape.node_size) * shape.top_k);
+      layout.comb_send = take_area(depth, num_nodes, tokens * (partial_bytes + node_ride_bytes));
+      layout.comb_recv = take_area(depth, num_nodes, tokens * (partial_bytes + node_ride_bytes));
+    }
+  }
+  if (shape.ll_tokens > 0) {
+    const uint64_t tokens = shape.ll_tokens;
+    layout.ll_topk_bytes = AlignUp(tokens * shape.top_k * int_bytes, kWireUnitBytes);
+    layout.ll_meta_bytes = 2 * layout.ll_topk_bytes;
+    layout.ll_disp = take_area(depth, num_ranks, layout.ll_meta_bytes + tokens * row_bytes);
+    layout.ll_comb = take_area(depth, num_ranks, tokens * (partial_bytes + ride_bytes));
+    if (num_nodes > 1) {
+      layout.ll_disp_send = take_area(depth, 1, layout.ll_meta_bytes + tokens * row_bytes);
+      layout.ll_comb_send = take_area(depth, num_ranks, tokens * (partial_bytes + ride_bytes));
+    }
+  }
+  layout.total_bytes = end;
+  return layout;
+}
 
 }  // namespace jax_ep

@@ -1,0 +1,256 @@
+// HT combine: rows back to their tokens' owners. In one process the owner reads the rows in place;
+// else each rank stages its partials, owners read those of node-mates, and for owners in other
+// nodes the rank of equal local index sums the node and sends one row per token.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/internode.h"
+#include "kernels/cpu/ll_combine.h"
+#include "kernels/cpu/partials.h"
+#include "kernels/cpu/row_index.h"
+#include "kernels/cpu/sync.h"
+#include "kernels/launch.h"
+
+namespace jax_ep {
+namespace {
+
+// One HT combine call, or one half of it.
+class HtCombine {
+ public:
+  HtCombine(Rank& rank, const CombineParams& params, bool is_whole)
+      : op_(rank, "combine"),
+        rank_(rank),
+        shape_(rank.shape),
+        layout_(rank.layout),
+        params_(params),
+        is_whole_(is_whole),
+        is_direct_(is_whole && IsNodeInProcess(rank)) {}
+
+  Status Send(uint64_t* epoch);
+  Status Receive(uint64_t epoch);
+
+ private:
+  uint64_t StageOf(uint32_t source) const { return layout_.reduce_stage.At(set_, source); }
+  uint64_t StageRowsOf(uint32_t source) const { return StageOf(source) + layout_.presence_bytes; }
+  // Whether the partials for `source` are staged (else it reads y in place).
+  bool IsStagedFor(uint32_t source) const {
+    if (!op_.is_mate(source)) return true;
+    return source == rank_.rank ? !is_whole_ : !is_direct_;
+  }
+
+  Status StagePartials();
+  Status SendNodePartials(uint32_t owner);
+  void WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum, std::byte* to) const;
+  Status Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps) const;
+
+  Operation op_;
+  Rank& rank_;
+  const GroupShape& shape_;
+  const HeapLayout& layout_;
+  const CombineParams& params_;
+  const bool is_whole_;
+  const bool is_direct_;  // owners in this node read this rank's y, not its stage
+  uint32_t set_ = 0;
+  PartialPitch pitch_;
+};
+
+Status HtCombine::StagePartials() {
+  bool stages_any = false;
+  for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+    stages_any |= IsStagedFor(source);
+  }
+  if (!stages_any) return Status::Ok();
+  JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
+                          RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
+  for (uint32_t step = 0; step < shape_.num_ranks; ++step) {
+    const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
+    if (!IsStagedFor(source)) continue;
+    JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+    auto* presence = HeapAt<uint8_t>(op_.own_heap(), StageOf(source));
+    std::byte* rows = op_.own_heap() + StageRowsOf(source);
+    rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
+      TokenSum sum(shape_);
+      for (int64_t token = begin; token < end; ++token) {
+        presence[token] = index.Rows(source, token).empty() ? 0 : 1;
+        WriteRankPartial(shape_, rank_.rank, params_, pitch_, index, source, token, sum,
+                         rows + static_cast<uint64_t>(token) * pitch_.rank_pitch);
+      }
+    });
+  }
+  return Status::Ok();
+}
+
+// The sum over this node's ranks of a token of another node's rank, and all of their rides.
+void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
+                                 std::byte* to) const {
+  std::array<Term, kMaxTopK> terms;
+  uint32_t num_terms = 0;
+  for (uint32_t local = 0; local < shape_.node_size; ++local) {
+    const uint32_t mate = rank_.node_begin() + local;
+    if (HeapAt<uint8_t>(op_.heap(mate), StageOf(owner))[token] == 0) continue;
+    const std::byte* row = op_.heap(mate) + StageRowsOf(owner) + token * pitch_.rank_pitch;
+    if (num_terms < kMaxTopK) {
+      terms[num_terms++] = {.row = row, .rank = mate, .kind = Term::Kind::kRankPartial};
+    }
+    if (!params_.ride.empty()) {
+      std::memcpy(to + pitch_.ride_offset + local * shape_.top_k * sizeof(float),
+                  row + pitch_.ride_offset, shape_.top_k * sizeof(float));
+    }
+  }
+  if (params_.y != nullptr) sum.Evaluate({terms.data(), num_terms}, SumLevel::kNode, to);
+}
+
+Status HtCombine::SendNodePartials(uint32_t owner) {
+  const uint32_t owner_node = owner / shape_.node_size;
+  PackedStream stream(op_, Channel::kCombine, owner, layout_.comb_send.At(set_, owner_node),
+                      layout_.comb_recv.At(set_, rank_.node()));
+  std::vector<uint64_t> tokens;  // that have a partial in this node; the owner knows the same
+  for (uint64_t token = 0; token < static_cast<uint64_t>(params_.num_tokens); ++token) {
+    bool is_present = false;
+    for (uint32_t local = 0; local < shape_.node_size; ++local) {
+      std::byte* heap = op_.heap(rank_.node_begin() + local);
+      is_present |= HeapAt<uint8_t>(heap, StageOf(owner))[token] != 0;
+    }
+    if (is_present) tokens.push_back(token);
+  }
+  const uint64_t pitch = pitch_.node_pitch;
+  const uint64_t chunk = pitch == 0 ? 0 : std::max<uint64_t>(1, kWriteChunkBytes / pitch);
+  for (uint64_t first = 0; first < tokens.size() && chunk > 0; first += chunk) {
+    JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+    const uint64_t count = std::min(chunk, tokens.size() - first);
+    std::byte* to = stream.end();
+    rank_.parallel_for(static_cast<int64_t>(count), [&](int64_t begin, int64_t end) {
+      TokenSum sum(shape_);
+      for (auto i = static_cast<uint64_t>(begin); i < static_cast<uint64_t>(end); ++i) {
+        WriteNodePartial(owner, tokens[first + i], sum, to + i * pitch);
+      }
+    });
+    JAX_EP_RETURN_IF_ERROR(stream.Advance(count * pitch));
+  }
+  CountSent(rank_, tokens.size(), stream.num_bytes());
+  return stream.Finish();
+}
+
+Status HtCombine::Send(uint64_t* epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kCombineKind));
+  set_ = slot.set;
+  *epoch = op_.epoch();
+  pitch_ = PartialPitch::Make(shape_, params_.y != nullptr, !params_.ride.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, slot.reusable_at));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombineDone, slot.reusable_at));
+
+  *HeapAt<PublishedBuffers>(op_.own_heap(), layout_.combine_published.At(set_)) = {
+      .rows = params_.y,
+      .weights = params_.row_weights.empty() ? nullptr : params_.row_weights.data(),
+      .ride = params_.ride.data()};
+  if (is_direct_ && shape_.num_nodes() == 1) return op_.SignalMates(Channel::kReduce, *epoch);
+  JAX_EP_RETURN_IF_ERROR(StagePartials());
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduce, *epoch));
+  if (shape_.num_nodes() == 1) return Status::Ok();
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, *epoch));
+  for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
+    const uint32_t node = (rank_.node() + step) % shape_.num_nodes();
+    JAX_EP_RETURN_IF_ERROR(SendNodePartials(node * shape_.node_size + rank_.local_rank()));
+  }
+  return Status::Ok();
+}
+
+// `maps` [M * T] gets, for each other node, the packed row of each token that it has a part of.
+Status HtCombine::Locate(std::vector<Contribution>& contributions,
+                         std::vector<int32_t>& maps) const {
+  const auto tokens = static_cast<uint64_t>(params_.num_tokens);
+  const auto rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
+  if (shape_.num_nodes() > 1) {
+    maps.assign(shape_.num_nodes() * tokens, -1);
+    std::vector<int32_t> num_rows(shape_.num_nodes(), 0);
+    for (uint64_t cell = 0; cell < params_.send_slot.size(); ++cell) {
+      const int32_t slot = params_.send_slot[cell];
+      if (slot < 0) continue;
+      const uint64_t node = static_cast<uint64_t>(slot) / rows_per_rank / shape_.node_size;
+      int32_t& packed = maps[node * tokens + cell / shape_.top_k];
+      if (packed < 0) packed = num_rows[node]++;
+    }
+  }
+  for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
+    Contribution& from = contributions[peer];
+    if (!op_.is_mate(peer)) {
+      const uint32_t node = peer / shape_.node_size;
+      from.kind = Term::Kind::kNodePartial;
+      from.rows = op_.own_heap() + layout_.comb_recv.At(set_, node);
+      from.pitch = pitch_.node_pitch;
+      from.map = maps.data() + node * tokens;
+      from.ride_offset =
+          pitch_.ride_offset + peer % shape_.node_size * shape_.top_k * sizeof(float);
+    } else if (peer == rank_.rank ? is_whole_ : is_direct_) {
+      const auto* published =
+          HeapAt<PublishedBuffers>(op_.heap(peer), layout_.combine_published.At(set_));
+      from = {.kind = Term::Kind::kRow,
+              .rows = published->rows,
+              .row_weights = published->weights,
+              .ride = published->ride};
+    } else {
+      from = {.kind = Term::Kind::kRankPartial,
+              .rows = op_.heap(peer) + StageRowsOf(rank_.rank),
+              .pitch = pitch_.rank_pitch,
+              .ride_offset = pitch_.ride_offset};
+    }
+  }
+  return Status::Ok();
+}
+
+Status HtCombine::Receive(uint64_t epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kCombineKind, epoch));
+  set_ = slot.set;
+  const auto rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
+  if (const std::string wrong = CheckCombineReceive(shape_, params_); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, rows_per_rank));
+  pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.ride_out.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, epoch));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombine, epoch));
+
+  std::vector<Contribution> contributions(shape_.num_ranks);
+  std::vector<int32_t> maps;
+  JAX_EP_RETURN_IF_ERROR(Locate(contributions, maps));
+  SumTokens(rank_, params_, rows_per_rank, contributions);
+
+  const uint64_t done_seq = NextDoneSeq(op_, kCombineKind);
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduceDone, done_seq));
+  JAX_EP_RETURN_IF_ERROR(op_.SignalRails(Channel::kCombineDone, done_seq));
+  // Direct: XLA may reuse y when this call returns.
+  if (is_direct_) JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, done_seq));
+  EndCall(op_, kCombineKind, set_);
+  CountCombine(rank_);
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status RunCombine(Rank& rank, const CombineParams& params) {
+  if (params.mode == Mode::kLl) return RunLlCombine(rank, params);
+  HtCombine call(rank, params, /*is_whole=*/true);
+  uint64_t epoch = 0;
+  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
+  return call.Receive(epoch);
+}
+
+Status StartCombine(Rank& rank, const CombineParams& params, uint64_t* epoch) {
+  if (params.mode == Mode::kLl) return StartLlCombine(rank, params, epoch);
+  return HtCombine(rank, params, /*is_whole=*/false).Send(epoch);
+}
+
+Status FinishCombine(Rank& rank, const CombineParams& params, uint64_t epoch) {
+  if (params.mode == Mode::kLl) return FinishLlCombine(rank, params, epoch);
+  return HtCombine(rank, params, /*is_whole=*/false).Receive(epoch);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,281 @@
+// HT dispatch: rows from their owners to the ranks of their experts. Inside a node readers pull
+// from the owner's buffers or stage; to other nodes each row goes once, to the rank of equal local
+// index, whose node-mates pull it there. LL calls go to ll_dispatch.cc.
+#include <atomic>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/internode.h"
+#include "kernels/cpu/ll_dispatch.h"
+#include "kernels/cpu/row_index.h"
+#include "kernels/cpu/sync.h"
+#include "kernels/cpu/unpack.h"
+#include "kernels/launch.h"
+
+namespace jax_ep {
+namespace {
+
+// One HT dispatch call, or one half of it.
+class HtDispatch {
+ public:
+  HtDispatch(Rank& rank, const DispatchParams& params, bool is_whole)
+      : op_(rank, "dispatch"),
+        rank_(rank),
+        shape_(rank.shape),
+        layout_(rank.layout),
+        params_(params),
+        is_whole_(is_whole),
+        is_direct_(is_whole && IsNodeInProcess(rank)) {}
+
+  Status Send(uint64_t* epoch);
+  Status Receive(uint64_t epoch);
+
+ private:
+  // Where the rows of one source are.
+  struct Source {
+    const std::byte* rows = nullptr;  // row of token t: rows + index(t) * row_pitch
+    const std::byte* weights = nullptr;
+    uint64_t row_pitch = 0;
+    uint64_t weights_pitch = 0;
+    const int32_t* map = nullptr;  // token -> packed row; null: the token itself
+  };
+
+  Status StageRows();
+  Status SendToNode(uint32_t node);
+  // Copies row and weights of a token of this rank.
+  void Pack(std::byte* to, int64_t token) const;
+  // Heap and source of the flag that says that the rows of `source` can be read.
+  uint32_t FlagHeap(uint32_t source) const {
+    return op_.is_mate(source) ? rank_.rank : rank_.node_begin() + source % shape_.node_size;
+  }
+  Source Locate(uint32_t source) const;
+  Status Pull(const RowUnpacker& unpacker, uint32_t source);
+
+  Operation op_;
+  Rank& rank_;
+  const GroupShape& shape_;
+  const HeapLayout& layout_;
+  const DispatchParams& params_;
+  const bool is_whole_;
+  const bool is_direct_;  // node-mates read this rank's buffers, not its stage
+  uint32_t set_ = 0;
+  DispatchPitch pitch_;
+};
+
+void HtDispatch::Pack(std::byte* to, int64_t token) const {
+  const auto index = static_cast<uint64_t>(token);
+  const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
+  if (params_.x != nullptr) std::memcpy(to, params_.x + index * row_bytes, row_bytes);
+  if (!params_.weights.empty()) {
+    std::memcpy(to + pitch_.weights_offset, params_.weights.data() + index * shape_.top_k,
+                shape_.top_k * sizeof(float));
+  }
+}
+
+// Rows that a node-mate reads (this rank itself counts in a start half, when x will be gone).
+Status HtDispatch::StageRows() {
+  const uint64_t rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
+  std::byte* stage = op_.own_heap() + layout_.stage.At(set_);
+  rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+      const uint64_t first = static_cast<uint64_t>(token) * shape_.top_k;
+      for (const int32_t slot : params_.send_slot.subspan(first, shape_.top_k)) {
+        if (slot < 0) continue;
+        const auto target = static_cast<uint32_t>(static_cast<uint64_t>(slot) / rows_per_rank);
+        if (op_.is_mate(target) && (target != rank_.rank || !is_whole_)) {
+          Pack(stage + static_cast<uint64_t>(token) * pitch_.pitch, token);
+          break;
+        }
+      }
+    }
+  });
+  return op_.CheckLatch();
+}
+
+Status HtDispatch::SendToNode(uint32_t node) {
+  const uint64_t rows_per_node = static_cast<uint64_t>(params_.recv_rows) * shape_.node_size;
+  const uint32_t rail = node * shape_.node_size + rank_.local_rank();
+  const uint64_t local_offset = layout_.send_stage.At(set_, node);
+  int32_t* map = HeapAt<int32_t>(op_.own_heap(), local_offset);
+  const auto tokens = static_cast<uint64_t>(params_.num_tokens);
+  int32_t num_rows = 0;
+  for (uint64_t token = 0; token < tokens; ++token) {
+    bool is_needed = false;
+    for (const int32_t slot : params_.send_slot.subspan(token * shape_.top_k, shape_.top_k)) {
+      is_needed |= slot >= 0 && static_cast<uint64_t>(slot) / rows_per_node == node;
+    }
+    map[token] = is_needed ? num_rows++ : -1;
+  }
+  PackedStream stream(op_, Channel::kDispatch, rail, local_offset,
+                      layout_.net_recv.At(set_, rank_.node()));
+  JAX_EP_RETURN_IF_ERROR(stream.Advance(AlignUp(tokens * sizeof(int32_t), kWireUnitBytes)));
+  for (uint64_t token = 0; token < tokens; ++token) {
+    if (map[token] < 0 || pitch_.pitch == 0) continue;
+    Pack(stream.end(), static_cast<int64_t>(token));
+    JAX_EP_RETURN_IF_ERROR(stream.Advance(pitch_.pitch));
+  }
+  CountSent(rank_, static_cast<uint64_t>(num_rows), stream.num_bytes());
+  return stream.Finish();
+}
+
+Status HtDispatch::Send(uint64_t* epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  JAX_EP_RETURN_IF_ERROR(
+      CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kDispatchKind));
+  set_ = slot.set;
+  *epoch = op_.epoch();
+  pitch_ = DispatchPitch::Make(shape_, params_.x != nullptr, !params_.weights.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, slot.reusable_at));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kDispatchDone, slot.reusable_at));
+
+  if (is_direct_) {
+    *HeapAt<PublishedBuffers>(op_.own_heap(), layout_.dispatch_published.At(set_)) = {
+        .rows = params_.x, .weights = params_.weights.data(), .ride = nullptr};
+  } else {
+    JAX_EP_RETURN_IF_ERROR(StageRows());
+  }
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatch, op_.epoch()));
+  for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
+    JAX_EP_RETURN_IF_ERROR(SendToNode((rank_.node() + step) % shape_.num_nodes()));
+  }
+  return Status::Ok();
+}
+
+HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
+  const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
+  Source from{.row_pitch = row_bytes, .weights_pitch = shape_.top_k * sizeof(float)};
+  if (source == rank_.rank && is_whole_) {
+    from.rows = params_.x;
+    from.weights = reinterpret_cast<const std::byte*>(params_.weights.data());
+    return from;
+  }
+  if (op_.is_mate(source) && is_direct_) {
+    const auto* published =
+        HeapAt<PublishedBuffers>(op_.heap(source), layout_.dispatch_published.At(set_));
+    from.rows = published->rows;
+    from.weights = reinterpret_cast<const std::byte*>(published->weights);
+    return from;
+  }
+  from.row_pitch = from.weights_pitch = pitch_.pitch;
+  if (op_.is_mate(source)) {
+    from.rows = op_.heap(source) + layout_.stage.At(set_);
+  } else {
+    const uint64_t block = layout_.net_recv.At(set_, source / shape_.node_size);
+    std::byte* rail_heap = op_.heap(FlagHeap(source));
+    from.map = HeapAt<int32_t>(rail_heap, block);
+    from.rows =
+        rail_heap + block +
+        AlignUp(static_cast<uint64_t>(params_.num_tokens) * sizeof(int32_t), kWireUnitBytes);
+  }
+  from.weights = from.rows + pitch_.weights_offset;
+  return from;
+}
+
+Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  const Source from = Locate(source);
+  const bool has_rows = params_.recv_x != nullptr;
+  const bool has_weights = !params_.recv_weights.empty();
+  std::atomic<int64_t> missing{-1};
+  std::atomic<uint64_t> num_pulled{0};
+  rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
+    uint64_t num_tokens = 0;
+    for (int64_t token = begin; token < end; ++token) {
+      if (!unpacker.HasRows(source, token)) continue;
+      const int64_t row = from.map == nullptr ? token : from.map[token];
+      if (row < 0 || row >= params_.num_tokens) {
+        missing.store(token, std::memory_order_relaxed);
+        continue;
+      }
+      const auto index = static_cast<uint64_t>(row);
+      const std::byte* weights = has_weights ? from.weights + index * from.weights_pitch : nullptr;
+      unpacker.Place(source, token, has_rows ? from.rows + index * from.row_pitch : nullptr,
+                     reinterpret_cast<const float*>(weights));
+      ++num_tokens;
+    }
+    num_pulled.fetch_add(num_tokens, std::memory_order_relaxed);
+  });
+  // Relaxed: parallel_for has joined its threads.
+  if (const int64_t token = missing.load(std::memory_order_relaxed); token >= 0) {
+    return op_.Invalid("rank " + std::to_string(source) + " did not send its token " +
+                       std::to_string(token) + "; all ranks must pass the same plan");
+  }
+  if (source != rank_.rank && rank_.counters != nullptr) {
+    rank_.counters->bytes_pulled.fetch_add(
+        num_pulled.load(std::memory_order_relaxed) * pitch_.pitch, std::memory_order_relaxed);
+  }
+  return Status::Ok();
+}
+
+Status HtDispatch::Receive(uint64_t epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kDispatchKind, epoch));
+  set_ = slot.set;
+  if (const std::string wrong = CheckDispatchReceive(shape_, params_); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  pitch_ = DispatchPitch::Make(shape_, params_.recv_x != nullptr, !params_.recv_weights.empty());
+  JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
+                          RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
+  const RowUnpacker unpacker(shape_, params_, index);
+  // What needs no peer comes first, then whoever is ready; positions do not depend on the order.
+  JAX_EP_RETURN_IF_ERROR(Pull(unpacker, rank_.rank));
+  unpacker.ZeroPadding(rank_.parallel_for);
+  std::vector<uint32_t> pending;
+  for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
+    pending.push_back((rank_.rank + step) % shape_.num_ranks);
+  }
+  while (!pending.empty()) {
+    auto next = pending.begin();
+    for (auto source = pending.begin(); source != pending.end(); ++source) {
+      if (op_.ReadFlag(FlagHeap(*source), Channel::kDispatch, *source) >= epoch) {
+        next = source;
+        break;
+      }
+    }
+    const uint32_t source = *next;
+    pending.erase(next);
+    JAX_EP_RETURN_IF_ERROR(op_.WaitFlag(FlagHeap(source), Channel::kDispatch, source, epoch));
+    JAX_EP_RETURN_IF_ERROR(Pull(unpacker, source));
+  }
+
+  const uint64_t done_seq = NextDoneSeq(op_, kDispatchKind);
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatchDone, done_seq));
+  const bool is_multi_node = shape_.num_nodes() > 1;
+  // Direct: XLA may reuse x when this call returns. Several nodes: mates read this rank's net_recv,
+  // so its senders may go on only when all of the node is through.
+  if (is_direct_ || is_multi_node) {
+    JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, done_seq));
+  }
+  JAX_EP_RETURN_IF_ERROR(op_.SignalRails(Channel::kDispatchDone, done_seq));
+  EndCall(op_, kDispatchKind, set_);
+  CountDispatch(rank_, index.num_rows());
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status RunDispatch(Rank& rank, const DispatchParams& params) {
+  if (params.mode == Mode::kLl) return RunLlPlannedDispatch(rank, params);
+  HtDispatch call(rank, params, /*is_whole=*/true);
+  uint64_t epoch = 0;
+  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
+  return call.Receive(epoch);
+}
+
+Status StartDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch) {
+  if (params.mode == Mode::kLl) return StartLlPlannedDispatch(rank, params, epoch);
+  return HtDispatch(rank, params, /*is_whole=*/false).Send(epoch);
+}
+
+Status FinishDispatch(Rank& rank, const DispatchParams& params, uint64_t epoch) {
+  if (params.mode == Mode::kLl) return FinishLlPlannedDispatch(rank, params, epoch);
+  return HtDispatch(rank, params, /*is_whole=*/false).Receive(epoch);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,310 @@
+// LL dispatch: every rank writes its rows straight into the slot [source][token] of each
+// destination's heap, once per destination rank: by store inside the node, by one WRITE per row
+// outside it. With routing aboard, each rank gets all expert ids and makes the plan from them.
+#include "kernels/cpu/ll_dispatch.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kernels/cpu/plan_tables.h"
+#include "kernels/cpu/row_index.h"
+#include "kernels/cpu/sync.h"
+#include "kernels/cpu/unpack.h"
+#include "kernels/launch.h"
+
+namespace jax_ep {
+namespace {
+
+// One LL dispatch call, or one half of it. `plan` is null when the caller brings a plan; then
+// `params` has send_slot and recv_src, else they are the plan's outputs.
+class LlDispatch {
+ public:
+  LlDispatch(Rank& rank, std::string_view name, const PlanParams* plan,
+             const DispatchParams& params)
+      : op_(rank, name),
+        rank_(rank),
+        shape_(rank.shape),
+        layout_(rank.layout),
+        plan_(plan),
+        params_(params),
+        num_tokens_(static_cast<uint64_t>(params.num_tokens)),
+        row_pitch_(RowBytes(shape_.hidden, shape_.elem_type)),
+        cells_bytes_(AlignUp(num_tokens_ * shape_.top_k * sizeof(int32_t), kWireUnitBytes)) {}
+
+  Status Send(uint64_t* epoch);
+  Status Receive(uint64_t epoch);
+
+ private:
+  // A block of ll_disp or ll_disp_send: meta (expert ids if routed, then weights), then rows.
+  std::byte* RowAt(std::byte* block, uint64_t token) const {
+    return block + layout_.ll_meta_bytes + token * row_pitch_;
+  }
+  uint64_t ids_bytes() const { return plan_ != nullptr ? cells_bytes_ : 0; }
+
+  // The destination ranks of each token, without repeats.
+  void FindTargets();
+  template <typename Visit>
+  void ForTokensOf(uint32_t target, Visit&& visit) const;
+  void WriteMeta(std::byte* block, uint64_t meta_bytes) const;
+  void WriteRow(std::byte* block, uint64_t token) const;
+  Status SendToRemotes(uint64_t meta_bytes);
+  void MakePlan();
+
+  Operation op_;
+  Rank& rank_;
+  const GroupShape& shape_;
+  const HeapLayout& layout_;
+  const PlanParams* plan_;
+  const DispatchParams& params_;
+  const uint64_t num_tokens_;
+  const uint64_t row_pitch_;
+  const uint64_t cells_bytes_;  // of [T, K] ids or weights
+  uint32_t set_ = 0;
+  std::vector<int32_t> targets_;  // [T * K] ranks, -1 for none or a repeat
+};
+
+void LlDispatch::FindTargets() {
+  const uint64_t top_k = shape_.top_k;
+  const uint64_t rows_per_rank = shape_.num_ranks * num_tokens_;
+  targets_.assign(num_tokens_ * top_k, -1);
+  for (uint64_t token = 0; token < num_tokens_; ++token) {
+    int32_t* targets = targets_.data() + token * top_k;
+    for (uint64_t k = 0; k < top_k; ++k) {
+      int32_t target = -1;
+      if (plan_ != nullptr) {
+        const int32_t expert = plan_->topk_idx[token * top_k + k];
+        if (expert >= 0 && static_cast<uint32_t>(expert) < shape_.num_experts) {
+          target = expert / static_cast<int32_t>(shape_.experts_per_rank());
+        }
+      } else if (const int32_t slot = params_.send_slot[token * top_k + k]; slot >= 0) {
+        target = static_cast<int32_t>(static_cast<uint64_t>(slot) / rows_per_rank);
+      }
+      if (std::find(targets, targets + k, target) == targets + k) targets[k] = target;
+    }
+  }
+}
+
+template <typename Visit>
+void LlDispatch::ForTokensOf(uint32_t target, Visit&& visit) const {
+  if (params_.x == nullptr) return;
+  const auto wanted = static_cast<int32_t>(target);
+  for (uint64_t cell = 0; cell < targets_.size(); ++cell) {
+    if (targets_[cell] == wanted) visit(cell / shape_.top_k);
+  }
+}
+
+void LlDispatch::WriteMeta(std::byte* block, uint64_t meta_bytes) const {
+  if (meta_bytes == 0) return;
+  const uint64_t cells = num_tokens_ * shape_.top_k;
+  if (plan_ != nullptr) std::memcpy(block, plan_->topk_idx.data(), cells * sizeof(int32_t));
+  if (!params_.weights.empty()) {
+    std::memcpy(block + ids_bytes(), params_.weights.data(), cells * sizeof(float));
+  }
+}
+
+void LlDispatch::WriteRow(std::byte* block, uint64_t token) const {
+  const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
+  std::memcpy(RowAt(block, token), params_.x + token * row_bytes, row_bytes);
+}
+
+// One copy of every row that leaves the node, then one command per (row, rank). The slot of a row
+// is its token, that of the meta block T; the count message ends the epoch for the receiver.
+Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
+  const uint64_t local_block = layout_.ll_disp_send.At(set_);
+  const uint64_t remote_block = layout_.ll_disp.At(set_, rank_.rank);
+  std::byte* stage = op_.own_heap() + local_block;
+  WriteMeta(stage, meta_bytes);
+  std::vector<bool> is_staged(num_tokens_, false);
+  for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
+    const uint32_t peer = (rank_.rank + step) % shape_.num_ranks;
+    if (op_.is_mate(peer)) continue;
+    Command command{};
+    command.op = Op::kWrite;
+    command.dst_rank = peer;
+    command.channel = Channel::kLlDispatch;
+    command.epoch = op_.epoch();
+    uint32_t num_slots = 0;
+    Status status;
+    if (meta_bytes > 0) {
+      command.length_bytes = meta_bytes;
+      command.local_offset = local_block;
+      command.remote_offset = remote_block;
+      command.value = static_cast<uint32_t>(num_tokens_);
+      JAX_EP_RETURN_IF_ERROR(op_.Push(command));
+      ++num_slots;
+    }
+    command.length_bytes = row_pitch_;
+    ForTokensOf(peer, [&](uint64_t token) {
+      if (!status.ok()) return;
+      if (!is_staged[token]) WriteRow(stage, token);
+      is_staged[token] = true;
+      const uint64_t row_offset = layout_.ll_meta_bytes + token * row_pitch_;
+      command.local_offset = local_block + row_offset;
+      command.remote_offset = remote_block + row_offset;
+      command.value = static_cast<uint32_t>(token);
+      status = op_.Push(command);
+      ++num_slots;
+    });
+    JAX_EP_RETURN_IF_ERROR(status);
+    command.op = Op::kSignal;
+    command.length_bytes = command.local_offset = command.remote_offset = 0;
+    command.value = num_slots;
+    JAX_EP_RETURN_IF_ERROR(op_.Push(command));
+    op_.RingProxy();
+    const uint64_t num_rows = num_slots - (meta_bytes > 0 ? 1 : 0);
+    CountSent(rank_, num_rows, meta_bytes + num_rows * row_pitch_);
+  }
+  return Status::Ok();
+}
+
+Status LlDispatch::Send(uint64_t* epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  if (plan_ != nullptr) {
+    if (params_.num_tokens != plan_->num_tokens ||
+        plan_->topk_idx.size() != num_tokens_ * shape_.top_k || num_tokens_ > shape_.ll_tokens ||
+        (!params_.weights.empty() && params_.weights.size() != plan_->topk_idx.size())) {
+      return op_.Invalid("topk_idx or weights do not fit T = " + std::to_string(num_tokens_) +
+                         " of at most " + std::to_string(shape_.ll_tokens));
+    }
+  } else {
+    if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
+      return op_.Invalid(wrong);
+    }
+    JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, shape_.num_ranks * num_tokens_));
+  }
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
+  set_ = slot.set;
+  *epoch = op_.epoch();
+  FindTargets();
+  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, slot.reusable_at));
+
+  const uint64_t meta_bytes = ids_bytes() + (params_.weights.empty() ? 0 : cells_bytes_);
+  if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(meta_bytes));
+  for (uint32_t step = 0; step < shape_.node_size; ++step) {
+    const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
+    std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
+    WriteMeta(block, meta_bytes);
+    ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });
+    if (mate != rank_.rank) {
+      JAX_EP_RETURN_IF_ERROR(op_.Signal(mate, Channel::kLlDispatch, op_.epoch()));
+    }
+  }
+  return Status::Ok();
+}
+
+// All ranks' expert ids have arrived: the same plan as the HT exchange makes.
+void LlDispatch::MakePlan() {
+  const uint32_t num_ranks = shape_.num_ranks;
+  const uint64_t cells = num_tokens_ * shape_.top_k;
+  const uint64_t codes_ints = SortedCodesInts(cells, num_ranks);
+  const uint64_t ints_per_source = shape_.num_experts + codes_ints;
+  if (rank_.scratch.size() < num_ranks * ints_per_source) {
+    rank_.scratch.resize(num_ranks * ints_per_source);
+  }
+  std::vector<SourceRouting> sources(num_ranks);
+  LocalDrops own_drops;
+  const int32_t* own_codes = nullptr;
+  for (uint32_t source = 0; source < num_ranks; ++source) {
+    int32_t* counts = rank_.scratch.data() + source * ints_per_source;
+    int32_t* codes = counts + shape_.num_experts;
+    const auto* ids = HeapAt<int32_t>(op_.own_heap(), layout_.ll_disp.At(set_, source));
+    const LocalDrops drops = SortPairs(shape_, plan_->layout, {ids, cells}, counts, codes);
+    sources[source] = {.counts = counts,
+                       .codes = codes + SegmentStarts(shape_, counts)[rank_.rank],
+                       .num_locally_dropped = drops.num_dropped};
+    if (source == rank_.rank) {
+      own_drops = drops;
+      own_codes = codes;
+    }
+  }
+  BuildPlan(shape_, rank_.rank, *plan_, sources, own_codes);
+  CountPlan(rank_, *plan_, own_drops);
+}
+
+Status LlDispatch::Receive(uint64_t epoch) {
+  JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlDispatchKind, epoch));
+  set_ = slot.set;
+  DispatchParams params = params_;
+  if (plan_ != nullptr) {
+    if (const std::string wrong = CheckPlanParams(shape_, *plan_); !wrong.empty()) {
+      return op_.Invalid(wrong);
+    }
+    params.layout = plan_->layout;
+    params.recv_rows = plan_->recv_rows;
+    params.recv_src = plan_->out.recv_src;
+    params.recv_topk_idx = plan_->out.recv_topk_idx;
+  }
+  if (const std::string wrong = CheckDispatchReceive(shape_, params); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatch, epoch));
+  if (plan_ != nullptr) MakePlan();
+
+  JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
+                          RowIndex::Build(op_, params.num_tokens, params.recv_src));
+  if (params.recv_x != nullptr || !params.recv_weights.empty()) {
+    const RowUnpacker unpacker(shape_, params, index);
+    unpacker.ZeroPadding(rank_.parallel_for);
+    for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+      std::byte* block = op_.own_heap() + layout_.ll_disp.At(set_, source);
+      const auto* weights = reinterpret_cast<const float*>(block + ids_bytes());
+      rank_.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+          const auto row = static_cast<uint64_t>(token);
+          unpacker.Place(source, token, RowAt(block, row), weights + row * shape_.top_k);
+        }
+      });
+    }
+  }
+  JAX_EP_RETURN_IF_ERROR(
+      op_.SignalAll(Channel::kLlDispatchDone, NextDoneSeq(op_, kLlDispatchKind)));
+  EndCall(op_, kLlDispatchKind, set_);
+  CountDispatch(rank_, index.num_rows());
+  return Status::Ok();
+}
+
+Status RunBoth(LlDispatch&& call) {
+  uint64_t epoch = 0;
+  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
+  return call.Receive(epoch);
+}
+
+}  // namespace
+
+Status RunLlPlan(Rank& rank, const PlanParams& params) {
+  DispatchParams no_rows;
+  no_rows.mode = Mode::kLl;
+  no_rows.layout = params.layout;
+  no_rows.num_tokens = params.num_tokens;
+  return RunBoth(LlDispatch(rank, "ll plan", &params, no_rows));
+}
+
+Status RunLlPlannedDispatch(Rank& rank, const DispatchParams& params) {
+  return RunBoth(LlDispatch(rank, "ll dispatch", nullptr, params));
+}
+
+Status StartLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch) {
+  return LlDispatch(rank, "ll dispatch start", nullptr, params).Send(epoch);
+}
+
+Status FinishLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_t epoch) {
+  return LlDispatch(rank, "ll dispatch done", nullptr, params).Receive(epoch);
+}
+
+Status RunLlDispatch(Rank& rank, const LlDispatchParams& params) {
+  return RunBoth(LlDispatch(rank, "ll dispatch", &params.plan, params.dispatch));
+}
+
+Status StartLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t* epoch) {
+  return LlDispatch(rank, "ll dispatch start", &params.plan, params.dispatch).Send(epoch);
+}
+
+Status FinishLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t epoch) {
+  return LlDispatch(rank, "ll dispatch done", &params.plan, params.dispatch).Receive(epoch);
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,181 @@
+#include "kernels/cpu/partials.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace jax_ep {
+namespace {
+
+// The distinct slots of one token, ascending: by rank, then row.
+class SortedSlots {
+ public:
+  explicit SortedSlots(std::span<const int32_t> slots) {
+    for (const int32_t slot : slots) {
+      if (slot >= 0) slots_[count_++] = slot;
+    }
+    std::sort(slots_.begin(), slots_.begin() + count_);
+    count_ = static_cast<uint32_t>(std::unique(slots_.begin(), slots_.begin() + count_) -
+                                   slots_.begin());
+  }
+  std::span<const int32_t> view() const { return {slots_.data(), count_}; }
+
+ private:
+  std::array<int32_t, kMaxTopK> slots_;
+  uint32_t count_ = 0;
+};
+
+uint64_t PackedIndex(const Contribution& from, uint64_t token) {
+  return from.map == nullptr ? token : static_cast<uint64_t>(from.map[token]);
+}
+
+void SumToken(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
+              const std::vector<Contribution>& contributions, uint64_t token, TokenSum& sum) {
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  const SortedSlots slots(params.send_slot.subspan(token * shape.top_k, shape.top_k));
+  std::array<Term, kMaxTopK> terms;
+  uint32_t num_terms = 0;
+  for (const int32_t slot : slots.view()) {
+    const auto position = static_cast<uint64_t>(slot);
+    const auto rank = static_cast<uint32_t>(position / rows_per_rank);
+    const uint64_t row = position % rows_per_rank;
+    const Contribution& from = contributions[rank];
+    Term term{.rank = rank, .kind = from.kind};
+    if (from.kind == Term::Kind::kRow) {
+      term.row = from.rows + row * row_bytes;
+      if (from.row_weights != nullptr) term.weight = from.row_weights[row];
+    } else {
+      const bool is_node = from.kind == Term::Kind::kNodePartial;
+      if (num_terms > 0) {  // a partial stands for all rows of its rank or node
+        const uint32_t last = terms[num_terms - 1].rank;
+        if (is_node ? last / shape.node_size == rank / shape.node_size : last == rank) continue;
+      }
+      term.row = from.rows + PackedIndex(from, token) * from.pitch;
+    }
+    terms[num_terms++] = term;
+  }
+  std::byte* out = params.out + token * row_bytes;
+  if (num_terms == 0) {
+    std::memset(out, 0, row_bytes);
+  } else {
+    sum.Evaluate({terms.data(), num_terms}, SumLevel::kToken, out);
+  }
+}
+
+void FetchRides(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
+                const std::vector<Contribution>& contributions, uint64_t token) {
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  for (uint64_t k = 0; k < shape.top_k; ++k) {
+    const uint64_t cell = token * shape.top_k + k;
+    const int32_t slot = params.send_slot[cell];
+    if (slot < 0) {
+      params.ride_out[cell] = 0.0f;
+      continue;
+    }
+    const uint64_t row = static_cast<uint64_t>(slot) % rows_per_rank;
+    const Contribution& from = contributions[static_cast<uint64_t>(slot) / rows_per_rank];
+    const float* ride = nullptr;
+    if (from.kind == Term::Kind::kRow) {
+      ride = from.ride + (is_rank_major ? row * shape.top_k + k : row);
+    } else {
+      ride = reinterpret_cast<const float*>(from.rows + PackedIndex(from, token) * from.pitch +
+                                            from.ride_offset) +
+             k;
+    }
+    std::memcpy(&params.ride_out[cell], ride, sizeof(float));
+  }
+}
+
+}  // namespace
+
+PartialPitch PartialPitch::Make(const GroupShape& shape, bool has_rows, bool has_ride) {
+  const ElemType type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
+  PartialPitch result;
+  result.ride_offset = has_rows ? RowBytes(shape.hidden, type) : 0;
+  result.rank_pitch = result.ride_offset + (has_ride ? RideBytes(shape.top_k) : 0);
+  const uint64_t node_rides = static_cast<uint64_t>(shape.node_size) * shape.top_k;
+  result.node_pitch = result.ride_offset + (has_ride ? RideBytes(node_rides) : 0);
+  return result;
+}
+
+std::string CheckCombineSend(const GroupShape& shape, const CombineParams& params) {
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  const uint64_t max_tokens = params.mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
+  if (params.num_tokens < 0 || static_cast<uint64_t>(params.num_tokens) > max_tokens) {
+    return "got " + std::to_string(params.num_tokens) + " tokens, the group takes at most " +
+           std::to_string(max_tokens) + "; raise Config.max_tokens";
+  }
+  if (params.recv_rows < 0 || params.recv_src.size() != rows ||
+      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
+      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows))) {
+    return "recv_src, row_weights or ride do not have the sizes of R = " + std::to_string(rows);
+  }
+  return "";
+}
+
+std::string CheckCombineReceive(const GroupShape& shape, const CombineParams& params) {
+  const uint64_t cells = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  if (params.send_slot.size() != cells ||
+      (!params.ride_out.empty() && params.ride_out.size() != cells)) {
+    return "send_slot or ride_out do not have T * K = " + std::to_string(cells) + " elements";
+  }
+  return "";
+}
+
+void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParams& params,
+                      const PartialPitch& pitch, const RowIndex& index, uint32_t source,
+                      int64_t token, TokenSum& sum, std::byte* to) {
+  const std::span<const int32_t> rows = index.Rows(source, token);
+  if (rows.empty()) return;
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  if (params.y != nullptr) {
+    // At most K rows: recv_src names each (source, token, k) once. More can only come from a plan
+    // that nobody made; what they add to is unspecified, so the rest is left out.
+    std::array<Term, kMaxTopK> terms;
+    const size_t num_terms = std::min<size_t>(rows.size(), kMaxTopK);
+    for (size_t i = 0; i < num_terms; ++i) {
+      const auto row = static_cast<uint64_t>(rows[i]);
+      terms[i] = {.row = params.y + row * row_bytes,
+                  .rank = rank,
+                  .weight = params.row_weights.empty() ? 1.0f : params.row_weights[row]};
+    }
+    sum.Evaluate({terms.data(), num_terms}, SumLevel::kRank, to);
+  }
+  if (params.ride.empty()) return;
+  float* ride = reinterpret_cast<float*>(to + pitch.ride_offset);
+  for (const int32_t row_index : rows) {
+    const auto row = static_cast<uint64_t>(row_index);
+    if (params.layout == Layout::kRankMajor) {
+      std::memcpy(ride, &params.ride[row * shape.top_k], shape.top_k * sizeof(float));
+    } else {
+      const uint32_t k = static_cast<uint32_t>(params.recv_src[row]) % shape.top_k;
+      std::memcpy(ride + k, &params.ride[row], sizeof(float));
+    }
+  }
+}
+
+void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
+               const std::vector<Contribution>& contributions) {
+  const GroupShape& shape = rank.shape;
+  rank.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
+    TokenSum sum(shape);
+    for (int64_t token = begin; token < end; ++token) {
+      const auto index = static_cast<uint64_t>(token);
+      if (params.out != nullptr) {
+        SumToken(shape, params, rows_per_rank, contributions, index, sum);
+      }
+      if (!params.ride_out.empty()) {
+        FetchRides(shape, params, rows_per_rank, contributions, index);
+      }
+    }
+  });
+}
+
+void CountCombine(Rank& rank) {
+  if (rank.counters != nullptr) {
+    rank.counters->combines.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+}  // namespace jax_ep

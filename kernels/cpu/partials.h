@@ -1,0 +1,55 @@
+// What HT and LL combine share: the rank partial of a token, and the owner's final sum.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/row_index.h"
+#include "kernels/cpu/sync.h"
+#include "kernels/cpu/tree.h"
+#include "kernels/launch.h"
+
+namespace jax_ep {
+
+// How one combine packs a partial and its rides: only what the call carries.
+struct PartialPitch {
+  uint64_t ride_offset = 0;
+  uint64_t rank_pitch = 0;  // partial, ride [K]
+  uint64_t node_pitch = 0;  // partial, ride [node_size][K]
+
+  static PartialPitch Make(const GroupShape& shape, bool has_rows, bool has_ride);
+};
+
+// Checks the spans of a call's sending and receiving side: empty, or what is wrong.
+std::string CheckCombineSend(const GroupShape& shape, const CombineParams& params);
+std::string CheckCombineReceive(const GroupShape& shape, const CombineParams& params);
+
+// Writes the partial and rides of (source, token) of this rank at `to`: nothing if it has no row.
+void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParams& params,
+                      const PartialPitch& pitch, const RowIndex& index, uint32_t source,
+                      int64_t token, TokenSum& sum, std::byte* to);
+
+// Where a rank's contribution to this rank's tokens is.
+struct Contribution {
+  Term::Kind kind = Term::Kind::kRankPartial;
+  // kRow: that rank's y, row_weights and ride arrays. Else: rows of `pitch` bytes, by token or, if
+  // `map` is set, by map[token].
+  const std::byte* rows = nullptr;
+  const float* row_weights = nullptr;  // null: 1
+  const float* ride = nullptr;
+  uint64_t pitch = 0;
+  const int32_t* map = nullptr;
+  uint64_t ride_offset = 0;  // from the start of a packed row to the rides of this rank
+};
+
+// Sums every token of this rank and fetches its rides: params.out and params.ride_out, each element
+// once. `contributions` is indexed by rank; params.send_slot has been checked.
+void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
+               const std::vector<Contribution>& contributions);
+
+// Adds a finished combine to the rank's counters.
+void CountCombine(Rank& rank);
+
+}  // namespace jax_ep

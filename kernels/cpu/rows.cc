@@ -1,0 +1,215 @@
+#include "kernels/cpu/rows.h"
+
+#include <bit>
+#include <cstring>
+
+// One clone of each function per instruction set, chosen when the library is loaded. Sanitizers
+// cannot run the resolvers, which come before their own start.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define JAX_EP_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define JAX_EP_CLONES
+#endif
+
+namespace jax_ep {
+namespace {
+
+// Lanes of a dot product: one AVX-512 register, and what fixes the order of the sum.
+constexpr uint64_t kDotLanes = 16;
+
+// One element type: storage, and exact or rounding conversions that compile to branch-free code.
+struct F32 {
+  using Storage = float;
+  static inline float Load(Storage value) { return value; }
+  static inline Storage Store(float value) { return value; }
+};
+
+struct Bf16 {
+  using Storage = uint16_t;
+  static inline float Load(Storage value) {
+    return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
+  }
+  static inline Storage Store(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    // Round to nearest even: add half of the last kept place, minus one if that place is even.
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const uint32_t quiet_nan = (bits >> 16) | 0x40u;
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return static_cast<Storage>(is_nan ? quiet_nan : rounded);
+  }
+};
+
+struct F16 {
+  using Storage = uint16_t;
+  static inline float Load(Storage value) {
+    const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
+    const uint32_t magnitude = value & 0x7fffu;
+    // Subnormal: an integer multiple of 2^-24. Exact, and safe where f32 subnormals are flushed.
+    const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+    const uint32_t normal = (magnitude << 13) + ((127u - 15u) << 23);
+    const uint32_t special = (magnitude << 13) | 0x7f800000u;  // infinity, NaN
+    const uint32_t finite = magnitude < 0x400u ? std::bit_cast<uint32_t>(subnormal) : normal;
+    return std::bit_cast<float>(sign | (magnitude >= 0x7c00u ? special : finite));
+  }
+  static inline Storage Store(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    // Below 2^-14: adding 0.5 puts the result's last place at 2^-24, so the FPU rounds it.
+    const uint32_t half_bits = std::bit_cast<uint32_t>(0.5f);
+    const uint32_t subnormal =
+        std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - half_bits;
+    const uint32_t normal =
+        (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;  // NaN, infinity
+    return static_cast<Storage>(sign | (magnitude >= ((127u + 16u) << 23) ? special : finite));
+  }
+};
+
+template <typename Elem>
+__attribute__((always_inline)) inline const typename Elem::Storage* Typed(const std::byte* row) {
+  return reinterpret_cast<const typename Elem::Storage*>(row);
+}
+template <typename Elem>
+__attribute__((always_inline)) inline typename Elem::Storage* Typed(std::byte* row) {
+  return reinterpret_cast<typename Elem::Storage*>(row);
+}
+
+// The bodies below are forced into the cloned entry points, where they take on their instruction
+// set; __restrict is what lets them vectorise.
+#define JAX_EP_BODY        \
+  template <typename Elem> \
+  __attribute__((always_inline)) inline
+
+JAX_EP_BODY void LoadScaledBody(float* __restrict acc, const std::byte* row, float weight,
+                                uint64_t num_elems) {
+  const auto* __restrict elems = Typed<Elem>(row);
+  for (uint64_t i = 0; i < num_elems; ++i) acc[i] = weight * Elem::Load(elems[i]);
+}
+
+JAX_EP_BODY void AddScaledBody(float* __restrict acc, const std::byte* row, float weight,
+                               uint64_t num_elems) {
+  const auto* __restrict elems = Typed<Elem>(row);
+  for (uint64_t i = 0; i < num_elems; ++i) acc[i] += weight * Elem::Load(elems[i]);
+}
+
+JAX_EP_BODY void RoundFloatsBody(float* acc, uint64_t num_elems) {
+  for (uint64_t i = 0; i < num_elems; ++i) acc[i] = Elem::Load(Elem::Store(acc[i]));
+}
+
+JAX_EP_BODY void StoreRoundedBody(std::byte* row, const float* __restrict acc, uint64_t num_elems) {
+  auto* __restrict elems = Typed<Elem>(row);
+  for (uint64_t i = 0; i < num_elems; ++i) elems[i] = Elem::Store(acc[i]);
+}
+
+JAX_EP_BODY void ScaleRowBody(std::byte* dst, const std::byte* src, float weight,
+                              uint64_t num_elems) {
+  auto* __restrict to = Typed<Elem>(dst);
+  const auto* __restrict from = Typed<Elem>(src);
+  for (uint64_t i = 0; i < num_elems; ++i) to[i] = Elem::Store(weight * Elem::Load(from[i]));
+}
+
+JAX_EP_BODY float DotRowsBody(const std::byte* a, const std::byte* b, uint64_t num_elems) {
+  const auto* __restrict lhs = Typed<Elem>(a);
+  const auto* __restrict rhs = Typed<Elem>(b);
+  float lanes[kDotLanes] = {};
+  uint64_t i = 0;
+  for (; i + kDotLanes <= num_elems; i += kDotLanes) {
+    for (uint64_t lane = 0; lane < kDotLanes; ++lane) {
+      lanes[lane] += Elem::Load(lhs[i + lane]) * Elem::Load(rhs[i + lane]);
+    }
+  }
+  for (uint64_t lane = 0; i + lane < num_elems; ++lane) {
+    lanes[lane] += Elem::Load(lhs[i + lane]) * Elem::Load(rhs[i + lane]);
+  }
+  for (uint64_t width = kDotLanes / 2; width > 0; width /= 2) {
+    for (uint64_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+#undef JAX_EP_BODY
+
+}  // namespace
+
+JAX_EP_CLONES void LoadScaled(ElemType type, float* acc, const std::byte* row, float weight,
+                              uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      return LoadScaledBody<F32>(acc, row, weight, num_elems);
+    case ElemType::kBf16:
+      return LoadScaledBody<Bf16>(acc, row, weight, num_elems);
+    case ElemType::kF16:
+      return LoadScaledBody<F16>(acc, row, weight, num_elems);
+  }
+}
+
+JAX_EP_CLONES void AddScaled(ElemType type, float* acc, const std::byte* row, float weight,
+                             uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      return AddScaledBody<F32>(acc, row, weight, num_elems);
+    case ElemType::kBf16:
+      return AddScaledBody<Bf16>(acc, row, weight, num_elems);
+    case ElemType::kF16:
+      return AddScaledBody<F16>(acc, row, weight, num_elems);
+  }
+}
+
+JAX_EP_CLONES void AddFloats(float* __restrict acc, const float* __restrict other,
+                             uint64_t num_elems) {
+  for (uint64_t i = 0; i < num_elems; ++i) acc[i] += other[i];
+}
+
+JAX_EP_CLONES void RoundFloats(ElemType type, float* acc, uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      return;
+    case ElemType::kBf16:
+      return RoundFloatsBody<Bf16>(acc, num_elems);
+    case ElemType::kF16:
+      return RoundFloatsBody<F16>(acc, num_elems);
+  }
+}
+
+JAX_EP_CLONES void StoreRounded(ElemType type, std::byte* row, const float* acc,
+                                uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      std::memcpy(row, acc, num_elems * sizeof(float));
+      return;
+    case ElemType::kBf16:
+      return StoreRoundedBody<Bf16>(row, acc, num_elems);
+    case ElemType::kF16:
+      return StoreRoundedBody<F16>(row, acc, num_elems);
+  }
+}
+
+JAX_EP_CLONES void ScaleRow(ElemType type, std::byte* dst, const std::byte* src, float weight,
+                            uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      return ScaleRowBody<F32>(dst, src, weight, num_elems);
+    case ElemType::kBf16:
+      return ScaleRowBody<Bf16>(dst, src, weight, num_elems);
+    case ElemType::kF16:
+      return ScaleRowBody<F16>(dst, src, weight, num_elems);
+  }
+}
+
+JAX_EP_CLONES float DotRows(ElemType type, const std::byte* a, const std::byte* b,
+                            uint64_t num_elems) {
+  switch (type) {
+    case ElemType::kF32:
+      return DotRowsBody<F32>(a, b, num_elems);
+    case ElemType::kBf16:
+      return DotRowsBody<Bf16>(a, b, num_elems);
+    case ElemType::kF16:
+      return DotRowsBody<F16>(a, b, num_elems);
+  }
+  return 0;
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,32 @@
+// Arithmetic on rows: conversions between element types and f32, sums, dot products. Results are
+// the same bits on every machine: fixed lane order, no contraction to FMA (see CMakeLists.txt), no
+// dependence on the vector width that the machine has. No exchange, no layout.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/layout.h"
+
+namespace jax_ep {
+
+// All pointers are aligned to their element; `num_elems` may be anything. bf16 and f16 round to
+// nearest, ties to even. Inputs and outputs do not overlap unless said.
+
+// acc = weight * row
+void LoadScaled(ElemType type, float* acc, const std::byte* row, float weight, uint64_t num_elems);
+// acc += weight * row
+void AddScaled(ElemType type, float* acc, const std::byte* row, float weight, uint64_t num_elems);
+// acc += other
+void AddFloats(float* acc, const float* other, uint64_t num_elems);
+// acc = float(type(acc)): what is left of a partial after it travelled as `type`
+void RoundFloats(ElemType type, float* acc, uint64_t num_elems);
+// row = type(acc)
+void StoreRounded(ElemType type, std::byte* row, const float* acc, uint64_t num_elems);
+// dst = type(weight * src)
+void ScaleRow(ElemType type, std::byte* dst, const std::byte* src, float weight,
+              uint64_t num_elems);
+// Sum of a * b in f32: 16 lanes by index modulo 16, then a binary tree over the lanes.
+float DotRows(ElemType type, const std::byte* a, const std::byte* b, uint64_t num_elems);
+
+}  // namespace jax_ep

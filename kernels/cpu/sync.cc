@@ -1,0 +1,283 @@
+#include "kernels/cpu/sync.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "proxy/base/doorbell.h"
+
+namespace jax_ep {
+namespace {
+
+// How long a producer sleeps between tries on a full ring, after kYieldRounds yields.
+constexpr std::chrono::microseconds kRingFullSleep{50};
+
+std::string_view ChannelName(Channel channel) {
+  switch (channel) {
+    case Channel::kOrder:
+      return "order";
+    case Channel::kPlan:
+      return "plan";
+    case Channel::kPlanDone:
+      return "plan-done";
+    case Channel::kDispatch:
+      return "dispatch";
+    case Channel::kDispatchDone:
+      return "dispatch-done";
+    case Channel::kReduce:
+      return "reduce";
+    case Channel::kCombine:
+      return "combine";
+    case Channel::kCombineDone:
+      return "combine-done";
+    case Channel::kLlDispatch:
+      return "ll-dispatch";
+    case Channel::kLlDispatchDone:
+      return "ll-dispatch-done";
+    case Channel::kLlCombine:
+      return "ll-combine";
+    case Channel::kLlCombineDone:
+      return "ll-combine-done";
+    case Channel::kReduceDone:
+      return "reduce-done";
+    case Channel::kBarrier:
+      return "barrier";
+  }
+  return "unknown";
+}
+
+std::atomic<uint64_t>& FlagWord(const Operation& op, uint32_t mate, Channel channel,
+                                uint32_t source) {
+  return *HeapAt<std::atomic<uint64_t>>(op.heap(mate), op.layout().flag_offset(channel, source));
+}
+
+Doorbell& BellOf(const Operation& op, uint32_t mate) {
+  return HeapAt<ControlBlock>(op.heap(mate), 0)->doorbell;
+}
+
+}  // namespace
+
+Operation::Operation(Rank& rank, std::string_view name)
+    : rank_(rank), name_(name), deadline_(Deadline::After(rank.timeout)) {}
+
+std::string Operation::Where() const {
+  std::string where = "group '" + rank_.group_name + "', rank " + std::to_string(rank_.rank) +
+                      ", " + std::string(name_);
+  if (epoch_ != 0) where += " epoch " + std::to_string(epoch_);
+  return where;
+}
+
+Status Operation::CheckLatch() const {
+  if (!rank_.failure->failed()) return Status::Ok();
+  const Status first = rank_.failure->status();
+  return Status(first.code(), Where() + ": the group has failed: " + first.message());
+}
+
+Status Operation::Fail(const Status& status) const {
+  Status named(status.code(), Where() + ": " + status.message());
+  rank_.failure->Set(named);
+  return named;
+}
+
+Status Operation::Invalid(std::string message) const {
+  return Fail(InvalidArgument(std::move(message)));
+}
+
+uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) const {
+  return FlagWord(*this, mate, channel, source).load(std::memory_order_acquire);
+}
+
+Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value) {
+  if (ReadFlag(mate, channel, source) >= value) return Status::Ok();
+  RingProxy();
+  const auto begin = Deadline::Clock::now();
+  const WaitResult result = WaitUntil(
+      BellOf(*this, mate), [&] { return ReadFlag(mate, channel, source) >= value; }, deadline_,
+      *rank_.failure);
+  if (rank_.counters != nullptr) {
+    const auto waited =
+        std::chrono::duration_cast<std::chrono::nanoseconds>(Deadline::Clock::now() - begin);
+    rank_.counters->wait_ns.fetch_add(static_cast<uint64_t>(waited.count()),
+                                      std::memory_order_relaxed);
+  }
+  if (result == WaitResult::kReady) return Status::Ok();
+  if (result == WaitResult::kFailed) return CheckLatch();
+  const double seconds = std::chrono::duration<double>(rank_.timeout).count();
+  std::string message = "timed out after " + std::to_string(seconds) + " s waiting for rank " +
+                        std::to_string(source) + ": expected " + std::string(ChannelName(channel)) +
+                        " signal " + std::to_string(value);
+  if (mate != rank_.rank) message += " at rank " + std::to_string(mate);
+  message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
+             "; that rank is late or gone, see timeout_s";
+  return Fail(DeadlineExceeded(std::move(message)));
+}
+
+Status Operation::WaitMates(Channel channel, uint64_t value) {
+  const uint32_t begin = rank_.node_begin();
+  for (uint32_t mate = begin; mate < begin + shape().node_size; ++mate) {
+    if (mate == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, mate, value));
+  }
+  return Status::Ok();
+}
+
+Status Operation::WaitRails(Channel channel, uint64_t value) {
+  for (uint32_t rail = rank_.local_rank(); rail < shape().num_ranks; rail += shape().node_size) {
+    if (rail == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, rail, value));
+  }
+  return Status::Ok();
+}
+
+Status Operation::WaitAll(Channel channel, uint64_t value) {
+  for (uint32_t peer = 0; peer < shape().num_ranks; ++peer) {
+    if (peer == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, peer, value));
+  }
+  return Status::Ok();
+}
+
+Status Operation::Signal(uint32_t peer, Channel channel, uint64_t value) {
+  if (is_mate(peer)) {
+    // Orders everything that this rank wrote or read before, in its own heap or the mate's,
+    // before the flag; pairs with the acquire of ReadFlag.
+    FlagWord(*this, peer, channel, rank_.rank).store(value, std::memory_order_release);
+    BellOf(*this, peer).Ring();
+    return Status::Ok();
+  }
+  Command command{};
+  command.op = Op::kSignal;
+  command.dst_rank = peer;
+  command.channel = channel;
+  command.epoch = value;
+  return Push(command);
+}
+
+Status Operation::SignalMates(Channel channel, uint64_t value) {
+  const uint32_t begin = rank_.node_begin();
+  for (uint32_t mate = begin; mate < begin + shape().node_size; ++mate) {
+    if (mate == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(Signal(mate, channel, value));
+  }
+  return Status::Ok();
+}
+
+Status Operation::SignalRails(Channel channel, uint64_t value) {
+  for (uint32_t rail = rank_.local_rank(); rail < shape().num_ranks; rail += shape().node_size) {
+    if (rail == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(Signal(rail, channel, value));
+  }
+  RingProxy();
+  return Status::Ok();
+}
+
+Status Operation::SignalAll(Channel channel, uint64_t value) {
+  for (uint32_t peer = 0; peer < shape().num_ranks; ++peer) {
+    if (peer == rank_.rank) continue;
+    JAX_EP_RETURN_IF_ERROR(Signal(peer, channel, value));
+  }
+  RingProxy();
+  return Status::Ok();
+}
+
+Status Operation::Push(const Command& command) {
+  const auto packed = TryPack(command);
+  if (!packed.has_value()) {
+    return Fail(Internal("a command to rank " + std::to_string(command.dst_rank) +
+                         " does not fit its format: " + std::to_string(command.length_bytes) +
+                         " bytes from offset " + std::to_string(command.local_offset) +
+                         " to offset " + std::to_string(command.remote_offset) + ", value " +
+                         std::to_string(command.value)));
+  }
+  for (int round = 0; !rank_.ring.TryPush(*packed); ++round) {
+    has_unannounced_commands_ = true;
+    RingProxy();
+    JAX_EP_RETURN_IF_ERROR(CheckLatch());
+    if (deadline_.expired()) {
+      return Fail(DeadlineExceeded("timed out on a full command ring, next command to rank " +
+                                   std::to_string(command.dst_rank) + " on channel " +
+                                   std::string(ChannelName(command.channel))));
+    }
+    if (round < kYieldRounds) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kRingFullSleep);
+    }
+  }
+  has_unannounced_commands_ = true;
+  return Status::Ok();
+}
+
+void Operation::RingProxy() {
+  if (!has_unannounced_commands_) return;
+  has_unannounced_commands_ = false;
+  rank_.proxy_bell->Ring();
+}
+
+const CallKind kDispatchKind{&Rank::Epochs::dispatch_started, &Rank::Epochs::dispatch_done,
+                             &Rank::dispatch_sets};
+const CallKind kCombineKind{&Rank::Epochs::combine_started, &Rank::Epochs::combine_done,
+                            &Rank::combine_sets};
+const CallKind kLlDispatchKind{&Rank::Epochs::ll_dispatch_started, &Rank::Epochs::ll_dispatch_done,
+                               &Rank::ll_dispatch_sets};
+const CallKind kLlCombineKind{&Rank::Epochs::ll_combine_started, &Rank::Epochs::ll_combine_done,
+                              &Rank::ll_combine_sets};
+
+Result<CallSlot> BeginCall(Operation& op, const CallKind& kind) {
+  Rank& rank = op.rank();
+  Rank::SlotSets& sets = rank.*kind.sets;
+  op.set_epoch(++(rank.epochs.*kind.started));
+  // The set that has been free for the longest gives its readers the most time.
+  Rank::SlotSet* best = nullptr;
+  for (uint32_t set = 0; set < op.shape().depth; ++set) {
+    if (sets[set].open) continue;
+    if (best == nullptr || sets[set].done_seq < best->done_seq) best = &sets[set];
+  }
+  if (best == nullptr) {
+    return op.Fail(FailedPrecondition(
+        "more than max_in_flight (" + std::to_string(op.shape().depth) +
+        ") starts before a done; run a done first or raise Config.max_in_flight"));
+  }
+  const CallSlot slot{.set = static_cast<uint32_t>(best - sets.data()),
+                      .reusable_at = best->done_seq};
+  best->epoch = op.epoch();
+  best->open = true;
+  return slot;
+}
+
+Result<CallSlot> OpenCall(Operation& op, const CallKind& kind, uint64_t epoch) {
+  op.set_epoch(epoch);
+  const Rank::SlotSets& sets = op.rank().*kind.sets;
+  for (uint32_t set = 0; set < op.shape().depth; ++set) {
+    if (sets[set].open && sets[set].epoch == epoch) return CallSlot{.set = set};
+  }
+  return op.Fail(
+      FailedPrecondition("done without an open start of this epoch (newest start: " +
+                         std::to_string(op.rank().epochs.*kind.started) +
+                         "); exactly one done must follow each start, also under remat"));
+}
+
+uint64_t NextDoneSeq(const Operation& op, const CallKind& kind) {
+  return op.rank().epochs.*kind.done + 1;
+}
+
+void EndCall(Operation& op, const CallKind& kind, uint32_t set) {
+  Rank& rank = op.rank();
+  Rank::SlotSet& held = (rank.*kind.sets)[set];
+  held.done_seq = ++(rank.epochs.*kind.done);
+  held.open = false;
+}
+
+void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes) {
+  if (rank.counters == nullptr) return;
+  rank.counters->rows_sent_internode.fetch_add(num_rows, std::memory_order_relaxed);
+  rank.counters->bytes_sent_internode.fetch_add(num_bytes, std::memory_order_relaxed);
+}
+
+bool IsNodeInProcess(const Rank& rank) {
+  const auto first = rank.in_process.begin() + rank.node_begin();
+  return std::all_of(first, first + rank.shape.node_size, [](bool is_here) { return is_here; });
+}
+
+}  // namespace jax_ep

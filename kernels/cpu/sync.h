@@ -1,0 +1,113 @@
+// One operation of one rank: flags, bounded waits, commands to other nodes, and the words of its
+// failures. Knows nothing of what is exchanged.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "kernels/launch.h"
+#include "proxy/abi/channel.h"
+#include "proxy/abi/command.h"
+#include "proxy/base/deadline.h"
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// Lives on the executor's stack during one launcher call.
+class Operation {
+ public:
+  // `name` is for messages ("dispatch"); it must outlive the operation.
+  Operation(Rank& rank, std::string_view name);
+
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  Rank& rank() const { return rank_; }
+  const GroupShape& shape() const { return rank_.shape; }
+  const HeapLayout& layout() const { return rank_.layout; }
+  uint64_t epoch() const { return epoch_; }
+  void set_epoch(uint64_t epoch) { epoch_ = epoch; }
+
+  bool is_mate(uint32_t peer) const { return rank_.heaps[peer] != nullptr; }
+  std::byte* heap(uint32_t mate) const { return rank_.heaps[mate]; }
+  std::byte* own_heap() const { return rank_.heaps[rank_.rank]; }
+
+  // The failure that another thread latched, with this operation's name in front, or OK.
+  Status CheckLatch() const;
+  // Latches `status` with this operation's name in front, and returns it.
+  Status Fail(const Status& status) const;
+  // A caller's mistake: Fail with kInvalidArgument.
+  Status Invalid(std::string message) const;
+
+  // flag[channel][source] in the heap of a node-mate. Acquire pairs with the release of Signal
+  // there, or of that rank's proxy.
+  uint64_t ReadFlag(uint32_t mate, Channel channel, uint32_t source) const;
+  // Waits until that flag has reached `value`.
+  Status WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value);
+  // The same for this rank's own flags from each node-mate (self excluded), from the ranks of equal
+  // local index in other nodes, or from every other rank.
+  Status WaitMates(Channel channel, uint64_t value);
+  Status WaitRails(Channel channel, uint64_t value);
+  Status WaitAll(Channel channel, uint64_t value);
+
+  // Sets flag[channel][this rank] of `peer` to `value`: a release store inside the node, a kSignal
+  // command outside it.
+  Status Signal(uint32_t peer, Channel channel, uint64_t value);
+  Status SignalMates(Channel channel, uint64_t value);
+  Status SignalRails(Channel channel, uint64_t value);
+  Status SignalAll(Channel channel, uint64_t value);
+
+  // Pushes a command, waiting while the ring is full.
+  Status Push(const Command& command);
+  // Wakes the proxy if commands were pushed since the last call.
+  void RingProxy();
+
+ private:
+  std::string Where() const;
+
+  Rank& rank_;
+  std::string_view name_;
+  Deadline deadline_;
+  uint64_t epoch_ = 0;
+  bool has_unannounced_commands_ = false;
+};
+
+// The slot sets of one kind of call (see Rank::SlotSet).
+struct CallKind {
+  uint64_t Rank::Epochs::* started;
+  uint64_t Rank::Epochs::* done;
+  Rank::SlotSets Rank::* sets;
+};
+extern const CallKind kDispatchKind, kCombineKind, kLlDispatchKind, kLlCombineKind;
+
+// What a call got from BeginCall or OpenCall.
+struct CallSlot {
+  uint32_t set = 0;
+  // The *Done flags of all readers must have reached this before the set is written.
+  uint64_t reusable_at = 0;
+};
+
+// Starts the next epoch of `kind` in a set that is not open. kFailedPrecondition if all are.
+Result<CallSlot> BeginCall(Operation& op, const CallKind& kind);
+// Finds the set that still holds the open `epoch`. kFailedPrecondition if none does.
+Result<CallSlot> OpenCall(Operation& op, const CallKind& kind, uint64_t epoch);
+// The number that this done will have; every rank gets the same.
+uint64_t NextDoneSeq(const Operation& op, const CallKind& kind);
+// Gives the set back. Call after the *Done signals.
+void EndCall(Operation& op, const CallKind& kind, uint32_t set);
+
+// Adds rows or messages that went to other nodes to the rank's counters.
+void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes);
+
+// True if every node-mate lives in this process. Equal on all ranks of a node.
+bool IsNodeInProcess(const Rank& rank);
+
+// Typed access to a heap.
+template <typename T>
+T* HeapAt(std::byte* heap, uint64_t offset) {
+  return reinterpret_cast<T*>(heap + offset);
+}
+
+}  // namespace jax_ep
