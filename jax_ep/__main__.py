@@ -40,9 +40,8 @@ def _parser() -> argparse.ArgumentParser:
 
     bench.add_argument("--shape", default="small", choices=sorted(SHAPES), help="a named shape")
     bench.add_argument("--mode", default="auto", choices=("auto", "ht", "ll"))
-    bench.add_argument(
-        "--ranks", type=int, default=4, help="virtual CPU devices if this process is alone"
-    )
+    bench.add_argument("--ranks", type=int, default=4, help="ranks = CPU devices of all processes")
+    bench.add_argument("--processes", type=int, default=1, help="processes that share the ranks")
     bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
     bench.add_argument("--transport", default="auto", help="between nodes: auto, loopback, shm")
     bench.add_argument("--repeats", type=int, default=20, help="timed runs of each program")
@@ -107,6 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
             shape=options.shape,
             mode=options.mode,
             num_ranks=options.ranks,
+            num_processes=options.processes,
             node_size=options.node_size,
             transport=options.transport,
             repeats=options.repeats,

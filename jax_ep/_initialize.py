@@ -10,15 +10,10 @@ import atexit
 import contextlib
 import importlib.util
 import os
-import time
 from pathlib import Path
 
 import jax
 
-# Mirrors JAX's own shutdown limit: how long process 0, which hosts the coordinator, stays for
-# the others.
-EXIT_WAIT_S = 300.0
-_EXIT_KEY = "jax_ep/exit"
 _SLURM_ENV = (
     "SLURM_JOB_ID",
     "SLURM_STEP_NODELIST",
@@ -70,9 +65,9 @@ def initialize() -> None:
 def configure_jax() -> None:
     """Sets the JAX options of a job of several processes; to be called before it is joined."""
     # Without it every survivor aborts about 100 s after one process has died.
-    jax.config.update("jax_enable_recoverability", True)  # type: ignore[no-untyped-call]
+    jax.config.update("jax_enable_recoverability", True)
     if "JAX_CPU_COLLECTIVES_IMPLEMENTATION" not in os.environ:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")  # type: ignore[no-untyped-call]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
 
 
 def _explicit_job() -> tuple[str, int, int] | None:
@@ -117,7 +112,7 @@ def _is_in_cluster() -> bool:
 
 
 def _leave_in_order() -> None:
-    """Keeps process 0 until every other process has said goodbye, or for EXIT_WAIT_S.
+    """Keeps process 0 until every other process has disconnected or is known to be dead.
 
     Recoverable tasks skip JAX's shutdown barrier, and a coordinator that goes first aborts the
     rest. Registered after JAX's own exit hook, so it runs before it.
@@ -125,14 +120,8 @@ def _leave_in_order() -> None:
     from jax_ep._jax_compat import distributed_client
 
     client = distributed_client()
-    if client is None:
+    if client is None or jax.process_index() != 0:
         return
-    index, count = jax.process_index(), jax.process_count()
     with contextlib.suppress(Exception):  # leaving: nobody is left to tell
-        if index != 0:
-            client.key_value_set(f"{_EXIT_KEY}/{index}", "")
-            return
-        limit = time.monotonic() + EXIT_WAIT_S
-        for other in range(1, count):
-            left_ms = max(1, int((limit - time.monotonic()) * 1000))
-            client.blocking_key_value_get(f"{_EXIT_KEY}/{other}", left_ms)
+        # A barrier of the live ones: it opens when process 0 is the last of them.
+        client.get_live_nodes(list(range(jax.process_count())))

@@ -82,7 +82,7 @@ def main() -> int:
     configure_jax()
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         # It would swallow SIGTERM, with which people and the launcher end a job on one host.
-        jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
+        jax.config.update("jax_enable_preemption_service", False)
     address = f"127.0.0.1:{spec['port']}"
     jax.distributed.initialize(
         coordinator_address=address,

@@ -1,0 +1,217 @@
+"""Measures dispatch, combine and their round trip against dense jax.lax collectives.
+
+A script, started by ``bench.py`` through ``launch``.  Every program is one jitted ``lax.scan`` of
+many calls, each depending on the one before, so that Python and dispatch overhead are not measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep._cli.shapes import SHAPES, Shape
+
+AXIS = "ep"
+SCAN_BYTES = 64 << 20  # payload of one timed program; sets the number of calls in it
+MAX_CALLS = 200
+DENSE_CAPACITY = 1.25  # what dense formulations usually run with
+
+Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # x, ids, weights -> next x
+
+
+def _routing(shape: Shape, num_ranks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Distinct experts per token (Gumbel top-k), uniform or Zipf; weights that add up to 1."""
+    rng = np.random.default_rng(0)
+    popularity = np.arange(1, shape.num_experts + 1) ** -shape.zipf_exponent
+    draws = np.log(popularity) + rng.gumbel(size=(num_ranks * shape.tokens, shape.num_experts))
+    ids = np.argsort(-draws, axis=1)[:, : shape.top_k].astype(np.int32)
+    return ids, np.full(ids.shape, 1 / shape.top_k, np.float32)
+
+
+def _next(x: jax.Array, result: jax.Array) -> jax.Array:
+    """The next call's x: its first row comes from ``result``, all of which must exist before."""
+    return x.at[0].set(lax.optimization_barrier(result)[0])
+
+
+def _ours(group: jax_ep.Group) -> dict[str, Body]:
+    """The three programs of one implementation of jax_ep."""
+
+    def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return _next(x, jax_ep.dispatch(group, x, ids, weights).x)
+
+    def round_trip(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        recv = jax_ep.dispatch(group, x, ids, weights)
+        return jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights)
+
+    return {"dispatch": dispatch, "round trip": round_trip}
+
+
+def _dense_all_to_all(shape: Shape, num_ranks: int) -> Body:
+    """GShard's way: a buffer of fixed capacity per expert, all_to_all there and back."""
+    capacity = math.ceil(DENSE_CAPACITY * shape.tokens * shape.top_k / shape.num_experts)
+    rows = shape.num_experts * capacity
+
+    def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        flat = ids.reshape(-1)
+        one_hot = jax.nn.one_hot(flat, shape.num_experts, dtype=jnp.int32)
+        position = (jnp.cumsum(one_hot, axis=0) * one_hot).sum(axis=1) - 1
+        slot = jnp.where(position < capacity, flat * capacity + position, rows)
+        source = (
+            jnp.zeros((rows + 1,), jnp.int32).at[slot].set(jnp.arange(flat.size) // shape.top_k)
+        )
+        sent = x[source[:rows]].reshape(num_ranks, -1, shape.hidden)
+        received = lax.optimization_barrier(lax.all_to_all(sent, AXIS, 0, 0))
+        returned = lax.all_to_all(received, AXIS, 0, 0).reshape(rows, shape.hidden)
+        scale = jnp.where(slot < rows, weights.reshape(-1), 0)[:, None].astype(x.dtype)
+        picked = returned[jnp.minimum(slot, rows - 1)] * scale
+        out: jax.Array = picked.reshape(*ids.shape, shape.hidden).sum(axis=1)
+        return out
+
+    return body
+
+
+def _all_gather(shape: Shape, num_ranks: int) -> Body:
+    """Everybody gets every token, weighs it by its own experts, and the sums are scattered."""
+
+    def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        everyones = lax.optimization_barrier(lax.all_gather(x, AXIS, tiled=True))
+        owner = lax.all_gather(ids, AXIS, tiled=True) // (shape.num_experts // num_ranks)
+        shares = lax.all_gather(weights, AXIS, tiled=True)
+        mine = jnp.where(owner == lax.axis_index(AXIS), shares, 0).sum(axis=1, keepdims=True)
+        out: jax.Array = lax.psum_scatter(everyones * mine.astype(x.dtype), AXIS, tiled=True)
+        return out
+
+    return body
+
+
+class _Bench:
+    """Times programs on one mesh; every process takes part in every run."""
+
+    def __init__(self, mesh: Mesh, shape: Shape, repeats: int) -> None:
+        self._mesh, self._shape, self._repeats = mesh, shape, repeats
+        self.payload_bytes = (
+            shape.tokens * shape.top_k * shape.hidden * jnp.dtype(shape.dtype).itemsize
+        )
+        self._calls = max(1, min(MAX_CALLS, SCAN_BYTES // self.payload_bytes))
+        ids, weights = _routing(shape, mesh.size)
+        x = np.random.default_rng(1).standard_normal((mesh.size * shape.tokens, shape.hidden))
+        self._inputs = [self._shard(x.astype(shape.dtype)), self._shard(ids), self._shard(weights)]
+
+    def _shard(self, array: np.ndarray[Any, Any]) -> jax.Array:
+        sharding = NamedSharding(self._mesh, P(AXIS))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def time(self, name: str, body: Body, payload_trips: int) -> dict[str, Any]:
+        """Microseconds per call: medians and 99th percentiles of the slowest process."""
+
+        def scanned(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+            def call(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+                # As in a model, routing depends on x; else XLA moves the plan out of the loop.
+                fresh_ids = jnp.where(jnp.isnan(x[0, 0]), -1, ids)
+                return body(x, fresh_ids, weights), None
+
+            return lax.scan(call, x, length=self._calls)[0]
+
+        run = jax.jit(
+            jax.shard_map(scanned, mesh=self._mesh, in_specs=(P(AXIS),) * 3, out_specs=P(AXIS))
+        )
+        jax.block_until_ready(run(*self._inputs))  # compiles
+        times = []
+        for _ in range(self._repeats):
+            begin = time.perf_counter()
+            jax.block_until_ready(run(*self._inputs))
+            times.append((time.perf_counter() - begin) / self._calls * 1e6)
+        slowest = np.max(np.atleast_2d(multihost_utils.process_allgather(np.array(times))), axis=0)
+        return {
+            "name": name,
+            "median_us": float(np.median(slowest)),
+            "p99_us": float(np.percentile(slowest, 99)),
+            "calls_per_run": self._calls,
+            "payload_bytes": payload_trips * self.payload_bytes,
+            "is_round_trip": payload_trips == 2,
+        }
+
+
+def _programs(
+    mesh: Mesh, shape: Shape, groups: dict[str, jax_ep.Group]
+) -> list[tuple[str, Body, int]]:
+    """Name, body, and how often the payload moves."""
+    programs: list[tuple[str, Body, int]] = []
+    for label, group in groups.items():
+        trips = {"dispatch": 1, "round trip": 2}
+        programs += [
+            (f"jax_ep {label} {name}", body, trips[name]) for name, body in _ours(group).items()
+        ]
+    return [
+        *programs,
+        ("lax.all_to_all, dense, round trip", _dense_all_to_all(shape, mesh.size), 2),
+        ("lax.all_gather + psum_scatter", _all_gather(shape, mesh.size), 2),
+    ]
+
+
+def main() -> None:
+    """Reads options and path from the command line; process 0 writes the JSON report."""
+    options, path = json.loads(sys.argv[1]), Path(sys.argv[2])
+    shape = SHAPES[options["shape"]]
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    config = jax_ep.Config(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden=shape.hidden,
+        max_tokens=shape.tokens,
+        capacity_factor=shape.capacity_factor,
+        align=8,
+        dtype=shape.dtype,
+        mode=options["mode"],
+        node_size=options["node_size"],
+        transport=options["transport"],
+    )
+    groups = {}
+    try:
+        groups["native"] = jax_ep.create_group(mesh, AXIS, config, implementation="native")
+    except (RuntimeError, NotImplementedError) as error:
+        if jax.process_index() == 0:
+            print(f"without the native implementation: {error}")
+    groups["xla"] = jax_ep.create_group(mesh, AXIS, config, implementation="xla")
+    bench = _Bench(mesh, shape, options["repeats"])
+    results = []
+    for name, body, trips in _programs(mesh, shape, groups):
+        results.append(bench.time(name, body, trips))
+        if jax.process_index() == 0:
+            print(f"{name}: {results[-1]['median_us']:,.0f} us")
+    for group in groups.values():
+        group.check()
+        group.close()
+    if jax.process_index() == 0:
+        report = {
+            "options": options,
+            "ours": f"jax_ep {next(iter(groups))} round trip",
+            "results": results,
+            "machine": {
+                "platform": jax.default_backend(),
+                "cpu_cores": len(os.sched_getaffinity(0)),
+                "kernel": platform.release(),
+                "jax": jax.__version__,
+            },
+        }
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
