@@ -1,0 +1,271 @@
+"""Gradients of every op against jax.grad of a dense layer, and numerically to second order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, group_of, inputs_of, per_rank, put
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jax_ep
+
+Array = jax.Array
+SMALL = Case(ranks=2, tokens=3, top_k=2, hidden=4, experts=4, align=2)
+
+
+def local_experts(recv: jax_ep.Received, kernels: Array) -> Array:
+    """tanh(x @ kernel) of each row's local expert, for all three layouts."""
+    layout = recv.plan.layout
+    if layout == "expert_major":
+        # Not ragged_dot (the moe tests use it): JAX cannot differentiate it twice.
+        rows = lax.iota(jnp.int32, recv.x.shape[0])
+        expert = jnp.searchsorted(jnp.cumsum(recv.group_sizes), rows, side="right")
+        chosen = kernels[jnp.minimum(expert, kernels.shape[0] - 1)]
+        return jnp.tanh(jnp.einsum("rh,rhg->rg", recv.x, chosen))
+    if layout == "expert_batched":
+        return jnp.tanh(jnp.einsum("erh,ehg->erg", recv.x, kernels))
+    assert recv.topk_idx is not None and recv.weights is not None
+    per_expert = jnp.tanh(jnp.einsum("nth,ehg->nteg", recv.x, kernels))
+    chosen = jax.nn.one_hot(recv.topk_idx, kernels.shape[0], dtype=recv.x.dtype)
+    weights = jnp.einsum("ntk,ntke->nte", recv.weights.astype(recv.x.dtype), chosen)
+    return jnp.einsum("nte,nteg->ntg", weights, per_expert)
+
+
+def layer(
+    group: jax_ep.Group,
+    options: dict[str, Any],
+    x: Array,
+    ids: Array,
+    weights: Array,
+    kernels: Array,
+    *,
+    style: str = "rows",
+) -> tuple[Array, Array]:
+    """An MoE layer; `style` picks how weights and halves are used."""
+    if style == "halves":
+        recv = jax_ep.dispatch_done(group, jax_ep.dispatch_start(group, x, ids, weights, **options))
+    elif style == "planned":
+        plan = jax_ep.plan(group, ids, **options)
+        recv = jax_ep.dispatch(group, x, topk_weights=weights, plan=plan)
+    else:
+        recv = jax_ep.dispatch(group, x, ids, weights, **options)
+    y = local_experts(recv, kernels)
+    combine_weights = None
+    if recv.plan.layout != "rank_major":
+        combine_weights = weights if style == "pairs" else recv.weights
+    if style == "halves":
+        flight = jax_ep.combine_start(group, y, recv.plan, combine_weights)
+        return jax_ep.combine_done(group, flight), recv.plan.send_slot
+    return jax_ep.combine(group, y, recv.plan, combine_weights), recv.plan.send_slot
+
+
+def sharded_loss(
+    group: jax_ep.Group, options: dict[str, Any], style: str = "rows", check_vma: bool = True
+) -> Callable[..., tuple[Array, Array]]:
+    """Mean square of the layer over the group; arrays lead with the rank axis, kernels with E."""
+
+    def local(x: Array, ids: Array, weights: Array, kernels: Array) -> tuple[Array, Array]:
+        out, slots = layer(group, options, x[0], ids[0], weights[0], kernels, style=style)
+        loss = lax.psum(jnp.sum(out.astype(jnp.float32) ** 2), group.axes)
+        return loss, slots[None]
+
+    return jax.shard_map(
+        local,
+        mesh=group.mesh,
+        in_specs=P("ep"),
+        out_specs=(P(), P("ep")),
+        check_vma=check_vma,
+    )
+
+
+def dense_loss(x: Array, ids: Array, weights: Array, kernels: Array, kept: Array) -> Array:
+    """The same loss without any exchange."""
+    every = jnp.tanh(jnp.einsum("nth,ehg->nteg", x, kernels))
+    safe = jnp.where(kept, ids, 0)
+    chosen = jnp.take_along_axis(every, safe[..., None], axis=2)
+    scale = jnp.where(kept, weights, 0).astype(chosen.dtype)
+    return jnp.sum(jnp.sum(chosen * scale[..., None], axis=2) ** 2)
+
+
+def gradient_case(
+    case: Case, implementation: str, routing: str, style: str, check_vma: bool = True
+) -> None:
+    group = group_of(case, implementation)
+    inputs = inputs_of(case, routing, 5)
+    rng = np.random.default_rng(2)
+    shape = (case.experts, case.hidden, case.hidden)
+    kernels = (rng.standard_normal(shape) / np.sqrt(case.hidden)).astype(np.float32)
+    x, ids, weights, kernels = put(group, (inputs.x, inputs.ids, inputs.weights, kernels))
+    options = {"mode": case.mode, "layout": case.layout}
+    step = jax.value_and_grad(
+        sharded_loss(group, options, style, check_vma), argnums=(0, 2, 3), has_aux=True
+    )
+    (loss, slots), grads = jax.device_get(jax.jit(step)(x, ids, weights, kernels))
+    kept = slots >= 0
+    expected_loss, expected = jax.value_and_grad(dense_loss, argnums=(0, 2, 3))(
+        *jax.device_get((x, ids, weights, kernels)), kept
+    )
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for got, wanted in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5 * np.abs(wanted).max())
+    assert np.all(grads[1][~kept] == 0)  # a dropped pair gets exactly nothing
+
+
+@pytest.mark.parametrize(
+    ("case", "routing", "style"),
+    [
+        (Case(ranks=4, tokens=9, mode="ht"), "uniform", "rows"),
+        (Case(ranks=4, tokens=9, mode="ll"), "repeated", "pairs"),
+        (Case(ranks=4, tokens=9, mode="ht", recv_rows=12), "zipf", "pairs"),
+        (Case(ranks=3, tokens=9, mode="ll", experts=6, recv_rows=12), "invalid", "halves"),
+        (Case(ranks=4, tokens=9, mode="ht", layout="expert_batched"), "repeated", "halves"),
+        (Case(ranks=2, tokens=9, mode="ll", layout="expert_batched"), "holes", "planned"),
+        (Case(ranks=4, tokens=9, mode="ht", layout="rank_major"), "uniform", "planned"),
+        (Case(ranks=4, tokens=9, mode="ll", layout="rank_major"), "repeated", "halves"),
+        (Case(ranks=1, tokens=9, mode="ht"), "uniform", "halves"),
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_a_dense_layer(
+    case: Case, routing: str, style: str, implementation: str
+) -> None:
+    gradient_case(case, implementation, routing, style)
+
+
+def test_gradients_without_vma_checks(implementation: str) -> None:
+    case = Case(ranks=4, tokens=9, mode="ht")
+    gradient_case(case, implementation, "uniform", "rows", check_vma=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "layout", "style"),
+    [
+        ("ll", "expert_major", "pairs"),
+        ("ht", "expert_batched", "halves"),
+        ("ht", "rank_major", "rows"),
+    ],
+)
+def test_reverse_over_reverse(mode: str, layout: str, style: str, implementation: str) -> None:
+    group = group_of(SMALL, implementation)
+    inputs = inputs_of(SMALL, "uniform", 1)
+    rng = np.random.default_rng(3)
+    kernels = rng.standard_normal((SMALL.experts, 4, 4)).astype(np.float32) / 2
+    x, ids, weights, kernels = put(group, (inputs.x, inputs.ids, inputs.weights, kernels))
+    mapped = sharded_loss(group, {"mode": mode, "layout": layout}, style)
+    loss = jax.jit(lambda x, w, kernels: mapped(x, ids, w, kernels)[0])
+    check_grads(loss, (x, weights, kernels), order=2, modes=["rev"], atol=3e-2, rtol=3e-2)
+
+
+def test_second_order_equals_the_dense_layer(implementation: str) -> None:
+    """grad of a function of a grad, through the fused backward of combine and out again."""
+    group = group_of(SMALL, implementation)
+    inputs = inputs_of(SMALL, "uniform", 1)
+    kernels = np.random.default_rng(3).standard_normal((4, 4, 4)).astype(np.float32) / 2
+    args = put(group, (inputs.x, inputs.weights, kernels))
+    ids = put(group, inputs.ids)
+    mapped = sharded_loss(group, {"mode": "ht"})
+
+    def penalty(loss: Callable[..., Array]) -> Callable[..., Any]:
+        def norm(*args: Array) -> Array:
+            grads = jax.grad(loss, argnums=(0, 1, 2))(*args)
+            return sum((jnp.sum(g**2) for g in grads), start=jnp.float32(0))
+
+        return jax.jit(jax.grad(norm, argnums=(0, 1, 2)))
+
+    got = penalty(lambda x, w, k: mapped(x, ids, w, k)[0])(*args)
+    kept = jnp.ones(inputs.ids.shape, bool)
+    host = jax.device_get(args)
+    wanted = penalty(lambda x, w, k: dense_loss(x, inputs.ids, w, k, kept))(*host)
+    for g, w in zip(jax.device_get(got), wanted, strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-3, atol=1e-4 * np.abs(w).max())
+
+
+def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
+    case = Case(ranks=2, tokens=5, align=8)
+    group = group_of(case, implementation)
+    inputs = inputs_of(case)
+
+    def loss(x: Array, ids: Array, w: Array, kernel: Array) -> tuple[Array, ...]:
+        def local(x: Array, w: Array, kernel: Array) -> Array:
+            recv = jax_ep.dispatch(group, x, ids, w)
+            used = (recv.plan.recv_src >= 0)[:, None]
+            y = jnp.where(used, recv.x * kernel, jnp.nan)
+            return jnp.sum(jax_ep.combine(group, y, recv.plan, recv.weights) ** 2)
+
+        return jax.grad(local, argnums=(0, 1, 2))(x, w, kernel)
+
+    kernel = np.ones((2, case.hidden), np.float32)
+    args = put(group, (inputs.x, inputs.ids, inputs.weights, kernel))
+    grads = jax.device_get(per_rank(group, loss, check_vma=False)(*args))
+    assert all(np.all(np.isfinite(grad)) for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_cotangents_have_the_callers_dtypes(dtype: str, implementation: str) -> None:
+    case = Case(ranks=2, tokens=5, dtype=dtype)
+    group = group_of(case, implementation)
+    inputs = inputs_of(case)
+
+    def loss(x: Array, ids: Array, w: Array) -> tuple[Array, ...]:
+        def local(x: Array, w: Array) -> Array:
+            recv = jax_ep.dispatch(group, x, ids, w)
+            out = jax_ep.combine(group, recv.x, recv.plan, recv.weights)
+            return jnp.sum(out.astype(jnp.float32))
+
+        return jax.grad(local, argnums=(0, 1))(x, w)
+
+    weights = inputs.weights.astype(jnp.bfloat16)
+    got = per_rank(group, loss)(*put(group, (inputs.x, inputs.ids, weights)))
+    d_x, d_w = jax.device_get(got)
+    assert d_x.dtype == jnp.dtype(dtype) and d_w.dtype == jnp.bfloat16
+    expected_w = inputs.x.astype(np.float64).sum(-1)[..., None].repeat(2, -1)
+    np.testing.assert_allclose(d_w.astype(np.float64), expected_w, rtol=0.02, atol=0.1)
+
+
+def test_forward_mode_raises_jaxs_own_error(implementation: str) -> None:
+    group = group_of(SMALL, implementation)
+    inputs = inputs_of(SMALL)
+
+    def tangent(x: Array, ids: Array) -> Array:
+        return jax.jvp(lambda x: jax_ep.dispatch(group, x, ids).x, (x,), (x,))[1]
+
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        per_rank(group, tangent)(*put(group, (inputs.x, inputs.ids)))
+
+
+@functools.cache
+def moe_step(group: jax_ep.Group, chunks: int) -> Any:
+    def local(x: Array, ids: Array, w: Array, kernels: Array) -> Array:
+        def experts(kernels: Array, rows: Array, group_sizes: Array) -> Array:
+            return jnp.tanh(lax.ragged_dot(rows, kernels, group_sizes))
+
+        out = jax_ep.moe(group, x[0], ids[0], w[0], experts, kernels, chunks=chunks)
+        return lax.psum(jnp.sum(out**2), "ep")
+
+    mapped = jax.shard_map(local, mesh=group.mesh, in_specs=P("ep"), out_specs=P())
+    return jax.jit(jax.value_and_grad(mapped, argnums=(0, 2, 3)))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_moe_in_chunks_has_the_gradients_of_the_dense_layer(
+    chunks: int, implementation: str
+) -> None:
+    case = Case(ranks=4, tokens=10, mode=None)  # 10 tokens in 3 chunks: the last is padded
+    group = group_of(case, implementation)
+    inputs = inputs_of(case, "holes")
+    kernels = np.random.default_rng(0).standard_normal((8, 8, 8)).astype(np.float32) / 3
+    args = put(group, (inputs.x, inputs.ids, inputs.weights, kernels))
+    loss, grads = jax.device_get(moe_step(group, chunks)(*args))
+    host = (inputs.x, inputs.ids, inputs.weights, kernels, inputs.ids >= 0)
+    expected_loss, expected = jax.value_and_grad(dense_loss, argnums=(0, 2, 3))(*host)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for got, wanted in zip(grads, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5 * np.abs(wanted).max())
