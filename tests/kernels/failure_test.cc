@@ -1,0 +1,223 @@
+// Every wait ends, and says who was waited for; misuse is an error and no stray write.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "tests/kernels/exchange.h"
+#include "tests/kernels/team.h"
+
+namespace jax_ep::testing {
+namespace {
+
+using ::testing::Test;
+
+// Arrays of a plan of T tokens, all pairs to expert 0.
+struct PlanArrays {
+  PlanArrays(const GroupShape& shape, int64_t num_tokens, Mode mode = Mode::kHt)
+      : topk_idx(static_cast<size_t>(num_tokens * shape.top_k), 0),
+        group_sizes(shape.experts_per_rank()),
+        group_counts(shape.experts_per_rank()),
+        send_slot(topk_idx.size()),
+        recv_src(static_cast<size_t>(WorstRecvRows(shape, Layout::kExpertMajor, num_tokens))),
+        send_counts(shape.num_ranks),
+        recv_counts(shape.num_ranks) {
+    params.mode = mode;
+    params.num_tokens = num_tokens;
+    params.recv_rows = static_cast<int64_t>(recv_src.size());
+    params.topk_idx = topk_idx;
+    params.out.group_sizes = group_sizes;
+    params.out.group_counts = group_counts;
+    params.out.send_slot = send_slot;
+    params.out.recv_src = recv_src;
+    params.out.send_counts = send_counts;
+    params.out.recv_counts = recv_counts;
+    params.out.num_dropped = &num_dropped;
+    params.out.overflow = &overflow;
+  }
+  PlanArrays(const PlanArrays&) = delete;
+
+  DispatchParams Dispatch() const {
+    DispatchParams dispatch;
+    dispatch.mode = params.mode;
+    dispatch.num_tokens = params.num_tokens;
+    dispatch.recv_rows = params.recv_rows;
+    dispatch.send_slot = send_slot;
+    dispatch.recv_src = recv_src;
+    return dispatch;
+  }
+  CombineParams Combine() const {
+    CombineParams combine;
+    combine.mode = params.mode;
+    combine.num_tokens = params.num_tokens;
+    combine.recv_rows = params.recv_rows;
+    combine.send_slot = send_slot;
+    combine.recv_src = recv_src;
+    return combine;
+  }
+
+  std::vector<int32_t> topk_idx, group_sizes, group_counts, send_slot, recv_src, send_counts,
+      recv_counts;
+  int32_t num_dropped = 0;
+  int32_t overflow = 0;
+  PlanParams params;
+};
+
+TeamOptions SmallTeam(uint32_t num_ranks, uint32_t node_size) {
+  TeamOptions options;
+  options.shape = MakeShape(num_ranks, node_size, num_ranks, 1, 8, 4);
+  options.timeout = std::chrono::milliseconds(200);
+  return options;
+}
+
+TEST(Failure, AMissingRankIsNamedWithinTheTimeout) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    Team team(SmallTeam(3, 3));
+    const auto begin = std::chrono::steady_clock::now();
+    const auto statuses = team.Run([&](Rank& rank) {
+      if (rank.rank == 1) return Status::Ok();  // never comes
+      PlanArrays arrays(rank.shape, 4, mode);
+      return RunPlan(rank, arrays.params);
+    });
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10));
+    EXPECT_TRUE(team.failure().failed());
+    const std::string first = team.failure().status().message();
+    EXPECT_EQ(team.failure().status().code(), StatusCode::kDeadlineExceeded);
+    for (const char* part : {"group 'test'", "plan epoch 1", "waiting for rank 1", "signal 1",
+                             "arrived 0", "timeout_s"}) {
+      EXPECT_NE(first.find(part), std::string::npos) << first << " lacks " << part;
+    }
+    for (const uint32_t r : {0u, 2u}) EXPECT_FALSE(statuses[r].ok());
+  }
+}
+
+TEST(Failure, ALatchedFailureEndsWaitsAndLaterCalls) {
+  TeamOptions options = SmallTeam(2, 2);
+  options.timeout = std::chrono::seconds(600);
+  Team team(options);
+  const auto statuses = team.Run([&](Rank& rank) {
+    if (rank.rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      team.failure().Set(Unavailable("rank 1 has gone"));
+      return Status::Ok();
+    }
+    PlanArrays arrays(rank.shape, 4);
+    const Status waited = RunPlan(rank, arrays.params);
+    EXPECT_FALSE(RunDispatch(rank, arrays.Dispatch()).ok());
+    EXPECT_FALSE(RunCombine(rank, arrays.Combine()).ok());
+    uint64_t epoch = 0;
+    EXPECT_FALSE(StartDispatch(rank, arrays.Dispatch(), &epoch).ok());
+    return waited;
+  });
+  EXPECT_EQ(statuses[0].code(), StatusCode::kUnavailable);
+  EXPECT_NE(statuses[0].message().find("rank 1 has gone"), std::string::npos);
+}
+
+TEST(Failure, TooManyStartsFailAtOnce) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    TeamOptions options = SmallTeam(2, 2);
+    options.timeout = std::chrono::seconds(600);
+    Team team(options);
+    const auto statuses = team.Run([&](Rank& rank) {
+      PlanArrays arrays(rank.shape, 4, mode);
+      JAX_EP_RETURN_IF_ERROR(RunPlan(rank, arrays.params));
+      uint64_t epoch = 0;
+      for (uint32_t i = 0; i < rank.shape.depth; ++i) {
+        JAX_EP_RETURN_IF_ERROR(StartDispatch(rank, arrays.Dispatch(), &epoch));
+      }
+      return StartDispatch(rank, arrays.Dispatch(), &epoch);
+    });
+    EXPECT_EQ(team.failure().status().code(), StatusCode::kFailedPrecondition);
+    EXPECT_NE(team.failure().status().message().find("max_in_flight"), std::string::npos);
+    for (const Status& status : statuses) EXPECT_FALSE(status.ok());
+  }
+}
+
+TEST(Failure, ADoneNeedsItsStartAndOnlyOnce) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const bool is_combine : {false, true}) {
+      Team team(SmallTeam(1, 1));
+      PlanArrays arrays(team.shape(), 4, mode);
+      Rank& rank = team.rank(0);
+      ASSERT_TRUE(RunPlan(rank, arrays.params).ok());
+      uint64_t epoch = 0;
+      const auto start = [&] {
+        return is_combine ? StartCombine(rank, arrays.Combine(), &epoch)
+                          : StartDispatch(rank, arrays.Dispatch(), &epoch);
+      };
+      const auto done = [&] {
+        return is_combine ? FinishCombine(rank, arrays.Combine(), epoch)
+                          : FinishDispatch(rank, arrays.Dispatch(), epoch);
+      };
+      for (int i = 0; i < 5; ++i) {
+        ASSERT_TRUE(start().ok());
+        ASSERT_TRUE(done().ok());
+      }
+      EXPECT_EQ(done().code(), StatusCode::kFailedPrecondition);
+    }
+  }
+}
+
+TEST(Failure, PlansOfAnotherRoutingAreRefused) {
+  const auto expect_invalid = [](auto&& spoil) {
+    Team team(SmallTeam(1, 1));
+    PlanArrays arrays(team.shape(), 4);
+    ASSERT_TRUE(RunPlan(team.rank(0), arrays.params).ok());
+    const Status status = spoil(team.rank(0), arrays);
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.message();
+    EXPECT_TRUE(team.failure().failed());
+  };
+  std::vector<std::byte> rows(1 << 12);
+  expect_invalid([&](Rank& rank, PlanArrays& arrays) {
+    arrays.recv_src[0] = 1 << 20;
+    DispatchParams dispatch = arrays.Dispatch();
+    dispatch.x = dispatch.recv_x = rows.data();
+    return RunDispatch(rank, dispatch);
+  });
+  expect_invalid([&](Rank& rank, PlanArrays& arrays) {
+    arrays.send_slot[0] = static_cast<int32_t>(arrays.recv_src.size());
+    DispatchParams dispatch = arrays.Dispatch();
+    dispatch.x = dispatch.recv_x = rows.data();
+    return RunDispatch(rank, dispatch);
+  });
+  expect_invalid([&](Rank& rank, PlanArrays& arrays) {
+    arrays.send_slot[1] = static_cast<int32_t>(arrays.recv_src.size());
+    CombineParams combine = arrays.Combine();
+    combine.y = combine.out = rows.data();
+    return RunCombine(rank, combine);
+  });
+  expect_invalid([&](Rank& rank, PlanArrays& arrays) {
+    arrays.params.num_tokens = 5;  // more than max_tokens
+    return RunPlan(rank, arrays.params);
+  });
+}
+
+TEST(Failure, RanksThatRunDifferentPlansAreTold) {
+  TeamOptions options = SmallTeam(2, 2);
+  options.timeout = std::chrono::seconds(600);
+  Team team(options);
+  team.Run([&](Rank& rank) {
+    PlanArrays arrays(rank.shape, rank.rank == 0 ? 4 : 3);
+    return RunPlan(rank, arrays.params);
+  });
+  EXPECT_NE(team.failure().status().message().find("same program"), std::string::npos);
+}
+
+TEST(Failure, AStoppedNetworkEndsInAnError) {
+  TeamOptions options = SmallTeam(4, 2);
+  options.faulty_spec = "seed=1,die_after=20,die_rank=3";
+  options.timeout = std::chrono::seconds(2);
+  Team team(options);
+  const auto statuses = team.Run([&](Rank& rank) {
+    for (int i = 0; i < 1000; ++i) {
+      PlanArrays arrays(rank.shape, 4);
+      JAX_EP_RETURN_IF_ERROR(RunPlan(rank, arrays.params));
+    }
+    return Status::Ok();
+  });
+  for (const Status& status : statuses) EXPECT_FALSE(status.ok());
+}
+
+}  // namespace
+}  // namespace jax_ep::testing

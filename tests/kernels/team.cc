@@ -1,0 +1,70 @@
+#include "tests/kernels/team.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <thread>
+
+#include "tests/kernels/network.h"
+
+namespace jax_ep::testing {
+namespace {
+
+ParallelFor MakeParallelFor(int num_threads) {
+  return [num_threads](int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
+    if (num_threads <= 1) return body(0, num_items);
+    std::vector<std::jthread> threads;
+    for (int i = 0; i < num_threads; ++i) {
+      threads.emplace_back(body, num_items * i / num_threads, num_items * (i + 1) / num_threads);
+    }
+  };
+}
+
+}  // namespace
+
+void Team::HeapDeleter::operator()(std::byte* heap) const { std::free(heap); }
+
+Team::Team(const TeamOptions& options)
+    : options_(options), counters_(options.shape.num_ranks), ranks_(options.shape.num_ranks) {
+  const GroupShape& shape = options_.shape;
+  const HeapLayout layout = HeapLayout::Make(shape);
+  for (uint32_t r = 0; r < shape.num_ranks; ++r) {
+    void* heap = std::aligned_alloc(kAreaAlignBytes, layout.total_bytes);
+    std::memset(heap, 0, layout.total_bytes);
+    heaps_.emplace_back(static_cast<std::byte*>(heap));
+  }
+  for (uint32_t r = 0; r < shape.num_ranks; ++r) {
+    Rank& rank = ranks_[r];
+    rank.group_name = "test";
+    rank.shape = shape;
+    rank.layout = layout;
+    rank.rank = r;
+    rank.failure = &failure_;
+    rank.timeout = options_.timeout;
+    rank.parallel_for = MakeParallelFor(options_.threads_per_rank);
+    rank.counters = &counters_[r];
+    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      const bool is_mate = peer / shape.node_size == r / shape.node_size;
+      rank.heaps.push_back(is_mate ? heaps_[peer].get() : nullptr);
+      rank.in_process.push_back(is_mate && (peer == r || options_.in_process));
+    }
+  }
+  if (shape.num_nodes() > 1) {
+    network_ = Network::Create(ranks_, options_.faulty_spec, &failure_);
+  }
+}
+
+Team::~Team() = default;
+
+std::vector<Status> Team::Run(const std::function<Status(Rank&)>& body) {
+  std::vector<Status> statuses(ranks_.size());
+  {
+    std::vector<std::jthread> threads;
+    for (size_t r = 0; r < ranks_.size(); ++r) {
+      threads.emplace_back([&, r] { statuses[r] = body(ranks_[r]); });
+    }
+  }
+  return statuses;
+}
+
+}  // namespace jax_ep::testing
