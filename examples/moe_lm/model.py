@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -47,21 +48,22 @@ class ExpertParam(nnx.Param):
     """A parameter whose leading axis is the expert: split over the ranks."""
 
 
-def _weight(rngs: nnx.Rngs, *shape: int, scale: float = INIT_STD) -> jax.Array:
-    return jax.random.normal(rngs.params(), shape) * scale
+def _weight(rng: np.random.Generator, *shape: int, scale: float = INIT_STD) -> np.ndarray:
+    # On the host: compiling JAX's generator for every shape takes longer than drawing.
+    return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
 class MoE(nnx.Module):
     """Router, dispatch, experts, combine."""
 
-    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rng: np.random.Generator) -> None:
         experts, width, inner = size.num_experts, size.width, size.expert_width
         self.group = group
         self.top_k = size.top_k
-        self.router = nnx.Param(_weight(rngs, width, experts))
-        self.up = ExpertParam(_weight(rngs, experts, width, inner, scale=width**-0.5))
+        self.router = nnx.Param(_weight(rng, width, experts))
+        self.up = ExpertParam(_weight(rng, experts, width, inner, scale=width**-0.5))
         self.down = ExpertParam(
-            _weight(rngs, experts, inner, width, scale=inner**-0.5 / (2 * size.layers) ** 0.5)
+            _weight(rng, experts, inner, width, scale=inner**-0.5 / (2 * size.layers) ** 0.5)
         )
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
@@ -81,11 +83,11 @@ class MoE(nnx.Module):
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions."""
 
-    def __init__(self, size: ModelSize, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: ModelSize, rng: np.random.Generator) -> None:
         self.heads = size.heads
-        self.qkv = nnx.Param(_weight(rngs, size.width, 3 * size.width, scale=size.width**-0.5))
+        self.qkv = nnx.Param(_weight(rng, size.width, 3 * size.width, scale=size.width**-0.5))
         self.out = nnx.Param(
-            _weight(rngs, size.width, size.width, scale=(size.width * 2 * size.layers) ** -0.5)
+            _weight(rng, size.width, size.width, scale=(size.width * 2 * size.layers) ** -0.5)
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -110,11 +112,11 @@ def _rotate(x: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """Attention, then experts, each behind an RMS norm and around a residual."""
 
-    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
-        self.attention_norm = nnx.RMSNorm(size.width, rngs=rngs)
-        self.attention = Attention(size, rngs)
-        self.moe_norm = nnx.RMSNorm(size.width, rngs=rngs)
-        self.moe = MoE(size, group, rngs)
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rng: np.random.Generator) -> None:
+        self.attention_norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
+        self.attention = Attention(size, rng)
+        self.moe_norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
+        self.moe = MoE(size, group, rng)
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
         """[B, S, H] -> [B, S, H]."""
@@ -126,14 +128,17 @@ class Block(nnx.Module):
 class Transformer(nnx.Module):
     """Bytes to logits of the next byte; a position's input also tells its two predecessors."""
 
-    def __init__(self, size: ModelSize, group: jax_ep.Group, rngs: nnx.Rngs) -> None:
+    def __init__(self, size: ModelSize, group: jax_ep.Group, rng: np.random.Generator) -> None:
         tables = (NUM_INPUT_BYTES, size.vocabulary, size.width)
         self.embeddings = nnx.List(
-            [nnx.Param(_weight(rngs, *tables[1:], scale=tables[0] ** -0.5)) for _ in range(tables[0])]
+            [
+                nnx.Param(_weight(rng, *tables[1:], scale=tables[0] ** -0.5))
+                for _ in range(tables[0])
+            ]
         )
-        self.blocks = nnx.List([Block(size, group, rngs) for _ in range(size.layers)])
-        self.norm = nnx.RMSNorm(size.width, rngs=rngs)
-        self.head = nnx.Param(jnp.zeros((size.width, size.vocabulary)))
+        self.blocks = nnx.List([Block(size, group, rng) for _ in range(size.layers)])
+        self.norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
+        self.head = nnx.Param(np.zeros((size.width, size.vocabulary), np.float32))
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, LayerStats]:
         """i32[B, S] -> logits f32[B, S, 256] and the stats of all layers, stacked."""

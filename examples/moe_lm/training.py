@@ -62,8 +62,10 @@ class Trainer:
         self, mesh: Mesh, group: jax_ep.Group, size: ModelSize, options: TrainOptions
     ) -> None:
         self._mesh, self._group, self._size, self._options = mesh, group, size, options
-        abstract = nnx.eval_shape(lambda: Transformer(size, group, nnx.Rngs(0)))
-        self._graph, _, _ = nnx.split(abstract, ExpertParam, nnx.Param)
+        model = Transformer(size, group, np.random.default_rng(options.seed))
+        self._graph, self._first_experts, self._first_dense = nnx.split(
+            model, ExpertParam, nnx.Param
+        )
         decay_steps = max(1, int(options.steps * DECAY_FRACTION))
         peak = options.learning_rate
         schedule = optax.join_schedules(
@@ -80,29 +82,32 @@ class Trainer:
     def init(self) -> TrainState:
         """The state before the first step: a function of the seed alone."""
 
-        def create() -> TrainState:
-            model = Transformer(self._size, self._group, nnx.Rngs(self._options.seed))
-            _, experts, dense = nnx.split(model, ExpertParam, nnx.Param)
-            return TrainState(dense, experts, self._optimizer.init((dense, experts)))
-
-        return jax.jit(create, out_shardings=self.shardings(jax.eval_shape(create)))()
-
-    def shardings(self, state: TrainState) -> TrainState:
-        """Where each array of the state lives."""
-        experts = NamedSharding(self._mesh, P(AXIS))
-        replicated = NamedSharding(self._mesh, P())
-
-        def of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-            # The optimizer mirrors the pair (dense, experts); only experts have three dimensions.
-            del path
-            return experts if leaf.ndim == 3 else replicated
-
-        return jax.tree_util.tree_map_with_path(of, state)
+        dense = self._place(self._first_dense, P())
+        experts = self._place(self._first_experts, P(AXIS))
+        parameters = (dense, experts)
+        shardings = self._optimizer_shardings(jax.eval_shape(self._optimizer.init, parameters))
+        create = jax.jit(self._optimizer.init, out_shardings=shardings)
+        return TrainState(dense, experts, create(parameters))
 
     def shard_batch(self, tokens: np.ndarray) -> jax.Array:
         """Gives every device its rows of the global batch."""
-        sharding = NamedSharding(self._mesh, P(AXIS))
-        return jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])
+        placed: jax.Array = self._place(tokens, P(AXIS))
+        return placed
+
+    def _place(self, tree: Any, spec: P) -> Any:
+        """Host arrays, equal on all processes, as global arrays."""
+        sharding = NamedSharding(self._mesh, spec)
+
+        def place(leaf: Any) -> jax.Array:
+            host = np.asarray(leaf)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+        return jax.tree.map(place, tree)
+
+    def _optimizer_shardings(self, optimizer: Any) -> Any:
+        """Adam's moments live where their parameters do; only experts have three dimensions."""
+        experts, replicated = (NamedSharding(self._mesh, spec) for spec in (P(AXIS), P()))
+        return jax.tree.map(lambda leaf: experts if leaf.ndim == 3 else replicated, optimizer)
 
     def _loss(
         self, dense: nnx.State, experts: nnx.State, tokens: jax.Array
