@@ -111,8 +111,7 @@ std::string Endpoint::LocalBlob() const {
                 .window_messages = window_messages_,
                 .ll_slots = ll_slots_,
                 .transport_address = transport_->LocalAddress(),
-                .heap_key = heap_region_.key,
-                .peers = {}};
+                .heap_key = heap_region_.key};
   for (const Peer& peer : peers_) blob.peers.push_back(peer.rank);
   return blob.Encode();
 }

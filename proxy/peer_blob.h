@@ -14,16 +14,16 @@ namespace jax_ep {
 inline constexpr uint64_t kProtocolVersion = 1;  // commands, immediates, this blob, flag meaning
 
 struct PeerBlob {
-  std::string group_name;
+  std::string group_name = {};
   uint32_t rank = 0;
   uint32_t num_ranks = 0;
   uint32_t window_messages = 0;
   uint32_t ll_slots = 0;
-  std::string transport_address;
-  std::string heap_key;
+  std::string transport_address = {};
+  std::string heap_key = {};
   // Sorted. The flow id of (peer, channel) at this endpoint is the peer's position here times
   // kNumChannels plus the channel: so the sender can compute what the receiver assigned.
-  std::vector<uint32_t> peers;
+  std::vector<uint32_t> peers = {};
 
   std::string Encode() const;
   // \error kInvalidArgument  another protocol version, or garbage

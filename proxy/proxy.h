@@ -27,9 +27,9 @@ namespace jax_ep {
 using TransportFactory = std::function<Result<std::unique_ptr<Transport>>(const TransportOptions&)>;
 
 struct ProxyOptions {
-  std::string group_name;   // in every message, and checked against the peers'
-  std::string transport;    // a name of ListTransports()
-  std::string faulty_spec;  // "" or e.g. "seed=7,reorder=16" (transport/faulty.h)
+  std::string group_name = {};   // in every message, and checked against the peers'
+  std::string transport = {};    // a name of ListTransports()
+  std::string faulty_spec = {};  // "" or e.g. "seed=7,reorder=16" (transport/faulty.h)
   // Range of messages (at most kMaxWindowMessages) and bytes per flow that may be unacknowledged.
   uint32_t window_messages = 256;
   uint64_t window_bytes = uint64_t{8} << 20;
@@ -40,21 +40,21 @@ struct ProxyOptions {
   std::chrono::nanoseconds timeout = std::chrono::seconds(600);
   // Whom this process blames when another thread latched the failure: a rank, or -1. Optional;
   // called once, on the proxy thread, so that peers can name the culprit too.
-  std::function<int64_t()> blamed_rank;
+  std::function<int64_t()> blamed_rank = {};
   // Overrides `transport`; for tests and benchmarks.
-  TransportFactory transport_factory;
+  TransportFactory transport_factory = {};
 };
 
 struct EndpointOptions {
   uint32_t rank = 0;
   uint32_t num_ranks = 1;
-  std::vector<uint32_t> peers;  // ranks of other nodes, any order, without duplicates
-  uint32_t ll_slots = 0;        // largest slot + 1 of the counted channels; 0: none is used
-  std::span<std::byte> heap;    // region 0; outlives the proxy
-  std::string heap_export;      // SharedMemory::Export of the heap; needed by shm
+  std::vector<uint32_t> peers = {};  // ranks of other nodes, any order, without duplicates
+  uint32_t ll_slots = 0;             // largest slot + 1 of the counted channels; 0: none is used
+  std::span<std::byte> heap = {};    // region 0; outlives the proxy
+  std::string heap_export = {};      // SharedMemory::Export of the heap; needed by shm
   // Address of flag[channel][source] in the heap; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept.
-  std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag;
+  std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag = {};
   Doorbell* doorbell = nullptr;  // rung after flag or quiet updates, and on failure; may be null
   uint32_t ring_slots = 4096;    // power of two
 };

@@ -29,15 +29,15 @@ struct TransportCaps {
 
 // Memory to be read and written by peers.
 struct MemoryRegion {
-  std::span<std::byte> bytes;
+  std::span<std::byte> bytes = {};
   // SharedMemory::Export of exactly these bytes; "" if there is none. shm needs it.
-  std::string export_blob;
+  std::string export_blob = {};
   int device = -1;  // -1: host memory
 };
 
 struct LocalRegion {
-  uint32_t handle = 0;  // for WriteRequest::local_region
-  std::string key;      // for the peer's ImportRemoteKey
+  uint32_t handle = 0;   // for WriteRequest::local_region
+  std::string key = {};  // for the peer's ImportRemoteKey
 };
 
 struct WriteRequest {
@@ -116,9 +116,9 @@ struct TransportOptions {
   // The bell of the thread that polls. A transport rings it when Poll has something new to report
   // (also from another process, through bell_export). Both may be empty: then nobody sleeps.
   Doorbell* bell = nullptr;
-  std::string bell_export;  // SharedMemory::Export; the Doorbell is at its first byte
+  std::string bell_export = {};  // SharedMemory::Export; the Doorbell is at its first byte
   // Spec of the faulty wrapper; "" for none.
-  std::string faulty_spec;
+  std::string faulty_spec = {};
 };
 
 }  // namespace jax_ep

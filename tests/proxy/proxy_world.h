@@ -31,9 +31,7 @@ struct WorldOptions {
                      .transport = "loopback",
                      .faulty_spec = "",
                      .peer_timeout = std::chrono::seconds(30),
-                     .timeout = std::chrono::seconds(60),
-                     .blamed_rank = {},
-                     .transport_factory = {}};
+                     .timeout = std::chrono::seconds(60)};
 };
 
 class ProxyWorld {

@@ -1,0 +1,251 @@
+// Environment, blobs, shared memory, heartbeat watch: the small parts below the proxy.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "proxy/base/blob.h"
+#include "proxy/base/env.h"
+#include "proxy/base/shared_memory.h"
+#include "proxy/peer_blob.h"
+#include "proxy/peer_watch.h"
+
+namespace jax_ep {
+namespace {
+
+Result<Env> ReadEnv(const std::map<std::string, std::string>& variables) {
+  return Env::Read([&](const char* name) -> const char* {
+    const auto it = variables.find(name);
+    return it == variables.end() ? nullptr : it->second.c_str();
+  });
+}
+
+TEST(Env, unset_and_empty_give_the_defaults) {
+  const Result<Env> env = ReadEnv({{"JAX_EP_WINDOW_BYTES", ""}});
+  ASSERT_TRUE(env.ok());
+  EXPECT_EQ(env->window_messages, Env().window_messages);
+  EXPECT_EQ(env->window_bytes, Env().window_bytes);
+  EXPECT_EQ(env->faulty_spec, "");
+}
+
+TEST(Env, values_are_taken_with_suffixes) {
+  const Result<Env> env = ReadEnv({{"JAX_EP_LOG", "debug"},
+                                   {"JAX_EP_WINDOW_MESSAGES", "4096"},
+                                   {"JAX_EP_WINDOW_BYTES", "3M"},
+                                   {"JAX_EP_RING_SLOTS", "64"},
+                                   {"JAX_EP_INBOX_SLOTS", "128"},
+                                   {"JAX_EP_FAULTY", "seed=1"}});
+  ASSERT_TRUE(env.ok()) << env.status().message();
+  EXPECT_EQ(env->log_level, LogLevel::kDebug);
+  EXPECT_EQ(env->window_messages, 4096u);
+  EXPECT_EQ(env->window_bytes, uint64_t{3} << 20);
+  EXPECT_EQ(env->ring_slots, 64u);
+  EXPECT_EQ(env->inbox_slots, 128u);
+  EXPECT_EQ(env->faulty_spec, "seed=1");
+}
+
+TEST(Env, a_bad_value_is_an_error_that_names_it) {
+  const std::pair<const char*, const char*> bad[] = {
+      {"JAX_EP_LOG", "loud"},
+      {"JAX_EP_WINDOW_MESSAGES", "0"},
+      {"JAX_EP_WINDOW_MESSAGES", "4097"},
+      {"JAX_EP_WINDOW_MESSAGES", "12x"},
+      {"JAX_EP_WINDOW_MESSAGES", "-1"},
+      {"JAX_EP_WINDOW_BYTES", "15"},
+      {"JAX_EP_WINDOW_BYTES", "1T"},
+      {"JAX_EP_WINDOW_BYTES", "99999999999999G"},
+      {"JAX_EP_RING_SLOTS", "100"},
+      {"JAX_EP_INBOX_SLOTS", "8"},
+  };
+  for (const auto& [name, value] : bad) {
+    const Result<Env> env = ReadEnv({{name, value}});
+    ASSERT_FALSE(env.ok()) << name << "=" << value;
+    EXPECT_EQ(env.status().code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(env.status().message().find(std::string(name) + "=" + value), std::string::npos);
+  }
+}
+
+TEST(Blob, a_damaged_blob_reads_as_nothing_and_never_past_its_end) {
+  const std::string blob = BlobWriter().U64(7).Text("abc").Take();
+  BlobReader good(blob);
+  EXPECT_EQ(good.U64(), 7u);
+  EXPECT_EQ(good.Text(), "abc");
+  EXPECT_TRUE(good.finished());
+  for (size_t length = 0; length < blob.size(); ++length) {
+    BlobReader cut(std::string_view(blob).substr(0, length));
+    cut.U64();
+    cut.Text();
+    EXPECT_FALSE(cut.ok());
+  }
+}
+
+TEST(PeerBlob, round_trips_and_refuses_garbage) {
+  const PeerBlob blob{.group_name = "g",
+                      .rank = 3,
+                      .num_ranks = 20,
+                      .window_messages = 9,
+                      .ll_slots = 8,
+                      .transport_address = "address",
+                      .heap_key = std::string("k\0y", 3),
+                      .peers = {0, 1, 7, 8, 19}};
+  const std::string text = blob.Encode();
+  const Result<PeerBlob> read = PeerBlob::Decode(text);
+  ASSERT_TRUE(read.ok());
+  EXPECT_EQ(read->group_name, "g");
+  EXPECT_EQ(read->rank, 3u);
+  EXPECT_EQ(read->num_ranks, 20u);
+  EXPECT_EQ(read->window_messages, 9u);
+  EXPECT_EQ(read->ll_slots, 8u);
+  EXPECT_EQ(read->heap_key, blob.heap_key);
+  EXPECT_EQ(read->peers, blob.peers);
+  for (size_t length = 0; length < text.size(); ++length) {
+    EXPECT_FALSE(PeerBlob::Decode(std::string_view(text).substr(0, length)).ok());
+  }
+  std::string other_version = text;
+  other_version[8] = 99;
+  const Result<PeerBlob> refused = PeerBlob::Decode(other_version);
+  ASSERT_FALSE(refused.ok());
+  EXPECT_NE(refused.status().message().find("version 99"), std::string::npos);
+}
+
+TEST(SharedMemory, both_ends_see_the_same_bytes_and_start_with_zeros) {
+  for (const size_t num_bytes : {size_t{1}, size_t{4096}, size_t{100'000}}) {
+    Result<SharedMemory> memory = SharedMemory::Create(num_bytes, /*shareable=*/true);
+    ASSERT_TRUE(memory.ok()) << memory.status().message();
+    ASSERT_EQ(memory->bytes().size(), num_bytes);
+    for (const std::byte byte : memory->bytes()) ASSERT_EQ(byte, std::byte{0});
+    Result<SharedMemory> imported = SharedMemory::Import(memory->Export());
+    ASSERT_TRUE(imported.ok()) << imported.status().message();
+    ASSERT_EQ(imported->bytes().size(), num_bytes);
+    EXPECT_NE(imported->bytes().data(), memory->bytes().data());
+    memory->bytes()[num_bytes - 1] = std::byte{42};
+    EXPECT_EQ(imported->bytes()[num_bytes - 1], std::byte{42});
+  }
+}
+
+TEST(SharedMemory, an_importer_outlives_the_creator) {
+  Result<SharedMemory> memory = SharedMemory::Create(64, true);
+  ASSERT_TRUE(memory.ok());
+  Result<SharedMemory> imported = SharedMemory::Import(memory->Export());
+  ASSERT_TRUE(imported.ok());
+  {
+    const SharedMemory dropped = std::move(*memory);
+  }
+  imported->bytes()[0] = std::byte{1};
+  EXPECT_EQ(imported->bytes()[0], std::byte{1});
+}
+
+TEST(SharedMemory, that_is_not_shareable_exports_nothing) {
+  Result<SharedMemory> memory = SharedMemory::Create(size_t{1} << 33, /*shareable=*/false);
+  ASSERT_TRUE(memory.ok());
+  memory->bytes()[memory->bytes().size() - 1] = std::byte{1};
+  EXPECT_EQ(memory->Export(), "");
+}
+
+TEST(SharedMemory, too_much_is_refused_with_both_numbers) {
+  const Result<SharedMemory> memory = SharedMemory::Create(size_t{1} << 50, true);
+  ASSERT_FALSE(memory.ok());
+  EXPECT_EQ(memory.status().code(), StatusCode::kResourceExhausted);
+  EXPECT_NE(memory.status().message().find("needs 1073741824.0 MiB"), std::string::npos);
+  EXPECT_NE(memory.status().message().find("available"), std::string::npos);
+  EXPECT_FALSE(SharedMemory::Create(0, true).ok());
+}
+
+TEST(SharedMemory, garbage_and_dead_exporters_are_errors) {
+  EXPECT_EQ(SharedMemory::Import("garbage").status().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(SharedMemory::Import("").status().code(), StatusCode::kInvalidArgument);
+  std::string blob;
+  {
+    Result<SharedMemory> memory = SharedMemory::Create(64, true);
+    ASSERT_TRUE(memory.ok());
+    blob = memory->Export();
+  }
+  EXPECT_EQ(SharedMemory::Import(blob).status().code(), StatusCode::kUnavailable);
+}
+
+// A pid, and a descriptor number in it, come back after their owner is gone. Without the token an
+// importer would then write into somebody else's memory.
+TEST(SharedMemory, another_memory_behind_the_same_descriptor_is_detected) {
+  std::string blob;
+  {
+    Result<SharedMemory> memory = SharedMemory::Create(64, true);
+    ASSERT_TRUE(memory.ok());
+    blob = memory->Export();
+  }
+  Result<SharedMemory> successor = SharedMemory::Create(64, true);
+  ASSERT_TRUE(successor.ok());
+  ASSERT_EQ(successor->Export().substr(0, 32), blob.substr(0, 32)) << "same pid, fd and size";
+  const Result<SharedMemory> imported = SharedMemory::Import(blob);
+  ASSERT_FALSE(imported.ok());
+  EXPECT_EQ(imported.status().code(), StatusCode::kUnavailable);
+}
+
+class PeerWatchTest : public testing::Test {
+ protected:
+  using Time = PeerWatch::Time;
+  static constexpr std::chrono::milliseconds kTimeout{1600};  // so the interval is 100 ms
+  static constexpr std::chrono::seconds kFirst{10};
+
+  // Ticks every interval until `end`; returns the first death.
+  std::optional<PeerWatch::Dead> TickUntil(Time end, int heard_peer) {
+    while (now_ < end) {
+      now_ += watch_.interval();
+      if (heard_peer >= 0) watch_.Heard(static_cast<uint32_t>(heard_peer));
+      if (auto dead = watch_.Tick(now_)) return dead;
+    }
+    return std::nullopt;
+  }
+
+  PeerWatch watch_{2, kTimeout, kFirst};
+  Time now_{};
+};
+
+TEST_F(PeerWatchTest, a_peer_that_falls_silent_is_dead_after_its_timeout) {
+  watch_.Start(now_);
+  watch_.Heard(0);
+  watch_.Heard(1);
+  EXPECT_FALSE(watch_.Tick(now_ += watch_.interval()).has_value());
+  const Time begin = now_;
+  const auto dead = TickUntil(begin + 2 * kTimeout, /*heard_peer=*/1);
+  ASSERT_TRUE(dead.has_value());
+  EXPECT_EQ(dead->peer, 0u);
+  EXPECT_TRUE(dead->was_heard);
+  EXPECT_GT(now_ - begin, kTimeout);
+  EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
+}
+
+TEST_F(PeerWatchTest, a_peer_that_was_never_heard_has_the_longer_limit) {
+  watch_.Start(now_);
+  EXPECT_FALSE(TickUntil(now_ + kFirst, 1).has_value());
+  const auto dead = TickUntil(now_ + kTimeout, 1);
+  ASSERT_TRUE(dead.has_value());
+  EXPECT_EQ(dead->peer, 0u);
+  EXPECT_FALSE(dead->was_heard);
+}
+
+TEST_F(PeerWatchTest, a_peer_that_left_in_order_is_not_dead) {
+  watch_.Start(now_);
+  watch_.Heard(0);
+  watch_.Depart(0);
+  EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, 1).has_value());
+}
+
+// A process that was stopped for a minute hears nobody in that time. That is not its peers' fault.
+TEST_F(PeerWatchTest, time_in_which_we_did_not_run_is_not_counted) {
+  watch_.Start(now_);
+  watch_.Heard(0);
+  watch_.Heard(1);
+  EXPECT_FALSE(watch_.Tick(now_ += watch_.interval()).has_value());
+  now_ += std::chrono::seconds(60);
+  EXPECT_FALSE(watch_.Tick(now_).has_value());
+  EXPECT_FALSE(TickUntil(now_ + kTimeout / 2, -1).has_value());
+  EXPECT_TRUE(TickUntil(now_ + kTimeout, -1).has_value());
+}
+
+}  // namespace
+}  // namespace jax_ep

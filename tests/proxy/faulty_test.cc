@@ -1,0 +1,106 @@
+// The faulty transport passes the same suite as the others, whatever it does to the traffic; and it
+// really does what its keys say.
+#include "proxy/transport/faulty.h"
+
+#include "tests/proxy/transport_conformance.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr const char* kEverything =
+    "seed=3,reorder=16,delay=4,duplicate=20,split=30,again=10,slow_completions=5";
+
+INSTANTIATE_TEST_SUITE_P(
+    Faulty, TransportConformance,
+    testing::Values(TransportParams{"harmless", "loopback", "seed=1"},
+                    TransportParams{"reorder", "loopback", "seed=1,reorder=8"},
+                    TransportParams{"per_flow", "loopback", "seed=1,reorder=8,per_flow=1"},
+                    TransportParams{"delay", "loopback", "seed=1,delay=10"},
+                    TransportParams{"duplicate", "loopback", "seed=1,duplicate=50"},
+                    TransportParams{"split", "loopback", "seed=1,split=80"},
+                    TransportParams{"again", "loopback", "seed=1,again=30"},
+                    TransportParams{"slow_completions", "loopback", "seed=1,slow_completions=20"},
+                    TransportParams{"payload_late", "loopback", "seed=1,payload_late=1"},
+                    TransportParams{"payload_late_reorder", "loopback",
+                                    "seed=1,payload_late=1,reorder=8,slow_completions=3"},
+                    TransportParams{"max_message", "loopback", "seed=1,max_message=64"},
+                    TransportParams{"everything", "loopback", kEverything},
+                    TransportParams{"everything_shm", "shm", kEverything}),
+    TransportParamsName);
+
+TEST(FaultySpec, parses_every_key) {
+  const Result<FaultySpec> spec = FaultySpec::Parse(
+      "seed=1,reorder=2,per_flow=1,delay=3,duplicate=4,split=5,again=6,slow_completions=7,"
+      "payload_late=1,die_after=8,die_rank=9,max_message=32");
+  ASSERT_TRUE(spec.ok()) << spec.status().message();
+  EXPECT_EQ(spec->seed, 1u);
+  EXPECT_EQ(spec->reorder, 2u);
+  EXPECT_EQ(spec->per_flow, 1u);
+  EXPECT_EQ(spec->delay, 3u);
+  EXPECT_EQ(spec->duplicate, 4u);
+  EXPECT_EQ(spec->split, 5u);
+  EXPECT_EQ(spec->again, 6u);
+  EXPECT_EQ(spec->slow_completions, 7u);
+  EXPECT_EQ(spec->payload_late, 1u);
+  EXPECT_EQ(spec->die_after, 8u);
+  EXPECT_EQ(spec->die_rank, 9u);
+  EXPECT_EQ(spec->max_message, 32u);
+}
+
+TEST(FaultySpec, a_bad_part_is_named_with_the_known_keys) {
+  for (const char* bad : {"speed=1", "seed", "seed=", "seed=x", "split=101", "payload_late=2",
+                          "seed=1,,delay=1", "max_message=8"}) {
+    const Result<FaultySpec> spec = FaultySpec::Parse(bad);
+    EXPECT_FALSE(spec.ok()) << bad;
+  }
+  EXPECT_NE(FaultySpec::Parse("speed=1").status().message().find("slow_completions"),
+            std::string::npos);
+}
+
+// Two endpoints; 0 posts `count` empty writes to 1. Returns the immediates in order of arrival.
+std::vector<uint32_t> Traffic(const std::string& spec, uint32_t count) {
+  std::unique_ptr<Transport> ends[2];
+  for (uint32_t i = 0; i < 2; ++i) {
+    auto made = MakeTransport("loopback", TransportOptions{.rank = i, .faulty_spec = spec});
+    EXPECT_TRUE(made.ok());
+    ends[i] = std::move(*made);
+  }
+  EXPECT_TRUE(
+      ends[0]->Connect(ends[1]->LocalAddress(), Deadline::After(std::chrono::seconds(1))).ok());
+  std::vector<uint32_t> arrived;
+  TransportEvent events[16];
+  const auto poll = [&] {
+    EXPECT_TRUE(ends[0]->Poll(events).ok());
+    const Result<size_t> num = ends[1]->Poll(events);
+    EXPECT_TRUE(num.ok());
+    for (size_t i = 0; i < *num; ++i) arrived.push_back(events[i].immediate);
+  };
+  for (uint32_t i = 0; i < count; ++i) {
+    while (!ends[0]->PostWrite(WriteRequest{.has_immediate = true, .immediate = i}).ok()) poll();
+  }
+  for (int i = 0; i < 2000; ++i) poll();
+  return arrived;
+}
+
+TEST(Faulty, reorders_and_repeats_by_its_seed) {
+  const std::string spec = ",reorder=8,duplicate=20";
+  const std::vector<uint32_t> first = Traffic("seed=1" + spec, 200);
+  EXPECT_FALSE(std::is_sorted(first.begin(), first.end()));
+  EXPECT_GT(first.size(), 200u);
+  EXPECT_EQ(first, Traffic("seed=1" + spec, 200));
+  EXPECT_NE(first, Traffic("seed=2" + spec, 200));
+}
+
+TEST(Faulty, without_reordering_keeps_the_order) {
+  const std::vector<uint32_t> arrived = Traffic("seed=1,delay=5,again=20", 200);
+  EXPECT_EQ(arrived.size(), 200u);
+  EXPECT_TRUE(std::is_sorted(arrived.begin(), arrived.end()));
+}
+
+TEST(Faulty, a_dead_endpoint_says_nothing_more) {
+  const std::vector<uint32_t> arrived = Traffic("seed=1,die_after=50", 200);
+  EXPECT_LE(arrived.size(), 50u);
+}
+
+}  // namespace
+}  // namespace jax_ep

@@ -1,0 +1,44 @@
+#include "tests/proxy/transport_conformance.h"
+
+namespace jax_ep {
+namespace {
+
+INSTANTIATE_TEST_SUITE_P(Loopback, TransportConformance,
+                         testing::Values(TransportParams{"plain", "loopback", ""}),
+                         TransportParamsName);
+
+TEST(Registry, knows_what_is_not_part_of_this_version) {
+  for (const TransportInfo& info : ListTransports()) {
+    const Result<std::unique_ptr<Transport>> made = MakeTransport(info.name, TransportOptions{});
+    EXPECT_EQ(made.ok(), info.is_available) << info.name;
+    EXPECT_FALSE(info.reason.empty());
+    if (!info.is_available) {
+      EXPECT_EQ(made.status().code(), StatusCode::kUnimplemented);
+    }
+  }
+}
+
+TEST(Registry, names_the_known_transports_when_asked_for_an_unknown_one) {
+  const Result<std::unique_ptr<Transport>> made = MakeTransport("pigeon", TransportOptions{});
+  ASSERT_FALSE(made.ok());
+  EXPECT_EQ(made.status().code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(made.status().message().find("pigeon"), std::string::npos);
+  EXPECT_NE(made.status().message().find("loopback, shm"), std::string::npos);
+}
+
+TEST(Loopback, a_closed_peer_is_unavailable) {
+  auto a = MakeTransport("loopback", TransportOptions{});
+  auto b = MakeTransport("loopback", TransportOptions{});
+  ASSERT_TRUE(a.ok() && b.ok());
+  const std::string address = (*b)->LocalAddress();
+  const Result<uint32_t> peer = (*a)->Connect(address, Deadline::After(std::chrono::seconds(1)));
+  ASSERT_TRUE(peer.ok());
+  b->reset();
+  EXPECT_EQ((*a)->PostWrite(WriteRequest{.peer = *peer, .has_immediate = true}).code(),
+            StatusCode::kUnavailable);
+  EXPECT_EQ((*a)->Connect(address, Deadline::After(std::chrono::seconds(1))).status().code(),
+            StatusCode::kUnavailable);
+}
+
+}  // namespace
+}  // namespace jax_ep
