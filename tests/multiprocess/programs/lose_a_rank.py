@@ -14,6 +14,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -32,6 +33,7 @@ if not jax.distributed.is_initialized():
 T, H, K = 16, 32, 2
 victim = jax.process_count() - 1
 me = jax.process_index()
+victim_pid = int(multihost_utils.process_allgather(np.int32(os.getpid()))[victim])
 
 
 def make(devices):
@@ -78,7 +80,6 @@ if me == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     if args.how == "stop":
         print(f"stopping {os.getpid()}", flush=True)
-        # The launcher ends it after its grace with SIGTERM, then SIGKILL, which works when stopped.
         os.kill(os.getpid(), signal.SIGSTOP)
     if args.how == "pause":
         wake = f"sleep {args.peer_timeout / 2}; kill -CONT {os.getpid()}"
@@ -87,12 +88,14 @@ if me == victim:
     if args.how == "late":
         time.sleep(args.peer_timeout * 2)
 
+# A jit call that hits JAX's C++ cache raises an execution's error as ValueError, else JaxRuntimeError.
+ExecutionError = (jax.errors.JaxRuntimeError, ValueError)
 start = time.monotonic()
 try:
     for _ in range(20):
         check()
     error = None
-except jax.errors.JaxRuntimeError as caught:
+except ExecutionError as caught:
     error = str(caught)
 seconds = time.monotonic() - start
 if args.how in ("pause", "late"):
@@ -112,7 +115,7 @@ except RuntimeError as latched:
 try:  # later calls fail at once, with the first cause
     start = time.monotonic()
     check()
-except jax.errors.JaxRuntimeError as later:
+except ExecutionError as later:
     print(f"later {time.monotonic() - start:.2f} {' '.join(str(later).split())}", flush=True)
 group.close()
 survivors = [device for device in jax.devices() if device.process_index != victim]
@@ -121,4 +124,6 @@ for _ in range(5):
     check()
 smaller.close()
 print(f"went_on {len(survivors)}", flush=True)
+if args.how == "stop" and me == 0:
+    os.kill(victim_pid, signal.SIGKILL)
 os._exit(0)  # JAX's own shutdown barrier would wait for the dead
