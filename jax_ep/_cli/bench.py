@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jax_ep._cli.extras import require
+from jax_ep._cli.extras import make_console, require
 from jax_ep._cli.shapes import SHAPES
 from jax_ep._launch import LaunchOptions, launch
 
@@ -34,7 +34,7 @@ class BenchOptions:
 
 def bench(options: BenchOptions) -> int:
     """Measures one shape; writes JSON and PNG to ``out_dir`` and returns the exit code."""
-    console = require("rich.console").Console(highlight=False)
+    console = make_console()
     require("matplotlib")  # before the time is spent
     if options.num_processes < 1 or options.num_ranks % options.num_processes:
         console.print(

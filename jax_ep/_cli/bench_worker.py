@@ -6,6 +6,7 @@ many calls, each depending on the one before, so that Python and dispatch overhe
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -30,9 +31,34 @@ from jax_ep._cli.shapes import SHAPES, Shape
 AXIS = "ep"
 SCAN_BYTES = 64 << 20  # payload of one timed program; sets the number of calls in it
 MAX_CALLS = 200
+ROUND_TRIP = 2
 DENSE_CAPACITY = 1.25  # what dense formulations usually run with
 
+Arrays = tuple[jax.Array, jax.Array, jax.Array]  # x, ids, weights: one rank's
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # x, ids, weights -> next x
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """What is timed: ``call`` over and over, on a carry and a context made once."""
+
+    name: str
+    num_trips: int  # how often the payload moves in a call
+    prepare: Callable[[Arrays], tuple[Any, Any]]  # -> carry, context
+    call: Callable[[Any, Any], Any]  # carry, context -> next carry
+
+
+def _fed_back(name: str, num_trips: int, body: Body) -> _Program:
+    """A program whose result is its next x; routing depends on x, as in a model.
+
+    Otherwise XLA would move the plan out of the loop.
+    """
+
+    def call(x: jax.Array, context: tuple[jax.Array, jax.Array]) -> jax.Array:
+        ids, weights = context
+        return body(x, jnp.where(jnp.isnan(x[0, 0]), -1, ids), weights)
+
+    return _Program(name, num_trips, lambda arrays: (arrays[0], arrays[1:]), call)
 
 
 def _routing(shape: Shape, num_ranks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -49,17 +75,28 @@ def _next(x: jax.Array, result: jax.Array) -> jax.Array:
     return x.at[0].set(lax.optimization_barrier(result)[0])
 
 
-def _ours(group: jax_ep.Group) -> dict[str, Body]:
+def _ours(label: str, group: jax_ep.Group) -> list[_Program]:
     """The three programs of one implementation of jax_ep."""
 
     def dispatch(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         return _next(x, jax_ep.dispatch(group, x, ids, weights).x)
 
+    def received(arrays: Arrays) -> tuple[jax.Array, jax_ep.Received]:
+        recv = jax_ep.dispatch(group, *arrays)
+        return recv.x, recv
+
+    def combine(y: jax.Array, recv: jax_ep.Received) -> jax.Array:
+        return _next(y, jax_ep.combine(group, y, recv.plan, weights=recv.weights))
+
     def round_trip(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         recv = jax_ep.dispatch(group, x, ids, weights)
         return jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights)
 
-    return {"dispatch": dispatch, "round trip": round_trip}
+    return [
+        _fed_back(f"jax_ep {label} dispatch", 1, dispatch),
+        _Program(f"jax_ep {label} combine", 1, received, combine),
+        _fed_back(f"jax_ep {label} round trip", 2, round_trip),
+    ]
 
 
 def _dense_all_to_all(shape: Shape, num_ranks: int) -> Body:
@@ -117,16 +154,16 @@ class _Bench:
         sharding = NamedSharding(self._mesh, P(AXIS))
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    def time(self, name: str, body: Body, payload_trips: int) -> dict[str, Any]:
+    def time(self, program: _Program) -> dict[str, Any]:
         """Microseconds per call: medians and 99th percentiles of the slowest process."""
 
-        def scanned(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-            def call(x: jax.Array, _: None) -> tuple[jax.Array, None]:
-                # As in a model, routing depends on x; else XLA moves the plan out of the loop.
-                fresh_ids = jnp.where(jnp.isnan(x[0, 0]), -1, ids)
-                return body(x, fresh_ids, weights), None
+        def scanned(*arrays: jax.Array) -> Any:
+            carry, context = program.prepare(arrays)  # type: ignore[arg-type]
 
-            return lax.scan(call, x, length=self._calls)[0]
+            def call(carry: Any, _: None) -> tuple[Any, None]:
+                return program.call(carry, context), None
+
+            return lax.scan(call, carry, length=self._calls)[0]
 
         run = jax.jit(
             jax.shard_map(scanned, mesh=self._mesh, in_specs=(P(AXIS),) * 3, out_specs=P(AXIS))
@@ -139,29 +176,22 @@ class _Bench:
             times.append((time.perf_counter() - begin) / self._calls * 1e6)
         slowest = np.max(np.atleast_2d(multihost_utils.process_allgather(np.array(times))), axis=0)
         return {
-            "name": name,
+            "name": program.name,
             "median_us": float(np.median(slowest)),
             "p99_us": float(np.percentile(slowest, 99)),
             "calls_per_run": self._calls,
-            "payload_bytes": payload_trips * self.payload_bytes,
-            "is_round_trip": payload_trips == 2,
+            "payload_bytes": program.num_trips * self.payload_bytes,
+            "is_round_trip": program.num_trips == ROUND_TRIP,
         }
 
 
-def _programs(
-    mesh: Mesh, shape: Shape, groups: dict[str, jax_ep.Group]
-) -> list[tuple[str, Body, int]]:
-    """Name, body, and how often the payload moves."""
-    programs: list[tuple[str, Body, int]] = []
-    for label, group in groups.items():
-        trips = {"dispatch": 1, "round trip": 2}
-        programs += [
-            (f"jax_ep {label} {name}", body, trips[name]) for name, body in _ours(group).items()
-        ]
+def _programs(mesh: Mesh, shape: Shape, groups: dict[str, jax_ep.Group]) -> list[_Program]:
+    ours = [program for label, group in groups.items() for program in _ours(label, group)]
+    dense = _dense_all_to_all(shape, mesh.size)
     return [
-        *programs,
-        ("lax.all_to_all, dense, round trip", _dense_all_to_all(shape, mesh.size), 2),
-        ("lax.all_gather + psum_scatter", _all_gather(shape, mesh.size), 2),
+        *ours,
+        _fed_back("lax.all_to_all, dense, round trip", ROUND_TRIP, dense),
+        _fed_back("lax.all_gather + psum_scatter", ROUND_TRIP, _all_gather(shape, mesh.size)),
     ]
 
 
@@ -191,10 +221,10 @@ def main() -> None:
     groups["xla"] = jax_ep.create_group(mesh, AXIS, config, implementation="xla")
     bench = _Bench(mesh, shape, options["repeats"])
     results = []
-    for name, body, trips in _programs(mesh, shape, groups):
-        results.append(bench.time(name, body, trips))
+    for program in _programs(mesh, shape, groups):
+        results.append(bench.time(program))
         if jax.process_index() == 0:
-            print(f"{name}: {results[-1]['median_us']:,.0f} us")
+            print(f"{program.name}: {results[-1]['median_us']:,.0f} us")
     for group in groups.values():
         group.check()
         group.close()

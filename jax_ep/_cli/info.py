@@ -13,23 +13,23 @@ from pathlib import Path
 
 import jax
 
-from jax_ep._cli.extras import require
+from jax_ep._cli.extras import make_console, require
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
-_GIB = 1 << 30
+_MIB, _GIB = 1 << 20, 1 << 30
 
 Row = tuple[str, str]
 
 
 def info() -> int:
     """Prints one table per subject; returns 0 if jax_ep's native part can be used, else 1."""
-    console = require("rich.console").Console(highlight=False)
+    console = make_console()
     table_class = require("rich.table").Table
     has_native, transports = _transports()
     sections: dict[str, list[Row]] = {
         "versions": list(_versions()),
-        "devices": list(_devices()),
+        "devices": list(_devices(has_native)),
         "native extension": transports,
         "memory": list(_memory()),
         "environment": list(_environment()),
@@ -54,7 +54,7 @@ def _versions() -> Iterator[Row]:
             yield package, "not installed"
 
 
-def _devices() -> Iterator[Row]:
+def _devices(has_native: bool) -> Iterator[Row]:
     yield "cores of this process", str(len(os.sched_getaffinity(0)))
     yield "XLA's CPU thread pool", os.environ.get("NPROC", "one per core (NPROC is not set)")
     try:
@@ -63,8 +63,8 @@ def _devices() -> Iterator[Row]:
         yield "jax devices", f"none: {error}"
         return
     yield "jax platform", devices[0].platform
-    implementation = "native" if devices[0].platform == "cpu" else "xla"
-    yield "default implementation", implementation
+    is_native = devices[0].platform == "cpu" and has_native
+    yield "default implementation", "native" if is_native else "xla"
     yield "jax devices", f"{len(devices)} ({jax.local_device_count()} of this process)"
     yield "processes", f"{jax.process_count()} (this is {jax.process_index()})"
 
@@ -103,14 +103,14 @@ def _memory() -> Iterator[Row]:
             ),
         )
     for label, limit_id, scale in (
-        ("address space limit", resource.RLIMIT_AS, _GIB),
-        ("locked memory limit", resource.RLIMIT_MEMLOCK, _GIB),
+        ("address space limit", resource.RLIMIT_AS, _MIB),
+        ("locked memory limit", resource.RLIMIT_MEMLOCK, _MIB),
         ("file descriptor limit", resource.RLIMIT_NOFILE, 1),
     ):
         soft, _ = resource.getrlimit(limit_id)
-        unit = " GiB" if scale == _GIB else ""
-        text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / scale:.4g}{unit}"
-        yield label, text
+        unit = " MiB" if scale == _MIB else ""
+        is_unlimited = soft == resource.RLIM_INFINITY
+        yield label, "unlimited" if is_unlimited else f"{soft // scale:,}{unit}"
 
 
 def _environment() -> Iterator[Row]:

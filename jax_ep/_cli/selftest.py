@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jax_ep._cli.extras import require
+from jax_ep._cli.extras import make_console, require
 
 LIMIT_S = 120.0  # for one part; far above the few seconds that it takes on two idle cores
 ERROR_TAIL_LINES = 12
@@ -36,7 +36,7 @@ _PARTS = (
 
 def selftest(json_path: str | None = None) -> int:
     """Prints the table and returns 0 if every check passed, else 1."""
-    console = require("rich.console").Console(highlight=False)
+    console = make_console()
     table = require("rich.table").Table("", "check", "result", title="jax_ep selftest")
     results: list[dict[str, object]] = []
     errors: list[str] = []
