@@ -29,6 +29,7 @@ TOLERANCE = 1e-5  # relative to the largest expected value; f32
 LAYOUTS = ("expert_major", "expert_batched", "rank_major")
 QUANTITIES = ("values", "gradient of x", "gradient of weights")
 NUM_INPUTS = 7
+MANY_RANKS = 2
 
 Errors = Iterator[tuple[str, float]]
 
@@ -107,7 +108,7 @@ def _check_group(mesh: Mesh, group: jax_ep.Group, mode: str, ways: tuple[str, ..
 
 
 def _check_drops(mesh: Mesh, native: jax_ep.Group, oracle: jax_ep.Group) -> Errors:
-    """With too few rows both implementations must drop the same pairs and give the same bits."""
+    """With too few rows both implementations must drop the same pairs and agree on the rest."""
 
     def body(x: jax.Array, idx: jax.Array, weights: jax.Array) -> jax.Array:
         outs, dropped = [], []
@@ -115,13 +116,13 @@ def _check_drops(mesh: Mesh, native: jax_ep.Group, oracle: jax_ep.Group) -> Erro
             recv = jax_ep.dispatch(group, x, idx, weights)
             outs.append(jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights))
             dropped.append(lax.psum(recv.plan.num_dropped, AXIS).astype(jnp.float32))
-        unequal = lax.psum(jnp.sum(outs[0] != outs[1]), AXIS).astype(jnp.float32)
+        apart = jnp.max(jnp.abs(outs[0] - outs[1])) / jnp.max(jnp.abs(outs[1]))
         no_drop = (dropped[1] == 0).astype(jnp.float32)
-        return jnp.stack([unequal, jnp.abs(dropped[0] - dropped[1]) + no_drop])
+        return jnp.stack([lax.pmax(apart, AXIS), jnp.abs(dropped[0] - dropped[1]) + no_drop])
 
     run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXIS),) * 3, out_specs=P()))
     errors = np.asarray(run(*_shard(mesh, _inputs(mesh.size)[:3])))
-    yield from zip(("values that differ", "drop counts"), map(float, errors), strict=True)
+    yield from zip(("values", "drop counts"), map(float, errors), strict=True)
 
 
 def _shard(mesh: Mesh, arrays: tuple[np.ndarray[Any, Any], ...]) -> list[jax.Array]:
@@ -147,13 +148,18 @@ def _config(**changes: Any) -> jax_ep.Config:
 
 def _checks(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Errors]]]:
     """Name and body of every check; a body runs on all processes alike."""
-    ways = (*LAYOUTS, "start/done")
+    all_ways = (*LAYOUTS, "start/done")
+    two_ways = ("expert_major", "start/done")  # compiling is what takes the time
 
     def xla() -> Errors:
+        # Its halves are the whole in disguise, and layouts need no second process.
+        ways = LAYOUTS if jax.process_count() == 1 else LAYOUTS[:1]
         with jax_ep.create_group(mesh, AXIS, _config(), implementation="xla") as group:
             yield from _check_group(mesh, group, "ht", ways)
 
     def native(mode: str, node_size: int) -> Callable[[], Errors]:
+        ways = two_ways if node_size == 1 and mesh.size > MANY_RANKS else all_ways
+
         def check() -> Errors:
             config = _config(node_size=node_size)
             with jax_ep.create_group(mesh, AXIS, config, implementation="native") as group:
