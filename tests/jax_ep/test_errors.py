@@ -1,0 +1,342 @@
+"""Bad input: each mistake gets an error that says got, expected and the fix, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Case, group_of, inputs_of, mesh_of, per_rank, put, run
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+CASE = Case(ranks=2, tokens=4)
+VALID = {"num_experts": 8, "top_k": 2, "hidden": 8, "max_tokens": 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recv_rows": 128, "capacity_factor": 1.0}, "both recv_rows=128 and capacity_factor=1.0"),
+        ({"top_k": 9}, "top_k: got 9, expected at most num_experts=8"),
+        ({"top_k": 0}, "top_k: got 0, expected an int of at least 1"),
+        ({"num_experts": 100, "top_k": 65}, "top_k: got 65, expected at most 64"),
+        ({"recv_rows": 100}, "recv_rows: got 100, expected a multiple of align=128; use 128"),
+        ({"dtype": jnp.int32}, "dtype: got .*int32.*expected one of bfloat16, float16, float32"),
+        ({"dtype": "no such dtype"}, "dtype: got 'no such dtype'"),
+        ({"mode": "fast"}, "mode: got 'fast', expected one of 'auto', 'ht', 'll'"),
+        ({"mode": "ll", "max_tokens": 513}, "max_tokens: got 513, expected at most 512"),
+        ({"overflow": "ignore"}, "overflow: got 'ignore'"),
+        ({"transport": "pigeon"}, "transport: got 'pigeon', expected one of 'auto', 'loopback'"),
+        ({"capacity_factor": -1.0}, "capacity_factor: got -1.0, expected a finite number above 0"),
+        ({"timeout_s": float("nan")}, "timeout_s: got nan"),
+        ({"hidden": 1.5}, "hidden: got 1.5, expected an int"),
+        ({"node_size": 0}, "node_size: got 0"),
+    ],
+)
+def test_an_invalid_config_says_what_to_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        jax_ep.Config(**(VALID | changes))
+
+
+def test_fp8_is_not_implemented_yet() -> None:
+    with pytest.raises(NotImplementedError, match="FP8 wire is not implemented"):
+        jax_ep.Config(**VALID, wire=jax_ep.FP8())
+    group = group_of(CASE, "xla")
+    with pytest.raises(NotImplementedError, match="use jax_ep.dispatch"):
+        jax_ep.dispatch_quantized(group, jnp.zeros((4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("axis", "changes", "message"),
+    [
+        (
+            "ep",
+            {"num_experts": 9},
+            r"num_experts=9, expected a multiple of the group's 2 ranks; use 10",
+        ),
+        ("tp", {}, r"axis='tp', expected .* names of the mesh axes \('ep',\)"),
+        (("ep", "ep"), {}, "distinct"),
+        ((), {}, "expected one or several"),
+        ("ep", {"node_size": 3}, "node_size=3, expected a divisor of the group's 2 ranks"),
+        ("ep", {"max_tokens": 2**30}, "expected at most 2147483647 .plan codes are i32"),
+    ],
+)
+def test_a_config_that_does_not_fit_the_mesh(
+    axis: Any, changes: dict[str, Any], message: str, implementation: str
+) -> None:
+    config = jax_ep.Config(**(VALID | changes))
+    with pytest.raises(ValueError, match=message):
+        jax_ep.create_group(mesh_of(2), axis, config, implementation)
+
+
+def test_wrong_arguments_of_create_group() -> None:
+    config = jax_ep.Config(**VALID)
+    with pytest.raises(ValueError, match=r"mesh of type str, expected jax.sharding.Mesh"):
+        jax_ep.create_group("mesh", "ep", config)
+    with pytest.raises(ValueError, match=r"config of type dict, expected jax_ep.Config"):
+        jax_ep.create_group(mesh_of(2), "ep", VALID)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"implementation='cuda', expected None, 'native' or 'xla'"
+    ):
+        jax_ep.create_group(mesh_of(2), "ep", config, "cuda")  # type: ignore[arg-type]
+
+
+Ops = Callable[[jax_ep.Group, Any, Any, Any], Any]
+
+MISTAKES: list[tuple[str, Ops, str]] = [
+    (
+        "hidden",
+        lambda g, x, i, w: jax_ep.dispatch(g, x[:, :7], i),
+        r"dispatch: got x float32\[4, 7\], expected \[T, hidden=8\]",
+    ),
+    (
+        "rank of x",
+        lambda g, x, i, w: jax_ep.dispatch(g, x[None], i),
+        r"got x float32\[1, 4, 8\]",
+    ),
+    (
+        "dtype of x",
+        lambda g, x, i, w: jax_ep.dispatch(g, x.astype(jnp.bfloat16), i),
+        r"got x bfloat16\[4, 8\], expected dtype float32 \(Config.dtype\); cast it",
+    ),
+    (
+        "top_k",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, i[:, :1]),
+        r"got topk_idx int32\[4, 1\], expected \[T, top_k=2\]",
+    ),
+    (
+        "float ids",
+        lambda g, x, i, w: jax_ep.plan(g, i.astype(jnp.float32)),
+        r"plan: got topk_idx float32\[4, 2\], expected an integer dtype",
+    ),
+    (
+        "too few ids",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, i[:3]),
+        r"got topk_idx int32\[3, 2\], expected \[T=4, top_k=2\]",
+    ),
+    (
+        "weights shape",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, i, w[:, :1]),
+        r"got topk_weights float32\[4, 1\], expected \[T=4, top_k=2\]",
+    ),
+    (
+        "integer weights",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, i, i),
+        r"got topk_weights int32\[4, 2\], expected a float dtype",
+    ),
+    (
+        "too many tokens",
+        lambda g, x, i, w: jax_ep.plan(g, jnp.tile(i, (3, 1))),
+        r"got T=12 tokens per rank, expected at most max_tokens=4; raise Config.max_tokens",
+    ),
+    (
+        "ids and plan",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, i, plan=jax_ep.plan(g, i)),
+        "got both of topk_idx and plan, expected exactly one",
+    ),
+    ("no ids", lambda g, x, i, w: jax_ep.dispatch(g, x), "got neither of topk_idx and plan"),
+    (
+        "mode against the plan",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, plan=jax_ep.plan(g, i, mode="ht"), mode="ll"),
+        "got mode='ll' with a plan of mode='ht'",
+    ),
+    (
+        "unknown layout",
+        lambda g, x, i, w: jax_ep.plan(g, i, layout="column_major"),
+        "got layout= 'column_major', expected one of",
+    ),
+    ("unknown mode", lambda g, x, i, w: jax_ep.plan(g, i, mode="auto"), "got mode= 'auto'"),
+    ("unknown pad", lambda g, x, i, w: jax_ep.dispatch(g, x, i, pad="nan"), "got pad= 'nan'"),
+    (
+        "list for an array",
+        lambda g, x, i, w: jax_ep.dispatch(g, [1.0], i),
+        "got x of type list, expected an array",
+    ),
+    (
+        "shape of y",
+        lambda g, x, i, w: jax_ep.combine(g, x, jax_ep.plan(g, i)),
+        r"combine: got y float32\[4, 8\], expected \[28, 8\] \(layout 'expert_major'\)",
+    ),
+    (
+        "dtype of y",
+        lambda g, x, i, w: jax_ep.combine(g, x.astype(jnp.float16), jax_ep.plan(g, i)),
+        "got y float16",
+    ),
+    (
+        "not a plan",
+        lambda g, x, i, w: jax_ep.combine(g, x, i),
+        "combine: got plan of type .*, expected jax_ep.Plan; pass recv.plan",
+    ),
+    (
+        "combine weights",
+        lambda g, x, i, w: jax_ep.combine(g, jax_ep.dispatch(g, x, i).x, jax_ep.plan(g, i), w[0]),
+        r"got weights float32\[2\], expected \[28\] per row or \[4, 2\] per \(token, k\)",
+    ),
+    (
+        "rank_major weights",
+        lambda g, x, i, w: jax_ep.combine(
+            g,
+            jax_ep.dispatch(g, x, i, layout="rank_major").x,
+            jax_ep.plan(g, i, layout="rank_major"),
+            w,
+        ),
+        "got weights with layout 'rank_major', expected None",
+    ),
+    (
+        "plan of other tokens",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, plan=jax_ep.plan(g, i[:2])),
+        r"got plan.send_slot of shape \[2, 2\], expected \[4, 2\]",
+    ),
+    (
+        "wrong half",
+        lambda g, x, i, w: jax_ep.combine_done(g, jax_ep.dispatch_start(g, x, i)),
+        "combine_done: got inflight of dispatch, expected what combine_start returned",
+    ),
+    (
+        "no chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x, i, w, lambda p, r, s: r, None, chunks=0),
+        "moe: got chunks=0, expected an int of at least 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES]
+)
+def test_a_mistake_in_a_call_is_a_value_error_when_traced(call: Ops, message: str) -> None:
+    group = group_of(CASE, "xla")
+    inputs = inputs_of(CASE)
+    step = per_rank(group, lambda x, i, w: call(group, x, i, w))
+    with pytest.raises(ValueError, match=message):
+        step.trace(*put(group, (inputs.x, inputs.ids, inputs.weights)))
+
+
+def test_mode_ll_above_its_limit() -> None:
+    case = Case(ranks=2, tokens=130)
+    group = group_of(case, "xla")
+    ids = put(group, inputs_of(case).ids)
+    step = per_rank(group, lambda i: jax_ep.plan(group, i, mode="ll"))
+    with pytest.raises(ValueError, match=r"mode='ll' with T=130 .* at most 128 tokens per rank"):
+        step.trace(ids)
+
+
+def test_an_op_outside_its_axis_names_the_axis(implementation: str) -> None:
+    group = group_of(CASE, implementation)
+    ids = jnp.zeros((4, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"plan was called outside the group's mesh axis 'ep'"):
+        jax_ep.plan(group, ids)
+    with pytest.raises(ValueError, match=r"outside the group's mesh axis 'ep'.*jax.shard_map"):
+        jax.jit(lambda i: jax_ep.plan(group, i))(ids)
+
+
+def square(names: tuple[str, str]) -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), names)
+
+
+def test_an_op_on_another_mesh_is_refused(implementation: str) -> None:
+    group = group_of(CASE, implementation)
+    mesh = square(("dp", "ep"))
+    step = jax.shard_map(
+        lambda i: jax_ep.plan(group, i).send_slot, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")
+    )
+    with pytest.raises(ValueError, match=r"different mesh .* axis 'ep', expected \{'ep': 2\}"):
+        jax.jit(step).trace(jnp.zeros((8, 2), jnp.int32))
+
+
+def partly_manual(group: jax_ep.Group) -> Any:
+    step = jax.shard_map(
+        lambda x, i: jax_ep.combine(
+            group, (recv := jax_ep.dispatch(group, x, i, mode="ht")).x, recv.plan
+        ),
+        mesh=group.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+        axis_names={"ep"},
+    )
+    return jax.jit(step)
+
+
+def test_an_axis_that_is_not_manual_is_refused() -> None:
+    """XLA would gather the operands of the custom call in silence."""
+    mesh = jax.sharding.AbstractMesh((2, 2), ("dp", "ep"))
+    group = jax_ep.create_group(mesh, "ep", CASE.config())
+    shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32))
+    with pytest.raises(ValueError, match=r"mesh axis 'dp' of size 2 is not Manual"):
+        partly_manual(group).trace(*shapes)
+
+
+def test_the_xla_implementation_takes_axes_that_are_not_manual() -> None:
+    group = jax_ep.create_group(square(("dp", "ep")), "ep", CASE.config(), "xla")
+    inputs = inputs_of(CASE)
+    x, ids = inputs.x.reshape(8, 8), inputs.ids.reshape(8, 2)
+    np.testing.assert_allclose(partly_manual(group)(x, ids), 2 * x, rtol=1e-6)
+
+
+def test_a_closed_group_says_so(implementation: str) -> None:
+    with jax_ep.create_group(mesh_of(2), "ep", CASE.config(), implementation) as group:
+        ids = put(group, inputs_of(CASE).ids)
+        step = per_rank(group, lambda i: jax_ep.plan(group, i).send_slot)
+        jax.block_until_ready(step(ids))
+    group.close()
+    assert group.closed and "closed" in repr(group)
+    fresh = per_rank(group, lambda i: jax_ep.plan(group, i).recv_src)
+    with pytest.raises(ValueError, match=r"got a closed group .* create a new group"):
+        fresh(ids)
+    if implementation == "native":
+        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+            jax.block_until_ready(step(ids))
+
+
+def test_running_a_lowering_only_group_raises(native: str) -> None:
+    mesh = jax.sharding.AbstractMesh((2,), ("ep",))
+    # Fields that no other group of these tests has, hence a session id that is not open.
+    config = jax_ep.Config(**VALID, align=3, max_in_flight=3, dtype=jnp.float32)
+    lowering = jax_ep.create_group(mesh, "ep", config)
+    running = group_of(CASE, native)  # so that the handlers are registered
+    step = jax.shard_map(
+        lambda i: jax_ep.plan(lowering, i[0]).send_slot[None],
+        mesh=running.mesh,
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="group"):
+        jax.block_until_ready(jax.jit(step)(put(running, np.zeros((2, 4, 2), np.int32))))
+
+
+def test_an_invalid_id_is_dropped_and_counted(implementation: str) -> None:
+    group = group_of(CASE, implementation)
+    ids = inputs_of(CASE).ids.copy()
+    ids[1, 2, 0] = 77
+    got = run(group, lambda i: jax_ep.plan(group, i), ids)
+    assert got.num_dropped.tolist() == [0, 1] and got.overflow.tolist() == [1, 1]
+    if implementation == "native":
+        assert group.stats()["invalid_ids"] >= 1
+
+
+def test_debug_mode_turns_an_invalid_id_into_an_error() -> None:
+    """In a process of its own: JAX keeps the callback's failure until exit."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, jax_ep
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("ep",))
+config = jax_ep.Config(num_experts=4, top_k=1, hidden=8, max_tokens=4)
+group = jax_ep.create_group(mesh, "ep", config, "xla")
+spec = jax.sharding.PartitionSpec("ep")
+step = jax.shard_map(lambda i: jax_ep.plan(group, i).send_slot, mesh=mesh, in_specs=spec,
+                     out_specs=spec)
+jax.block_until_ready(jax.jit(step)(jnp.array([[77]])))
+jax.effects_barrier()
+"""
+    environment = os.environ | {"JAX_EP_DEBUG": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "jax_ep.plan: got expert id 77 in topk_idx, expected ids below" in done.stderr

@@ -1,0 +1,133 @@
+"""What users import: the names, the cost of importing, identities and sizes of groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import Case, mesh_of
+
+import jax_ep
+
+NAMES = {
+    "BootstrapError",
+    "Config",
+    "FP8",
+    "Group",
+    "Health",
+    "InFlight",
+    "Plan",
+    "Received",
+    "block_until_ready",
+    "combine",
+    "combine_done",
+    "combine_start",
+    "create_group",
+    "dispatch",
+    "dispatch_done",
+    "dispatch_quantized",
+    "dispatch_start",
+    "export_checks",
+    "initialize",
+    "moe",
+    "plan",
+    "routing",
+}
+
+
+def test_the_public_names() -> None:
+    assert set(jax_ep.__all__) == NAMES
+    for name in NAMES:
+        assert getattr(jax_ep, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jax_ep.nothing  # noqa: B018
+
+
+def test_public_functions_document_themselves() -> None:
+    for name in NAMES - {"BootstrapError", "routing", "initialize", "Health", "InFlight"}:
+        text = getattr(jax_ep, name).__doc__
+        assert text, name
+        if callable(getattr(jax_ep, name)) and not isinstance(getattr(jax_ep, name), type):
+            assert "Returns:" in text and "Example" in text, name
+
+
+def test_importing_queries_no_device_and_no_extra_package() -> None:
+    code = """
+import jax, sys
+before = set(sys.modules)
+import jax_ep
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+heavy = {'flax', 'optax', 'matplotlib', 'rich', 'pyverbs', 'jax_ep._core', 'jax_ep._runtime'}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_session_ids_depend_on_shape_and_order_alone() -> None:
+    config = jax_ep.Config(num_experts=8, top_k=1, hidden=24, max_tokens=3)
+    code = f"""
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 2)
+import jax_ep
+config = jax_ep.Config(num_experts=8, top_k=1, hidden=24, max_tokens=3)
+mesh = jax.sharding.AbstractMesh((2,), ("ep",))
+print(*(jax_ep.create_group(mesh, "ep", config).session_id for _ in range({2})))
+"""
+    there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    groups = [jax_ep.create_group(mesh_of(2), "ep", config, "xla") for _ in range(2)]
+    here = [group.session_id for group in groups]
+    assert [int(word) for word in there.stdout.split()] == here
+    assert here[0] != here[1]
+    assert all(-(2**63) <= value < 2**63 for value in here)
+    other = jax_ep.Config(num_experts=8, top_k=1, hidden=24, max_tokens=4)
+    assert jax_ep.create_group(mesh_of(2), "ep", other, "xla").session_id not in here
+
+
+def test_group_properties(implementation: str) -> None:
+    case = Case(ranks=4, tokens=16)
+    with jax_ep.create_group(mesh_of(4), "ep", case.config(), implementation) as group:
+        assert group.num_ranks == 4 and group.local_ranks == (0, 1, 2, 3)
+        assert group.node_size == 4 and group.experts_per_rank == 2
+        assert (group.heap_bytes > 0) == (implementation == "native")
+        assert group.health().ok and group.health().message == ""
+        assert group.stats()["implementation"] == implementation
+        assert "Group(axis='ep', num_ranks=4" in group.dump_state()
+        assert hash(group) == hash(group) and group == group
+        group.check()
+        assert jax_ep.block_until_ready({"a": jnp.ones(3)})["a"].shape == (3,)
+    assert group.closed
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "rows"),
+    [
+        ({}, 0, 0),
+        ({}, 1, 2 * 128),  # P = 8 pairs over 2 experts: one whole block each
+        ({}, 1000, (8000 + 2 * 127) // 128 * 128),
+        ({"capacity_factor": 1.25}, 1000, 2560 + 256),
+        ({"capacity_factor": 100.0}, 1000, (8000 + 2 * 127) // 128 * 128),
+        ({"recv_rows": 256}, 1000, 256),
+    ],
+)
+def test_receive_rows(changes: dict[str, float], tokens: int, rows: int) -> None:
+    config = jax_ep.Config(num_experts=8, top_k=2, hidden=8, max_tokens=1000, **changes)
+    group = jax_ep.create_group(mesh_of(4), "ep", config, "xla")
+    assert group.recv_rows(tokens) == rows
+    assert group.recv_rows(tokens, "rank_major") == 4 * tokens
+    assert group.recv_rows(tokens, "expert_batched") == 8 * tokens
+
+
+def test_config_is_hashable_and_normalises_its_dtype() -> None:
+    one = jax_ep.Config(num_experts=8, top_k=2, hidden=8, max_tokens=4, dtype="bfloat16")
+    two = jax_ep.Config(num_experts=8, top_k=2, hidden=8, max_tokens=4, dtype=jnp.bfloat16)
+    assert one == two and hash(one) == hash(two) and one.dtype == jnp.bfloat16
+
+
+def test_a_plan_is_a_pytree_with_static_layout_and_mode() -> None:
+    plan = jax_ep.Plan(*([jnp.zeros(1)] * 8), None, layout="expert_major", mode="ht")
+    assert len(jax.tree.leaves(plan)) == 8
+    assert jax.tree.map(lambda a: a + 1, plan).layout == "expert_major"
