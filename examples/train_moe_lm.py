@@ -40,7 +40,7 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=600, help="optimizer steps (default %(default)s)")
+    add("--steps", type=int, default=500, help="optimizer steps (default %(default)s)")
     add("--seconds", type=float, help="stop in good order after this time, if not done before")
     add("--batch", type=int, default=16, help="sequences of the global batch")
     add("--length", type=int, default=128, help="bytes of a sequence")
