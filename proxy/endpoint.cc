@@ -211,7 +211,7 @@ bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {
   bool all_told = true;
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
-    if (peer.is_told || !peer.is_connected || watch_.has_departed(i) || peer.rank == blamed_rank_) {
+    if (peer.is_told || !peer.is_connected || watch_.has_departed(i)) {
       continue;
     }
     peer.is_told = TrySendControl(i, control, Channel::kOrder, payload);

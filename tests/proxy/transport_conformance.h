@@ -334,20 +334,22 @@ TEST_P(TransportConformance, random_writes_between_all_arrive) {
 }
 
 TEST_P(TransportConformance, rings_the_bell_of_who_has_something_to_poll) {
-  Doorbell bell{};
-  Result<std::unique_ptr<Transport>> made = MakeTransport(
-      GetParam().transport,
-      TransportOptions{.rank = 5, .bell = &bell, .faulty_spec = GetParam().faulty_spec});
-  // shm rings through bell_export: its own test has that.
-  if (GetParam().transport != "loopback") GTEST_SKIP() << "needs an exported bell";
-  ASSERT_TRUE(made.ok());
+  Result<SharedMemory> bell = SharedMemory::Create(sizeof(Doorbell), /*shareable=*/true);
+  ASSERT_TRUE(bell.ok());
+  auto* doorbell = reinterpret_cast<Doorbell*>(bell->bytes().data());
+  Result<std::unique_ptr<Transport>> sleeper =
+      MakeTransport(GetParam().transport, TransportOptions{.rank = 5,
+                                                           .bell = doorbell,
+                                                           .bell_export = bell->Export(),
+                                                           .faulty_spec = GetParam().faulty_spec});
+  ASSERT_TRUE(sleeper.ok());
   const Result<uint32_t> peer =
-      ends_[0].transport->Connect((*made)->LocalAddress(), Deadline::After(kTimeout));
-  ASSERT_TRUE(peer.ok());
+      ends_[0].transport->Connect((*sleeper)->LocalAddress(), Deadline::After(kTimeout));
+  ASSERT_TRUE(peer.ok()) << peer.status().message();
   WriteRequest request = Write(0, 1, 0, 0, 0, 9, 9);
   request.peer = *peer;
   Post(0, request);
-  PollUntil([&] { return bell.count.load(std::memory_order_acquire) > 0; });
+  PollUntil([&] { return doorbell->count.load(std::memory_order_acquire) > 0; });
 }
 
 }  // namespace jax_ep

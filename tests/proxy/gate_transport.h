@@ -1,0 +1,106 @@
+// GateTransport: wraps a transport so that a test decides what the proxy gets to see: it can hold
+// back local completions or arrivals, and inject arrivals that nobody sent.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "proxy/transport.h"
+
+namespace jax_ep {
+
+// The switches, shared with the test. Thread rule: any.
+class Gate {
+ public:
+  void HoldSent(bool hold) {
+    Locked([&] { hold_sent_ = hold; });
+  }
+  void HoldArrivals(bool hold) {
+    Locked([&] { hold_arrivals_ = hold; });
+  }
+  void Inject(uint32_t immediate) {
+    Locked([&] {
+      injected_.push_back(
+          TransportEvent{.kind = TransportEvent::Kind::kArrived, .immediate = immediate});
+    });
+  }
+  // The answer of every later PostWrite and Poll; OK restores.
+  void Break(Status status) {
+    Locked([&] { broken_ = std::move(status); });
+  }
+
+ private:
+  friend class GateTransport;
+
+  template <typename Body>
+  void Locked(Body&& body) {
+    std::lock_guard lock(mutex_);
+    body();
+  }
+
+  std::mutex mutex_;
+  bool hold_sent_ = false;
+  bool hold_arrivals_ = false;
+  std::deque<TransportEvent> injected_;
+  Status broken_;
+};
+
+class GateTransport : public Transport {
+ public:
+  GateTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Gate> gate)
+      : inner_(std::move(inner)), gate_(std::move(gate)) {}
+
+  const TransportCaps& Caps() const override { return inner_->Caps(); }
+  std::string LocalAddress() const override { return inner_->LocalAddress(); }
+  Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
+    return inner_->Connect(address, deadline);
+  }
+  Result<LocalRegion> Register(const MemoryRegion& region) override {
+    return inner_->Register(region);
+  }
+  Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) override {
+    return inner_->ImportRemoteKey(peer, key);
+  }
+  Status PostWrite(const WriteRequest& request) override {
+    {
+      std::lock_guard lock(gate_->mutex_);
+      if (!gate_->broken_.ok()) return gate_->broken_;
+    }
+    return inner_->PostWrite(request);
+  }
+  Result<bool> Flush(uint64_t token) override { return inner_->Flush(token); }
+
+  Result<size_t> Poll(std::span<TransportEvent> events) override {
+    TransportEvent polled[16];
+    const Result<size_t> num_polled = inner_->Poll(polled);
+    if (!num_polled.ok()) return num_polled.status();
+    std::lock_guard lock(gate_->mutex_);
+    if (!gate_->broken_.ok()) return gate_->broken_;
+    for (size_t i = 0; i < *num_polled; ++i) held_.push_back(polled[i]);
+    size_t count = 0;
+    while (count < events.size() && !gate_->injected_.empty()) {
+      events[count++] = gate_->injected_.front();
+      gate_->injected_.pop_front();
+    }
+    for (auto it = held_.begin(); it != held_.end() && count < events.size();) {
+      const bool is_held =
+          it->kind == TransportEvent::Kind::kSent ? gate_->hold_sent_ : gate_->hold_arrivals_;
+      if (is_held) {
+        ++it;
+        continue;
+      }
+      events[count++] = *it;
+      it = held_.erase(it);
+    }
+    return count;
+  }
+
+ private:
+  std::unique_ptr<Transport> inner_;
+  std::shared_ptr<Gate> gate_;
+  std::deque<TransportEvent> held_;
+};
+
+}  // namespace jax_ep
