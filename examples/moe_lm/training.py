@@ -23,7 +23,7 @@ import jax_ep
 from moe_lm.model import ExpertParam, ModelSize, Transformer
 
 AXIS = "ep"
-BALANCE_LOSS_WEIGHT = 0.01
+BALANCE_LOSS_WEIGHT = 0.03
 WARMUP_STEPS = 50
 DECAY_FRACTION = 0.4  # of the steps, at the end, down to a tenth of the peak
 ADAM_B2 = 0.98
