@@ -44,7 +44,7 @@ struct Proxy::Impl {
   Status Round(bool* did_work, int64_t* blamed);
   Status Tick(Clock::time_point now, int64_t* blamed);
   void Idle(int idle_rounds, uint32_t bell_count);
-  void Fail(Status status, int64_t blamed);
+  void Fail(const Status& status, int64_t blamed);
   void SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit);
   bool IsDrained() const {
     return std::all_of(endpoints.begin(), endpoints.end(),
@@ -114,9 +114,8 @@ void Proxy::Impl::SayToAll(ImmControl control, uint32_t payload, std::chrono::na
   }
 }
 
-void Proxy::Impl::Fail(Status status, int64_t blamed) {
-  LogError(status.message());
-  failure->Set(std::move(status));
+void Proxy::Impl::Fail(const Status& status, int64_t blamed) {
+  if (failure->Set(status)) LogError(status.message());  // else its latcher has reported it
   for (const auto& endpoint : endpoints) endpoint->RingDoorbell();
   SayToAll(ImmControl::kFailed, blamed < 0 ? 0 : static_cast<uint32_t>(blamed) + 1, kFailedTime);
 }
@@ -141,7 +140,7 @@ void Proxy::Impl::Run(std::stop_token stop) {
       now = Clock::now();
       if (status.ok()) status = Tick(now, &blamed);
     }
-    if (!status.ok()) return Fail(std::move(status), blamed);
+    if (!status.ok()) return Fail(status, blamed);
     if (stop.stop_requested()) {
       if (!is_stopping) stop_at = now + kDrainTime;
       is_stopping = true;
@@ -212,6 +211,10 @@ std::string Proxy::LocalBlob(int endpoint) const {
 
 Status Proxy::Connect(int endpoint, uint32_t peer, std::string_view blob, Deadline deadline) {
   if (impl_->is_started) return FailedPrecondition("proxy: Connect after Start");
+  if (endpoint < 0 || static_cast<size_t>(endpoint) >= impl_->endpoints.size()) {
+    return InvalidArgument("proxy: Connect of endpoint " + std::to_string(endpoint) + " of " +
+                           std::to_string(impl_->endpoints.size()));
+  }
   return impl_->endpoints[static_cast<size_t>(endpoint)]->Connect(peer, blob, deadline);
 }
 

@@ -50,24 +50,31 @@ uint64_t NumberInFile(const char* path) {
   return (file >> number) ? number : UINT64_MAX;
 }
 
+// The number behind `key` in a file of "key number" lines, 0 if there is none.
+uint64_t NumberOfKey(const char* path, std::string_view key) {
+  std::ifstream file(path);
+  std::string word;
+  uint64_t number = 0;
+  std::string rest;
+  while (file >> word >> number) {
+    if (word == key) return number;
+    std::getline(file, rest);
+  }
+  return 0;
+}
+
 // MemAvailable of the host, or what the cgroup leaves if that is less. UINT64_MAX if unknown.
 uint64_t AvailableBytes() {
-  uint64_t available = UINT64_MAX;
-  std::ifstream meminfo("/proc/meminfo");
-  std::string key;
-  uint64_t kibibytes = 0;
-  std::string unit;
-  while (meminfo >> key >> kibibytes) {
-    if (key == "MemAvailable:") {
-      available = kibibytes * 1024;
-      break;
-    }
-    std::getline(meminfo, unit);
-  }
+  const uint64_t host_kibibytes = NumberOfKey("/proc/meminfo", "MemAvailable:");
+  uint64_t available = host_kibibytes == 0 ? UINT64_MAX : host_kibibytes * 1024;
   const uint64_t limit = NumberInFile("/sys/fs/cgroup/memory.max");
   const uint64_t used = NumberInFile("/sys/fs/cgroup/memory.current");
   if (limit != UINT64_MAX && used != UINT64_MAX) {
-    available = std::min(available, limit > used ? limit - used : 0);
+    // Page cache counts as used, but the kernel drops it on demand.
+    constexpr const char* kStat = "/sys/fs/cgroup/memory.stat";
+    const uint64_t cache = NumberOfKey(kStat, "active_file") + NumberOfKey(kStat, "inactive_file");
+    const uint64_t held = used > cache ? used - cache : 0;
+    available = std::min(available, limit > held ? limit - held : 0);
   }
   return available;
 }
