@@ -11,36 +11,39 @@ pytestmark = pytest.mark.multiprocess
 
 @functools.cache
 def _cases(processes, devices_per_process, *options):
-    """{case name: (digest of moves, digest of sums)} of one topology, run once."""
+    """{node size: {case: (digest of moves, digest of sums)}} of one process model, run once."""
     done = launch("same_bits.py", *options, processes=processes, devices_per_process=devices_per_process)
     assert done.returncode == 0, done.text[-6000:]
-    cases = dict(re.findall(r"^\[0\] ?case (\S+) (\S+ \S+)$", done.text, re.MULTILINE))
-    assert len(cases) == 8, done.text[-6000:]
+    cases = {}
+    pattern = r"^\[0\] ?case (\S+) (\S+) (\S+) (\S+)$"
+    for size, name, moves, sums in re.findall(pattern, done.text, re.MULTILINE):
+        cases.setdefault(size, {})[name] = (moves, sums)
+    assert cases and all(len(of_size) == 8 for of_size in cases.values()), done.text[-6000:]
     return cases
 
 
+def _one_process():
+    return _cases(1, 8, "--node-sizes", "8,4,2,1")
+
+
 def test_moves_equal_those_of_the_xla_implementation():
-    native = _cases(1, 8)
-    oracle = _cases(1, 8, "--implementation", "xla")
-    assert {k: v.split()[0] for k, v in native.items()} == {k: v.split()[0] for k, v in oracle.items()}
+    oracle = _cases(1, 8, "--implementation", "xla")["None"]
+    native = _one_process()["8"]
+    assert {k: moves for k, (moves, _) in native.items()} == {k: moves for k, (moves, _) in oracle.items()}
 
 
-@pytest.mark.parametrize("node_size", [4, 2, 1])
+@pytest.mark.parametrize("node_size", ["4", "2", "1"])
 def test_node_sizes_give_the_same_bits_in_one_process(node_size):
-    assert _cases(1, 8, "--node-size", node_size) == _cases(1, 8)
+    assert _one_process()[node_size] == _one_process()["8"]
 
 
 @pytest.mark.parametrize(
-    ("processes", "devices", "options"),
-    [
-        (4, 2, ()),
-        (2, 4, ("--node-size", 2)),
-        (4, 2, ("--node-size", 1)),
-        (8, 1, ("--node-size", 4)),
-    ],
+    ("processes", "devices", "node_sizes"),
+    [(4, 2, "8,1"), (2, 4, "2"), (8, 1, "4")],
 )
-def test_process_models_give_the_same_bits(processes, devices, options):
-    assert _cases(processes, devices, *options) == _cases(1, 8)
+def test_process_models_give_the_same_bits(processes, devices, node_sizes):
+    for cases in _cases(processes, devices, "--node-sizes", node_sizes).values():
+        assert cases == _one_process()["8"]
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 1)])

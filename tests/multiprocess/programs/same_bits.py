@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--node-size", type=int, default=None)
+parser.add_argument("--node-sizes", type=lambda text: [int(n) for n in text.split(",")], default=[None])
 parser.add_argument("--implementation", default=None)
 parser.add_argument("--transport", default="auto")
 args = parser.parse_args()
+jax.config.update("jax_disable_most_optimizations", True)  # compilation is most of the time here
 if not jax.distributed.is_initialized():
     jax_ep.initialize()
 
@@ -35,7 +36,7 @@ def digest(tree):
     return total.hexdigest()[:16]
 
 
-def run_case(name, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_rank=2, **config):
+def run_case(name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_rank=2, **config):
     experts = experts_per_rank * N
     group = jax_ep.create_group(
         mesh,
@@ -46,8 +47,8 @@ def run_case(name, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_ra
             hidden=hidden,
             max_tokens=max(tokens, 1),
             dtype=dtype,
-            node_size=args.node_size if args.implementation != "xla" else None,
-            transport=args.transport if args.implementation != "xla" else "auto",
+            node_size=node_size,
+            transport=args.transport,
             timeout_s=60.0,
             **{"align": 8, "partials": "float32", **config},
         ),
@@ -83,19 +84,24 @@ def run_case(name, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_ra
     result = jax.jit(mapped)(*map(place, (x, idx, weights)), np.ones(1, np.float32))
     moves, sums = digest(result[:5]), digest(result[5:])
     if jax.process_index() == 0:
-        print(f"case {name} {moves} {sums}", flush=True)
+        print(f"case {node_size} {name} {moves} {sums}", flush=True)
     group.check()
     group.close()
 
 
-run_case("ht-f32", tokens=37, top_k=2, hidden=136, dtype=jnp.float32, layout="expert_major", mode="ht")
-run_case("ht-bf16", tokens=64, top_k=4, hidden=40, dtype=jnp.bfloat16, layout="expert_major", mode="ht",
-         capacity_factor=1.0)  # fmt: skip
-run_case("ht-rank", tokens=19, top_k=3, hidden=8, dtype=jnp.float32, layout="rank_major", mode="ht")
-run_case("ht-batched", tokens=5, top_k=2, hidden=24, dtype=jnp.float16, layout="expert_batched", mode="ht")
-run_case("ll-f32", tokens=8, top_k=2, hidden=136, dtype=jnp.float32, layout="expert_major", mode="ll")
-run_case("ll-batched", tokens=16, top_k=4, hidden=64, dtype=jnp.bfloat16, layout="expert_batched", mode="ll")
-run_case("ll-rank", tokens=3, top_k=2, hidden=16, dtype=jnp.float32, layout="rank_major", mode="ll")
-run_case("empty", tokens=0, top_k=2, hidden=16, dtype=jnp.float32, layout="expert_major", mode="ht",
-         recv_rows=16)  # fmt: skip
-print("done", flush=True)
+f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
+CASES = {
+    "ht-f32": dict(tokens=37, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ht"),
+    "ht-bf16": dict(
+        tokens=64, top_k=4, hidden=40, dtype=bf16, layout="expert_major", mode="ht", capacity_factor=1.0
+    ),
+    "ht-rank": dict(tokens=19, top_k=3, hidden=8, dtype=f32, layout="rank_major", mode="ht"),
+    "ht-batched": dict(tokens=5, top_k=2, hidden=24, dtype=f16, layout="expert_batched", mode="ht"),
+    "ll-f32": dict(tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll"),
+    "ll-batched": dict(tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"),
+    "ll-rank": dict(tokens=3, top_k=2, hidden=16, dtype=f32, layout="rank_major", mode="ll"),
+    "empty": dict(tokens=0, top_k=2, hidden=16, dtype=f32, layout="expert_major", mode="ht", recv_rows=16),
+}
+for size in args.node_sizes:
+    for name, case in CASES.items():
+        run_case(name, size, **case)
