@@ -51,12 +51,13 @@ class Exchange:
         self._processes = sorted(processes)
         self._me = me
         self._timeout_s = timeout_s
-        self._client = _jax_compat.distributed_client() if len(self._processes) > 1 else None
+        self._client: Any = _jax_compat.distributed_client() if len(self._processes) > 1 else None
         self._published: list[str] = []
         self._pids: dict[int, int] = {}
         if len(self._processes) > 1 and self._client is None:
             raise BootstrapError(
-                f"{label}: its mesh spans {len(self._processes)} processes but jax.distributed is not "
+                f"{label}: its mesh spans {len(self._processes)} processes but jax.distributed is "
+                "not "
                 "initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
             )
 
@@ -114,8 +115,10 @@ class Exchange:
             self._check_alive(stage, process)
             if time.monotonic() >= deadline:
                 raise BootstrapError(
-                    f"{self._label}: process {process} did not reach stage {stage!r} of create_group "
-                    f"within {self._timeout_s:g} s; every process of the mesh must call create_group, "
+                    f"{self._label}: process {process} did not reach stage {stage!r} of "
+                    "create_group "
+                    f"within {self._timeout_s:g} s; every process of the mesh must call "
+                    "create_group, "
                     "with the same arguments and in the same order"
                 ) from None
         message = json.loads(text)
@@ -131,7 +134,8 @@ class Exchange:
             os.kill(pid, 0)
         except ProcessLookupError:
             raise BootstrapError(
-                f"{self._label}: process {process} (pid {pid}) is gone; it ended before stage {stage!r} "
+                f"{self._label}: process {process} (pid {pid}) is gone; it ended before stage "
+                f"{stage!r} "
                 "of create_group"
             ) from None
         except PermissionError:

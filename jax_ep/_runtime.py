@@ -41,7 +41,9 @@ class NativeSession:
         self.heap_bytes: int = session.heap_bytes
         self.transport = transport
         self.node_size = layout.node_size
-        self.local_ranks: tuple[int, ...] = tuple(sorted({rank for _, _, rank in layout.local_ranks}))
+        self.local_ranks: tuple[int, ...] = tuple(
+            sorted({rank for _, _, rank in layout.local_ranks})
+        )
         _open_sessions.add(self)
 
     def close(self) -> None:
@@ -121,21 +123,27 @@ def _choose_node_size(group: Group, hosts: list[list[str]]) -> int:
         return largest
     if group.num_ranks % wanted:
         raise ValueError(
-            f"Config.node_size: got {wanted}, expected a divisor of the group's {group.num_ranks} ranks; "
+            f"Config.node_size: got {wanted}, expected a divisor of the group's {group.num_ranks} "
+            "ranks; "
             "use one of "
             + ", ".join(str(s) for s in range(1, group.num_ranks + 1) if group.num_ranks % s == 0)
         )
     blocks = (team[i : i + wanted] for team in hosts for i in range(0, group.num_ranks, wanted))
     if any(len(set(block)) > 1 for block in blocks):
         raise ValueError(
-            f"Config.node_size: got {wanted}, but some {wanted} consecutive ranks do not share a host; "
+            f"Config.node_size: got {wanted}, but some {wanted} consecutive ranks do not share a "
+            "host; "
             f"use at most {largest}, or None"
         )
     return wanted
 
 
 def _choose_transport(
-    group: Group, num_nodes: int, one_process: bool, one_host: bool, available: dict[str, tuple[bool, str]]
+    group: Group,
+    num_nodes: int,
+    one_process: bool,
+    one_host: bool,
+    available: dict[str, tuple[bool, str]],
 ) -> str:
     """The transport between nodes; "none" where there is one node and none was asked for."""
     wanted = group.config.transport
@@ -147,24 +155,29 @@ def _choose_transport(
         for name in candidates:
             if available.get(name, (False, ""))[0]:
                 return name
-        reasons = "; ".join(f"{name}: {available[name][1]}" for name in candidates if name in available)
+        reasons = "; ".join(
+            f"{name}: {available[name][1]}" for name in candidates if name in available
+        )
         raise ValueError(
-            f"Config.transport='auto' found no transport between the {num_nodes} nodes of {group!r}: {reasons}"
+            f"Config.transport='auto' found no transport between the {num_nodes} nodes of "
+            f"{group!r}: {reasons}"
         )
     usable, reason = available.get(wanted, (False, "unknown"))
     if not usable:
         raise ValueError(
-            f"Config.transport: got {wanted!r}, which is not available here ({reason}); use 'auto' or one of "
-            + ", ".join(repr(name) for name, (ok, _) in available.items() if ok)
+            f"Config.transport: got {wanted!r}, which is not available here ({reason}); use "
+            "'auto' or one of " + ", ".join(repr(name) for name, (ok, _) in available.items() if ok)
         )
     if wanted == "loopback" and not one_process:
         raise ValueError(
-            "Config.transport: got 'loopback', which joins ranks of one process, but the mesh spans "
+            "Config.transport: got 'loopback', which joins ranks of one process, but the mesh "
+            "spans "
             "several; use 'shm' on one host, or 'auto'"
         )
     if wanted == "shm" and not one_host:
         raise ValueError(
-            "Config.transport: got 'shm', which joins processes of one host, but the mesh spans several "
+            "Config.transport: got 'shm', which joins processes of one host, but the mesh spans "
+            "several "
             "hosts; use 'auto'"
         )
     return wanted if num_nodes > 1 else "none"
@@ -177,14 +190,20 @@ def _install_hooks(core: Any) -> None:
         return
     _hooks_installed = True
 
-    def on_event(event: str, _duration: float, **_: Any) -> None:
+    def on_event(event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
         if "backend_compile" in event:
             core.note_compile_end()
 
     jax.monitoring.register_event_duration_secs_listener(on_event)
     # After this, before JAX's own exit handlers: a process that ends while others still use the
     # group must say good-bye, or they take it for dead.
-    atexit.register(lambda: [session.close() for session in list(_open_sessions)])
+    atexit.register(_close_all)
+
+
+def _close_all() -> None:
+    for session in list(_open_sessions):
+        session.close()
 
 
 def start(group: Group) -> NativeSession:
@@ -203,7 +222,9 @@ def start(group: Group) -> NativeSession:
     teams = _teams(group)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
     processes = sorted({process for team in team_processes for process in team})
-    devices_key = hashlib.sha256(repr([[d.id for d in team] for team in teams]).encode()).hexdigest()[:16]
+    devices_key = hashlib.sha256(
+        repr([[d.id for d in team] for team in teams]).encode()
+    ).hexdigest()[:16]
     count = _groups_on[devices_key]
     _groups_on[devices_key] += 1
     exchange = _bootstrap.Exchange(
@@ -211,7 +232,7 @@ def start(group: Group) -> NativeSession:
     )
     stage = "hello"
     try:
-        hello = {
+        hello: dict[str, Any] = {
             "version": _bootstrap.PROTOCOL_VERSION,
             "config": repr(group.config),
             "axis": list(group.axes),
@@ -219,12 +240,15 @@ def start(group: Group) -> NativeSession:
             "pid": os.getpid(),
             "faulty": os.environ.get("JAX_EP_FAULTY", ""),
         }
-        greetings = {process: record for process, (record, _) in exchange.share(stage, hello).items()}
+        greetings = {
+            process: record for process, (record, _) in exchange.share(stage, hello).items()
+        }
         for process, record in greetings.items():
             for field in ("version", "config", "axis"):
                 if record[field] != hello[field]:
                     raise ValueError(
-                        f"{group!r}: process {process} called create_group with {field} {record[field]}, "
+                        f"{group!r}: process {process} called create_group with {field} "
+                        f"{record[field]}, "
                         f"this process ({me}) with {hello[field]}; all processes must pass the same"
                     )
         exchange.watch(
@@ -245,7 +269,11 @@ def start(group: Group) -> NativeSession:
             if device.process_index == me
         ]
         layout = _Layout(
-            team_processes, local, [flat_ids[device] for device, _, _ in local], processes, node_size
+            team_processes,
+            local,
+            [flat_ids[device] for device, _, _ in local],
+            processes,
+            node_size,
         )
         session = _core.Session(
             session_id=group.session_id,
@@ -260,7 +288,9 @@ def start(group: Group) -> NativeSession:
             threads_per_rank=_threads_per_rank(greetings, hello["host"], teams),
             debug=_flag("JAX_EP_DEBUG"),
         )
-        blobs = {p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()}
+        blobs = {
+            p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()
+        }
         session.connect(blobs)
         stage = "connected"
         exchange.share(stage, {})
@@ -312,8 +342,10 @@ def _warn_about_small_pool() -> None:
     pool = int(text) if text.isdigit() else len(os.sched_getaffinity(0))
     if devices > 1 and pool < max(2 * devices, 8):
         warnings.warn(
-            f"jax_ep: this process has {devices} CPU devices but XLA's thread pool has {pool} threads; "
-            "XLA:CPU can deadlock on such a pool once many executions are queued. Set NPROC=32 or more "
+            f"jax_ep: this process has {devices} CPU devices but XLA's thread pool has {pool} "
+            "threads; "
+            "XLA:CPU can deadlock on such a pool once many executions are queued. Set NPROC=32 "
+            "or more "
             "in the environment before jax is imported, or use `python -m jax_ep launch`",
             RuntimeWarning,
             stacklevel=4,
@@ -326,7 +358,8 @@ def _threads_per_rank(greetings: dict[int, Any], host: str, teams: Any) -> int:
     if text:
         if not text.isdigit() or int(text) < 1:
             raise ValueError(
-                f"JAX_EP_THREADS_PER_RANK: got {text!r}, expected an int of at least 1; correct or unset it"
+                f"JAX_EP_THREADS_PER_RANK: got {text!r}, expected an int of at least 1; correct "
+                "or unset it"
             )
         return int(text)
     here = {process for process, record in greetings.items() if record["host"] == host}

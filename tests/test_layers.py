@@ -19,7 +19,13 @@ ALLOWED_INCLUDES = {
         "proxy/transport/registry.h",
         r"proxy/[a-z_]+\.h$",
     ),
-    "kernels/cpu": ("kernels/launch.h", "kernels/layout.h", "kernels/cpu/", "proxy/abi/", "proxy/base/"),
+    "kernels/cpu": (
+        "kernels/launch.h",
+        "kernels/layout.h",
+        "kernels/cpu/",
+        "proxy/abi/",
+        "proxy/base/",
+    ),
     "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
     "xla_ffi": (
         "xla_ffi/",
@@ -90,7 +96,8 @@ def test_python_imports_obey_the_layers(path):
             assert allowed, f"{path.name}: {line.strip()}"
         if module.split(".")[0] in GUARDED_IMPORTS:
             assert line.startswith((" ", "\t")), (
-                f"{path.name}: {line.strip()} is imported at module level; import it where it is used"
+                f"{path.name}: {line.strip()} is imported at module level; import it where it is "
+                "used"
             )
 
 

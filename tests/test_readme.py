@@ -16,7 +16,9 @@ def test_the_example_prints_what_it_says(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
     env = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env=env, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected
 

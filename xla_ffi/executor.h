@@ -3,11 +3,11 @@
 //
 // XLA runs the continuation of a future inline where it is completed. A continuation usually ends
 // soon, often after it has enqueued the rank's next call here; but it may also block in a native
-// collective that needs this very rank. So each rank has two threads and one seat. Who sits executes
-// calls; after a call it leaves the seat, runs the continuation, and sits down again. If the
-// continuation does not return while a call is waiting, the other thread takes the free seat: at
-// once if the call came from elsewhere, else when the ContinuationWatch has seen one continuation
-// for a whole period. In a loop of calls no thread is ever woken.
+// collective that needs this very rank. So each rank has two threads and one seat. Who sits
+// executes calls; after a call it leaves the seat, runs the continuation, and sits down again. If
+// the continuation does not return while a call is waiting, the other thread takes the free seat:
+// at once if the call came from elsewhere, else when the ContinuationWatch has seen one
+// continuation for a whole period. In a loop of calls no thread is ever woken.
 #pragma once
 
 #include <atomic>
@@ -33,7 +33,7 @@ struct Call {
   OrderEntry key{};
   const char* operation = "";
   std::function<Status(Rank&)> run;
-  std::function<void(Status)> complete;  // may run arbitrary XLA code, may block
+  std::function<void(Status)> complete;              // may run arbitrary XLA code, may block
   std::chrono::steady_clock::time_point enqueued{};  // set by Enqueue
 };
 
@@ -41,7 +41,8 @@ struct Call {
 // outlive it.
 class Executor {
  public:
-  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order, ContinuationWatch* watch);
+  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
+           ContinuationWatch* watch);
   ~Executor();  // Stop()
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -50,7 +51,8 @@ class Executor {
   void Enqueue(Call call);
 
   // Fails what is still queued with `reason`, joins both threads. Idempotent. A running call is
-  // waited for: its own waits are bounded, and the session latches a failure first when it must end.
+  // waited for: its own waits are bounded, and the session latches a failure first when it must
+  // end.
   void Stop(const Status& reason);
 
   Rank& rank() { return *rank_; }

@@ -129,12 +129,11 @@ class Checker {
     const auto have = static_cast<int64_t>(Count(buffer));
     if (have == 0 && may_be_absent) return;
     if (have != num_elements || TypeOf(buffer) != type) {
-      status_ = InvalidArgument(std::string(operation_) + ": buffer " + name + " has " +
-                                std::to_string(have) + " elements of type " +
-                                std::to_string(static_cast<int>(TypeOf(buffer))) + ", expected " +
-                                std::to_string(num_elements) + " of type " +
-                                std::to_string(static_cast<int>(type)) +
-                                "; was the program compiled for another group?");
+      status_ = InvalidArgument(
+          std::string(operation_) + ": buffer " + name + " has " + std::to_string(have) +
+          " elements of type " + std::to_string(static_cast<int>(TypeOf(buffer))) + ", expected " +
+          std::to_string(num_elements) + " of type " + std::to_string(static_cast<int>(type)) +
+          "; was the program compiled for another group?");
     }
   }
   void Require(bool condition, const std::string& message) {
@@ -165,8 +164,9 @@ int64_t TokensOf(size_t num_pairs, const GroupShape& shape) {
 void CheckTokens(Checker& check, const GroupShape& shape, Mode mode, int64_t num_tokens) {
   const uint64_t limit = mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
   check.Require(static_cast<uint64_t>(num_tokens) <= limit,
-                "got " + std::to_string(num_tokens) + " tokens, the group was created for at most " +
-                    std::to_string(limit) + " in this mode");
+                "got " + std::to_string(num_tokens) +
+                    " tokens, the group was created for at most " + std::to_string(limit) +
+                    " in this mode");
   check.Require(mode == Mode::kLl || shape.has_ht, "the group was created for mode ll only");
 }
 
@@ -310,10 +310,8 @@ Result<CombineParams> MakeCombine(const Invocation& call, const GroupShape& shap
   const int64_t num_tokens = TokensOf(b.send_slot->element_count(), shape);
   const int64_t num_pairs = num_tokens * shape.top_k;
   const auto rows = static_cast<int64_t>(b.recv_src->element_count());
-  CombineParams params{.mode = call.mode,
-                       .layout = call.layout,
-                       .num_tokens = num_tokens,
-                       .recv_rows = rows};
+  CombineParams params{
+      .mode = call.mode, .layout = call.layout, .num_tokens = num_tokens, .recv_rows = rows};
   CheckTokens(check, shape, call.mode, num_tokens);
   check.Require("send_slot", *b.send_slot, kI32, num_pairs);
   check.Require("recv_src", *b.recv_src, kI32, ExpectedRows(shape, call.layout, num_tokens, rows));
@@ -355,18 +353,19 @@ Run WithIdCheck(Run run, const char* operation, bool debug) {
     JAX_EP_RETURN_IF_ERROR(run(rank));
     const uint64_t found = rank.counters->invalid_ids.load(std::memory_order_relaxed) - before;
     if (found == 0) return Status::Ok();
-    return InvalidArgument("group " + rank.group_name + ": " + operation + " on rank " +
-                           std::to_string(rank.rank) + " got " + std::to_string(found) +
-                           " expert id(s) of " + std::to_string(rank.shape.num_experts) +
-                           " or more, expected ids below num_experts (negative: no expert); fix the "
-                           "router, or unset JAX_EP_DEBUG to have them dropped and counted");
+    return InvalidArgument(
+        "group " + rank.group_name + ": " + operation + " on rank " + std::to_string(rank.rank) +
+        " got " + std::to_string(found) + " expert id(s) of " +
+        std::to_string(rank.shape.num_experts) +
+        " or more, expected ids below num_experts (negative: no expert); fix the "
+        "router, or unset JAX_EP_DEBUG to have them dropped and counted");
   };
 }
 
 // Epochs travel through XLA as i32; the counter they belong to is 64 bits wide.
 uint64_t ExtendEpoch(const int32_t* low, uint64_t newest) {
-  const auto difference = static_cast<int32_t>(static_cast<uint32_t>(*low) -
-                                               static_cast<uint32_t>(newest));
+  const auto difference =
+      static_cast<int32_t>(static_cast<uint32_t>(*low) - static_cast<uint32_t>(newest));
   return newest + static_cast<uint64_t>(static_cast<int64_t>(difference));
 }
 
@@ -375,83 +374,88 @@ uint64_t ExtendEpoch(const int32_t* low, uint64_t newest) {
 ffi::Future PlanHandler(ffi::RunId run_id, int32_t device, SiteState* state, int64_t session,
                         int64_t mode, int64_t layout, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3,
                         Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "plan", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("plan");
-    JAX_EP_ASSIGN_OR_RETURN(const PlanParams params,
-                            MakePlan(call, shape, check, topk_idx,
-                                     {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
-    return WithIdCheck([params](Rank& rank) { return RunPlan(rank, params); }, "plan", debug);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(
+      call, "plan", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+        Checker check("plan");
+        JAX_EP_ASSIGN_OR_RETURN(
+            const PlanParams params,
+            MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
+        return WithIdCheck([params](Rank& rank) { return RunPlan(rank, params); }, "plan", debug);
+      });
 }
 
 ffi::Future DispatchHandler(ffi::RunId run_id, int32_t device, SiteState* state, int64_t session,
                             int64_t mode, int64_t layout, int64_t pad, Arg x, Arg weights,
                             Arg send_slot, Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights,
                             Ret recv_x, Ret recv_weights, Ret recv_dots) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch");
-    JAX_EP_ASSIGN_OR_RETURN(
-        const DispatchParams params,
-        MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
-                     static_cast<int64_t>(recv_src.element_count()), pad,
-                     {.x = &x,
-                      .weights = &weights,
-                      .send_slot = &send_slot,
-                      .recv_src = &recv_src,
-                      .recv_topk_idx = &recv_topk_idx,
-                      .y = &y,
-                      .row_weights = &row_weights,
-                      .recv_x = &recv_x,
-                      .recv_weights = &recv_weights,
-                      .recv_dots = &recv_dots}));
-    return Run([params](Rank& rank) { return RunDispatch(rank, params); });
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "dispatch",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("dispatch");
+                  JAX_EP_ASSIGN_OR_RETURN(
+                      const DispatchParams params,
+                      MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
+                                   static_cast<int64_t>(recv_src.element_count()), pad,
+                                   {.x = &x,
+                                    .weights = &weights,
+                                    .send_slot = &send_slot,
+                                    .recv_src = &recv_src,
+                                    .recv_topk_idx = &recv_topk_idx,
+                                    .y = &y,
+                                    .row_weights = &row_weights,
+                                    .recv_x = &recv_x,
+                                    .recv_weights = &recv_weights,
+                                    .recv_dots = &recv_dots}));
+                  return Run([params](Rank& rank) { return RunDispatch(rank, params); });
+                });
 }
 
 ffi::Future LlDispatchHandler(ffi::RunId run_id, int32_t device, SiteState* state, int64_t session,
                               int64_t mode, int64_t layout, int64_t pad, Arg x, Arg weights,
                               Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6,
                               Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch (ll)");
-    LlDispatchParams params;
-    JAX_EP_ASSIGN_OR_RETURN(params.plan,
-                            MakePlan(call, shape, check, topk_idx,
-                                     {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
-    JAX_EP_ASSIGN_OR_RETURN(
-        params.dispatch,
-        MakeDispatch(
-            call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
-            {.x = &x, .weights = &weights, .recv_x = &recv_x, .recv_weights = &recv_weights}));
-    return WithIdCheck([params](Rank& rank) { return RunLlDispatch(rank, params); },
-                       "dispatch (ll)", debug);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(
+      call, "dispatch (ll)",
+      [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+        Checker check("dispatch (ll)");
+        LlDispatchParams params;
+        JAX_EP_ASSIGN_OR_RETURN(
+            params.plan,
+            MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
+        JAX_EP_ASSIGN_OR_RETURN(
+            params.dispatch,
+            MakeDispatch(
+                call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
+                {.x = &x, .weights = &weights, .recv_x = &recv_x, .recv_weights = &recv_weights}));
+        return WithIdCheck([params](Rank& rank) { return RunLlDispatch(rank, params); },
+                           "dispatch (ll)", debug);
+      });
 }
 
 ffi::Future CombineHandler(ffi::RunId run_id, int32_t device, SiteState* state, int64_t session,
                            int64_t mode, int64_t layout, Arg y, Arg row_weights, Arg ride,
                            Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "combine", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("combine");
-    JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
-                            MakeCombine(call, shape, check,
-                                        {.y = &y,
-                                         .row_weights = &row_weights,
-                                         .ride = &ride,
-                                         .send_slot = &send_slot,
-                                         .recv_src = &recv_src,
-                                         .out = &out,
-                                         .ride_out = &ride_out}));
-    return Run([params](Rank& rank) { return RunCombine(rank, params); });
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "combine",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("combine");
+                  JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
+                                          MakeCombine(call, shape, check,
+                                                      {.y = &y,
+                                                       .row_weights = &row_weights,
+                                                       .ride = &ride,
+                                                       .send_slot = &send_slot,
+                                                       .recv_src = &recv_src,
+                                                       .out = &out,
+                                                       .ride_out = &ride_out}));
+                  return Run([params](Rank& rank) { return RunCombine(rank, params); });
+                });
 }
 
 // Runs a Start half and hands its epoch to XLA.
@@ -469,74 +473,78 @@ Run StartRun(const Params& params, int32_t* epoch_out,
 ffi::Future DispatchStartHandler(ffi::RunId run_id, int32_t device, SiteState* state,
                                  int64_t session, int64_t mode, int64_t layout, Arg x, Arg weights,
                                  Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret epoch) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_start", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch_start");
-    check.Require("epoch", epoch, kI32, 1);
-    JAX_EP_ASSIGN_OR_RETURN(
-        const DispatchParams params,
-        MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
-                     static_cast<int64_t>(recv_src.element_count()), /*pad=*/0,
-                     {.x = &x,
-                      .weights = &weights,
-                      .send_slot = &send_slot,
-                      .recv_src = &recv_src,
-                      .recv_topk_idx = &recv_topk_idx}));
-    return StartRun(params, Out<int32_t>(epoch).data(), &StartDispatch);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "dispatch_start",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("dispatch_start");
+                  check.Require("epoch", epoch, kI32, 1);
+                  JAX_EP_ASSIGN_OR_RETURN(
+                      const DispatchParams params,
+                      MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
+                                   static_cast<int64_t>(recv_src.element_count()), /*pad=*/0,
+                                   {.x = &x,
+                                    .weights = &weights,
+                                    .send_slot = &send_slot,
+                                    .recv_src = &recv_src,
+                                    .recv_topk_idx = &recv_topk_idx}));
+                  return StartRun(params, Out<int32_t>(epoch).data(), &StartDispatch);
+                });
 }
 
 ffi::Future DispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* state,
                                 int64_t session, int64_t mode, int64_t layout, int64_t pad,
                                 int64_t /*has_weights*/, Arg epoch, Arg send_slot, Arg recv_src,
                                 Arg recv_topk_idx, Ret recv_x, Ret recv_weights) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_done", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch_done");
-    check.Require("epoch", epoch, kI32, 1);
-    JAX_EP_ASSIGN_OR_RETURN(
-        const DispatchParams params,
-        MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
-                     static_cast<int64_t>(recv_src.element_count()), pad,
-                     {.send_slot = &send_slot,
-                      .recv_src = &recv_src,
-                      .recv_topk_idx = &recv_topk_idx,
-                      .recv_x = &recv_x,
-                      .recv_weights = &recv_weights}));
-    return Run([params, low = In<int32_t>(epoch).data()](Rank& rank) {
-      const uint64_t newest = params.mode == Mode::kLl ? rank.epochs.ll_dispatch_started
-                                                       : rank.epochs.dispatch_started;
-      return FinishDispatch(rank, params, ExtendEpoch(low, newest));
-    });
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "dispatch_done",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("dispatch_done");
+                  check.Require("epoch", epoch, kI32, 1);
+                  JAX_EP_ASSIGN_OR_RETURN(
+                      const DispatchParams params,
+                      MakeDispatch(call, shape, check, TokensOf(send_slot.element_count(), shape),
+                                   static_cast<int64_t>(recv_src.element_count()), pad,
+                                   {.send_slot = &send_slot,
+                                    .recv_src = &recv_src,
+                                    .recv_topk_idx = &recv_topk_idx,
+                                    .recv_x = &recv_x,
+                                    .recv_weights = &recv_weights}));
+                  return Run([params, low = In<int32_t>(epoch).data()](Rank& rank) {
+                    const uint64_t newest = params.mode == Mode::kLl
+                                                ? rank.epochs.ll_dispatch_started
+                                                : rank.epochs.dispatch_started;
+                    return FinishDispatch(rank, params, ExtendEpoch(low, newest));
+                  });
+                });
 }
 
 ffi::Future LlDispatchStartHandler(ffi::RunId run_id, int32_t device, SiteState* state,
                                    int64_t session, int64_t mode, int64_t layout, Arg x,
                                    Arg weights, Arg topk_idx, Ret epoch) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_start (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch_start (ll)");
-    check.Require("epoch", epoch, kI32, 1);
-    const int64_t num_tokens = TokensOf(topk_idx.element_count(), shape);
-    check.Require("topk_idx", topk_idx, kI32, num_tokens * shape.top_k);
-    LlDispatchParams params;
-    params.plan = {.mode = call.mode,
-                   .layout = call.layout,
-                   .num_tokens = num_tokens,
-                   .recv_rows = 0,
-                   .topk_idx = In<int32_t>(topk_idx),
-                   .out = {}};
-    JAX_EP_ASSIGN_OR_RETURN(
-        params.dispatch,
-        MakeDispatch(call, shape, check, num_tokens,
-                     ExpectedRows(shape, call.layout, num_tokens, /*rows=*/0), /*pad=*/0,
-                     {.x = &x, .weights = &weights}));
-    return StartRun(params, Out<int32_t>(epoch).data(), &StartLlDispatch);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "dispatch_start (ll)",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("dispatch_start (ll)");
+                  check.Require("epoch", epoch, kI32, 1);
+                  const int64_t num_tokens = TokensOf(topk_idx.element_count(), shape);
+                  check.Require("topk_idx", topk_idx, kI32, num_tokens * shape.top_k);
+                  LlDispatchParams params;
+                  params.plan = {.mode = call.mode,
+                                 .layout = call.layout,
+                                 .num_tokens = num_tokens,
+                                 .recv_rows = 0,
+                                 .topk_idx = In<int32_t>(topk_idx),
+                                 .out = {}};
+                  JAX_EP_ASSIGN_OR_RETURN(
+                      params.dispatch,
+                      MakeDispatch(call, shape, check, num_tokens,
+                                   ExpectedRows(shape, call.layout, num_tokens, /*rows=*/0),
+                                   /*pad=*/0, {.x = &x, .weights = &weights}));
+                  return StartRun(params, Out<int32_t>(epoch).data(), &StartLlDispatch);
+                });
 }
 
 ffi::Future LlDispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* state,
@@ -544,66 +552,71 @@ ffi::Future LlDispatchDoneHandler(ffi::RunId run_id, int32_t device, SiteState* 
                                   int64_t /*has_weights*/, Arg epoch, Arg topk_idx, Ret r0, Ret r1,
                                   Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8,
                                   Ret recv_x, Ret recv_weights) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "dispatch_done (ll)", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("dispatch_done (ll)");
-    check.Require("epoch", epoch, kI32, 1);
-    LlDispatchParams params;
-    JAX_EP_ASSIGN_OR_RETURN(params.plan,
-                            MakePlan(call, shape, check, topk_idx,
-                                     {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
-    JAX_EP_ASSIGN_OR_RETURN(
-        params.dispatch,
-        MakeDispatch(call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
-                     {.recv_x = &recv_x, .recv_weights = &recv_weights}));
-    return WithIdCheck(
-        [params, low = In<int32_t>(epoch).data()](Rank& rank) {
-          return FinishLlDispatch(rank, params, ExtendEpoch(low, rank.epochs.ll_dispatch_started));
-        },
-        "dispatch_done (ll)", debug);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(
+      call, "dispatch_done (ll)",
+      [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+        Checker check("dispatch_done (ll)");
+        check.Require("epoch", epoch, kI32, 1);
+        LlDispatchParams params;
+        JAX_EP_ASSIGN_OR_RETURN(
+            params.plan,
+            MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8}));
+        JAX_EP_ASSIGN_OR_RETURN(
+            params.dispatch,
+            MakeDispatch(call, shape, check, params.plan.num_tokens, params.plan.recv_rows, pad,
+                         {.recv_x = &recv_x, .recv_weights = &recv_weights}));
+        return WithIdCheck(
+            [params, low = In<int32_t>(epoch).data()](Rank& rank) {
+              return FinishLlDispatch(rank, params,
+                                      ExtendEpoch(low, rank.epochs.ll_dispatch_started));
+            },
+            "dispatch_done (ll)", debug);
+      });
 }
 
 ffi::Future CombineStartHandler(ffi::RunId run_id, int32_t device, SiteState* state,
                                 int64_t session, int64_t mode, int64_t layout, Arg y,
                                 Arg row_weights, Arg ride, Arg send_slot, Arg recv_src, Ret epoch) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "combine_start", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("combine_start");
-    check.Require("epoch", epoch, kI32, 1);
-    JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
-                            MakeCombine(call, shape, check,
-                                        {.y = &y,
-                                         .row_weights = &row_weights,
-                                         .ride = &ride,
-                                         .send_slot = &send_slot,
-                                         .recv_src = &recv_src}));
-    return StartRun(params, Out<int32_t>(epoch).data(), &StartCombine);
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(call, "combine_start",
+                [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+                  Checker check("combine_start");
+                  check.Require("epoch", epoch, kI32, 1);
+                  JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
+                                          MakeCombine(call, shape, check,
+                                                      {.y = &y,
+                                                       .row_weights = &row_weights,
+                                                       .ride = &ride,
+                                                       .send_slot = &send_slot,
+                                                       .recv_src = &recv_src}));
+                  return StartRun(params, Out<int32_t>(epoch).data(), &StartCombine);
+                });
 }
 
 ffi::Future CombineDoneHandler(ffi::RunId run_id, int32_t device, SiteState* state, int64_t session,
                                int64_t mode, int64_t layout, int64_t /*has_ride*/, Arg epoch,
                                Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
-  const Invocation call{run_id, device, state, session, static_cast<Mode>(mode),
-                        static_cast<Layout>(layout)};
-  return Submit(call, "combine_done", [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
-    Checker check("combine_done");
-    check.Require("epoch", epoch, kI32, 1);
-    JAX_EP_ASSIGN_OR_RETURN(const CombineParams params,
-                            MakeCombine(call, shape, check,
-                                        {.send_slot = &send_slot,
-                                         .recv_src = &recv_src,
-                                         .out = &out,
-                                         .ride_out = &ride_out}));
-    return Run([params, low = In<int32_t>(epoch).data()](Rank& rank) {
-      const uint64_t newest = params.mode == Mode::kLl ? rank.epochs.ll_combine_started
-                                                       : rank.epochs.combine_started;
-      return FinishCombine(rank, params, ExtendEpoch(low, newest));
-    });
-  });
+  const Invocation call{
+      run_id, device, state, session, static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  return Submit(
+      call, "combine_done",
+      [&](const GroupShape& shape, [[maybe_unused]] bool debug) -> Result<Run> {
+        Checker check("combine_done");
+        check.Require("epoch", epoch, kI32, 1);
+        JAX_EP_ASSIGN_OR_RETURN(const CombineParams params, MakeCombine(call, shape, check,
+                                                                        {.send_slot = &send_slot,
+                                                                         .recv_src = &recv_src,
+                                                                         .out = &out,
+                                                                         .ride_out = &ride_out}));
+        return Run([params, low = In<int32_t>(epoch).data()](Rank& rank) {
+          const uint64_t newest = params.mode == Mode::kLl ? rank.epochs.ll_combine_started
+                                                           : rank.epochs.combine_started;
+          return FinishCombine(rank, params, ExtendEpoch(low, newest));
+        });
+      });
 }
 
 XLA_FFI_DEFINE_HANDLER(kPlan, PlanHandler, signatures::Plan());

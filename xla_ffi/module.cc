@@ -45,7 +45,8 @@ void ThrowIfError(const Status& status) {
 }
 
 std::chrono::nanoseconds Nanoseconds(double seconds) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(seconds));
 }
 
 nb::capsule Capsule(const void* pointer) { return nb::capsule(pointer); }
@@ -222,32 +223,33 @@ NB_MODULE(_core, m) {
   m.def("registrations", &jax_ep::Registrations,
         "(types, targets) to give to jax.ffi.register_ffi_type and register_ffi_target, in that "
         "order.");
-  m.def("note_compile_end",
-        [] { jax_ep::SessionTable::Instance().sites().NoteModuleComplete(); },
-        "A compilation has ended: the next custom call instantiated belongs to another module.");
+  m.def(
+      "note_compile_end", [] { jax_ep::SessionTable::Instance().sites().NoteModuleComplete(); },
+      "A compilation has ended: the next custom call instantiated belongs to another module.");
   m.def("transports", &jax_ep::Transports, "[(name, available, reason)] of every transport.");
-  m.def("heap_bytes_for",
-        [](uint32_t num_ranks, uint32_t node_size, uint32_t num_experts, uint32_t top_k,
-           uint32_t align, uint64_t hidden, uint64_t max_tokens, uint64_t ll_tokens, int elem_type,
-           bool f32_partials, bool has_ht, uint32_t depth) {
-          return jax_ep::HeapLayout::Make({.num_ranks = num_ranks,
-                                           .node_size = node_size,
-                                           .num_experts = num_experts,
-                                           .top_k = top_k,
-                                           .align = align,
-                                           .hidden = hidden,
-                                           .max_tokens = max_tokens,
-                                           .ll_tokens = ll_tokens,
-                                           .elem_type = static_cast<jax_ep::ElemType>(elem_type),
-                                           .f32_partials = f32_partials,
-                                           .has_ht = has_ht,
-                                           .depth = depth})
-              .total_bytes;
-        },
-        nb::kw_only(), nb::arg("num_ranks"), nb::arg("node_size"), nb::arg("num_experts"),
-        nb::arg("top_k"), nb::arg("align"), nb::arg("hidden"), nb::arg("max_tokens"),
-        nb::arg("ll_tokens"), nb::arg("elem_type"), nb::arg("f32_partials"), nb::arg("has_ht"),
-        nb::arg("depth"), "Bytes of one rank's heap for a group of this shape.");
+  m.def(
+      "heap_bytes_for",
+      [](uint32_t num_ranks, uint32_t node_size, uint32_t num_experts, uint32_t top_k,
+         uint32_t align, uint64_t hidden, uint64_t max_tokens, uint64_t ll_tokens, int elem_type,
+         bool f32_partials, bool has_ht, uint32_t depth) {
+        return jax_ep::HeapLayout::Make({.num_ranks = num_ranks,
+                                         .node_size = node_size,
+                                         .num_experts = num_experts,
+                                         .top_k = top_k,
+                                         .align = align,
+                                         .hidden = hidden,
+                                         .max_tokens = max_tokens,
+                                         .ll_tokens = ll_tokens,
+                                         .elem_type = static_cast<jax_ep::ElemType>(elem_type),
+                                         .f32_partials = f32_partials,
+                                         .has_ht = has_ht,
+                                         .depth = depth})
+            .total_bytes;
+      },
+      nb::kw_only(), nb::arg("num_ranks"), nb::arg("node_size"), nb::arg("num_experts"),
+      nb::arg("top_k"), nb::arg("align"), nb::arg("hidden"), nb::arg("max_tokens"),
+      nb::arg("ll_tokens"), nb::arg("elem_type"), nb::arg("f32_partials"), nb::arg("has_ht"),
+      nb::arg("depth"), "Bytes of one rank's heap for a group of this shape.");
   nb::class_<PySession>(m, "Session", "One group in this process (xla_ffi/session.h).")
       .def(nb::init<int64_t, const std::string&, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,
                     uint64_t, uint64_t, uint64_t, int, bool, bool, uint32_t,

@@ -44,8 +44,8 @@ void Monitor::Stop() {
   Publish();
   for (ControlBlock* control : options_.own) {
     MemberState running = MemberState::kRunning;
-    control->state.compare_exchange_strong(running, MemberState::kClosed,
-                                           std::memory_order_release, std::memory_order_relaxed);
+    control->state.compare_exchange_strong(running, MemberState::kClosed, std::memory_order_release,
+                                           std::memory_order_relaxed);
   }
 }
 
@@ -63,17 +63,15 @@ void Monitor::Publish() {
 
 void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now) {
   const MonitorOptions::Peer& peer = watched.peer;
-  const std::string who =
-      "group " + options_.group_name + ": rank " + std::to_string(peer.rank) + " (pid " +
-      std::to_string(peer.pid) + ") ";
+  const std::string who = "group " + options_.group_name + ": rank " + std::to_string(peer.rank) +
+                          " (pid " + std::to_string(peer.pid) + ") ";
   // Whoever has said good-bye or failed may exit as it likes.
   switch (peer.control->state.load(std::memory_order_acquire)) {
     case MemberState::kRunning:
       break;
     case MemberState::kFailed: {
-      const std::string reason(
-          peer.control->failure_text,
-          strnlen(peer.control->failure_text, kFailureTextBytes));
+      const std::string reason(peer.control->failure_text,
+                               strnlen(peer.control->failure_text, kFailureTextBytes));
       failure_->Set(Unavailable(who + "failed first: " + reason));
       return;
     }
@@ -107,8 +105,8 @@ void Monitor::Loop() {
     entry.pidfd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0));
     watched.push_back(entry);
   }
-  const auto period = std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout,
-                                                         kMaxBeatPeriod);
+  const auto period =
+      std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout, kMaxBeatPeriod);
   const FailureLatch never_failed;
   while (!stopping_.load(std::memory_order_acquire)) {
     for (ControlBlock* control : options_.own) {

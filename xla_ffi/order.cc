@@ -20,7 +20,8 @@ ControlBlock& AgreedOrder::control(uint32_t rank) const {
 }
 
 void AgreedOrder::RingNodeMates() const {
-  for (uint32_t mate = rank_.node_begin(); mate < rank_.node_begin() + rank_.shape.node_size; ++mate) {
+  for (uint32_t mate = rank_.node_begin(); mate < rank_.node_begin() + rank_.shape.node_size;
+       ++mate) {
     if (mate != rank_.rank) control(mate).doorbell.Ring();
   }
 }
@@ -34,7 +35,8 @@ Status AgreedOrder::Announce(const OrderEntry& entry) {
   log.order_count.store(next_ + 1, std::memory_order_release);
   RingNodeMates();
   if (rank_.ring.memory != nullptr) {
-    const uint64_t offset = offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
+    const uint64_t offset =
+        offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
     const Deadline deadline = Deadline::After(rank_.timeout);
     for (uint32_t node = 1; node < rank_.shape.num_nodes(); ++node) {
       const std::optional<PackedCommand> packed =

@@ -20,8 +20,8 @@ class AgreedOrder {
 
   bool announces() const { return rank_.rank == 0; }
 
-  // Rank 0 only: appends `entry` to the order. Blocks (bounded by the rank's timeout) only while the
-  // ring to the proxy is full.
+  // Rank 0 only: appends `entry` to the order. Blocks (bounded by the rank's timeout) only while
+  // the ring to the proxy is full.
   Status Announce(const OrderEntry& entry);
 
   // Other ranks: the next entry to execute, if it has been announced. Advance consumes it.

@@ -23,7 +23,7 @@ struct Session::Member {
   std::vector<MonitorOptions::Peer> watched;
   RankCounters counters{};
   std::unique_ptr<WorkerPool> pool;
-  int endpoint = -1;  // of the proxy; -1 in a group of one node
+  int endpoint = -1;           // of the proxy; -1 in a group of one node
   std::unique_ptr<Rank> rank;  // until Start gives it to the executor
   std::unique_ptr<Executor> executor;
 
@@ -70,15 +70,15 @@ Status Session::AllocateMembers() {
   }
   if (shape.num_nodes() > 1) {
     JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-    JAX_EP_ASSIGN_OR_RETURN(proxy_, Proxy::Create(
-                                        ProxyOptions{.group_name = options_.name,
-                                                     .transport = options_.transport,
-                                                     .faulty_spec = env.faulty_spec,
-                                                     .window_messages = env.window_messages,
-                                                     .window_bytes = env.window_bytes,
-                                                     .peer_timeout = options_.peer_timeout,
-                                                     .timeout = options_.timeout},
-                                        failure_.get()));
+    JAX_EP_ASSIGN_OR_RETURN(proxy_,
+                            Proxy::Create(ProxyOptions{.group_name = options_.name,
+                                                       .transport = options_.transport,
+                                                       .faulty_spec = env.faulty_spec,
+                                                       .window_messages = env.window_messages,
+                                                       .window_bytes = env.window_bytes,
+                                                       .peer_timeout = options_.peer_timeout,
+                                                       .timeout = options_.timeout},
+                                          failure_.get()));
   }
   for (const LocalRank& local : options_.local_ranks) {
     auto member = std::make_unique<Member>();
@@ -109,21 +109,20 @@ Status Session::AllocateMembers() {
       std::byte* heap = member->heap.bytes().data();
       JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
       JAX_EP_ASSIGN_OR_RETURN(
-          member->endpoint,
-          proxy_->AddEndpoint(EndpointOptions{
-              .rank = local.rank,
-              .num_ranks = shape.num_ranks,
-              .peers = std::move(peers),
-              .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
-              .heap = member->heap.bytes(),
-              .heap_export = one_process ? std::string() : member->heap.Export(),
-              .flag =
-                  [heap, layout = layout_](Channel channel, uint32_t source) {
-                    return reinterpret_cast<std::atomic<uint64_t>*>(
-                        heap + layout.flag_offset(channel, source));
-                  },
-              .doorbell = &member->control()->doorbell,
-              .ring_slots = env.ring_slots}));
+          member->endpoint, proxy_->AddEndpoint(EndpointOptions{
+                                .rank = local.rank,
+                                .num_ranks = shape.num_ranks,
+                                .peers = std::move(peers),
+                                .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
+                                .heap = member->heap.bytes(),
+                                .heap_export = one_process ? std::string() : member->heap.Export(),
+                                .flag =
+                                    [heap, layout = layout_](Channel channel, uint32_t source) {
+                                      return reinterpret_cast<std::atomic<uint64_t>*>(
+                                          heap + layout.flag_offset(channel, source));
+                                    },
+                                .doorbell = &member->control()->doorbell,
+                                .ring_slots = env.ring_slots}));
       rank->ring = proxy_->ring(member->endpoint);
       rank->proxy_bell = proxy_->bell();
     }
@@ -233,7 +232,8 @@ Status Session::Start() {
   watch_ = std::make_unique<ContinuationWatch>();
   for (const auto& member : members_) {
     auto order = std::make_unique<AgreedOrder>(*member->rank);
-    member->executor = std::make_unique<Executor>(std::move(member->rank), std::move(order), watch_.get());
+    member->executor =
+        std::make_unique<Executor>(std::move(member->rank), std::move(order), watch_.get());
   }
   started_ = true;
   return Status::Ok();
@@ -244,8 +244,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
   const uint64_t epoch = ++barrier_epoch_;
   const Deadline deadline = Deadline::After(limit);
   const auto flag_of = [&](std::byte* heap, uint32_t source) {
-    return reinterpret_cast<std::atomic<uint64_t>*>(
-        heap + layout_.flag_offset(Channel::kBarrier, source));
+    return reinterpret_cast<std::atomic<uint64_t>*>(heap +
+                                                    layout_.flag_offset(Channel::kBarrier, source));
   };
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
@@ -262,7 +262,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
       RingView ring = rank.ring;
       while (!ring.TryPush(*packed)) {
         if (failure_->failed()) return failure_->status();
-        if (deadline.expired()) return DeadlineExceeded("the command ring stayed full at a barrier");
+        if (deadline.expired())
+          return DeadlineExceeded("the command ring stayed full at a barrier");
         std::this_thread::yield();
       }
     }
@@ -288,8 +289,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
 
 void Session::Close() {
   if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-  const Status reason = FailedPrecondition(
-      "group " + options_.name + " is closed; create a new one with jax_ep.create_group");
+  const Status reason = FailedPrecondition("group " + options_.name +
+                                           " is closed; create a new one with jax_ep.create_group");
   if (started_) {
     if (monitor_ != nullptr) monitor_->ExpectDepartures();
     // Without the others' consent a call that still runs has lost its peers: end its waits.
@@ -375,7 +376,8 @@ Status SessionTable::Add(std::shared_ptr<Session> session) {
   std::lock_guard lock(mutex_);
   const int64_t id = session->options().session_id;
   if (!sessions_.emplace(id, session).second) {
-    return FailedPrecondition("group " + session->options().name + " exists already in this process");
+    return FailedPrecondition("group " + session->options().name +
+                              " exists already in this process");
   }
   closed_.erase(id);
   return Status::Ok();

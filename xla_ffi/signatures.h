@@ -52,17 +52,17 @@ inline auto Plan() {
 
 inline auto Dispatch() {
   return Context()
-      .Attr<int64_t>("pad")      // 0 zero, 1 undefined
-      .Arg<ffi::AnyBuffer>()     // x [T, H]
-      .Arg<ffi::AnyBuffer>()     // weights f32[T, K]
-      .Arg<ffi::AnyBuffer>()     // send_slot i32[T, K]
-      .Arg<ffi::AnyBuffer>()     // recv_src i32[R]
-      .Arg<ffi::AnyBuffer>()     // recv_topk_idx i32[N, T, K] in rank_major
-      .Arg<ffi::AnyBuffer>()     // y [R, H]
-      .Arg<ffi::AnyBuffer>()     // row_weights f32[R]
-      .Ret<ffi::AnyBuffer>()     // recv_x [R, H]
-      .Ret<ffi::AnyBuffer>()     // recv_weights f32[R]; rank_major f32[N, T, K]
-      .Ret<ffi::AnyBuffer>();    // recv_dots f32[R]
+      .Attr<int64_t>("pad")    // 0 zero, 1 undefined
+      .Arg<ffi::AnyBuffer>()   // x [T, H]
+      .Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+      .Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
+      .Arg<ffi::AnyBuffer>()   // recv_src i32[R]
+      .Arg<ffi::AnyBuffer>()   // recv_topk_idx i32[N, T, K] in rank_major
+      .Arg<ffi::AnyBuffer>()   // y [R, H]
+      .Arg<ffi::AnyBuffer>()   // row_weights f32[R]
+      .Ret<ffi::AnyBuffer>()   // recv_x [R, H]
+      .Ret<ffi::AnyBuffer>()   // recv_weights f32[R]; rank_major f32[N, T, K]
+      .Ret<ffi::AnyBuffer>();  // recv_dots f32[R]
 }
 
 inline auto LlDispatch() {

@@ -15,7 +15,9 @@ BUILD = ROOT / "build" / "cpp-tests"
 def _missing() -> str:
     if shutil.which("cmake") is None:
         return "cmake is not installed (pip install '.[test]' brings it)"
-    if not any(pathlib.Path(p, "gtest/gtest.h").exists() for p in ("/usr/include", "/usr/local/include")):
+    if not any(
+        pathlib.Path(p, "gtest/gtest.h").exists() for p in ("/usr/include", "/usr/local/include")
+    ):
         return "GoogleTest is not installed (Debian: apt-get install libgtest-dev)"
     if not (ROOT / "CMakeLists.txt").exists():
         return "the C++ sources are not here (an installed copy of the tests?)"
@@ -39,5 +41,7 @@ def test_all_cpp_tests_pass():
     ):
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
         print(done.stdout[-4000:], file=sys.stderr)
-        assert done.returncode == 0, f"{command[:2]} failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+        assert done.returncode == 0, (
+            f"{command[:2]} failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
+        )
     assert "100% tests passed" in done.stdout

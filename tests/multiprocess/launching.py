@@ -26,8 +26,12 @@ class Outcome:
 
     def value(self, process, key):
         """The rest of the line `KEY rest` that `process` printed, exactly once."""
-        found = [line[len(key) :].strip() for line in self.lines(process) if line.startswith(key + " ")]
-        assert len(found) == 1, f"process {process} printed {key!r} {len(found)} times:\n{self.text[-6000:]}"
+        found = [
+            line[len(key) :].strip() for line in self.lines(process) if line.startswith(key + " ")
+        ]
+        assert len(found) == 1, (
+            f"process {process} printed {key!r} {len(found)} times:\n{self.text[-6000:]}"
+        )
         return found[0]
 
 
@@ -38,10 +42,17 @@ def launch(program, *args, processes, devices_per_process=1, env=None, timeout=2
     command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes)]
     command += ["--devices-per-process", str(devices_per_process), "--grace", str(grace)]
     command += [str(PROGRAMS / program), *map(str, args)]
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")
+    }
     environment.update(env or {})
     start = time.monotonic()
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=timeout
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        timeout=timeout,
     )
     return Outcome(done.returncode, time.monotonic() - start, done.stdout)

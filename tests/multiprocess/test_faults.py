@@ -13,12 +13,22 @@ SLACK_S = 4.0
 
 
 def _shared_memory_files():
-    return {path.name for path in pathlib.Path("/dev/shm").iterdir()} if pathlib.Path("/dev/shm").exists() else set()
+    return (
+        {path.name for path in pathlib.Path("/dev/shm").iterdir()}
+        if pathlib.Path("/dev/shm").exists()
+        else set()
+    )
 
 
 @pytest.mark.parametrize(
     ("how", "mode", "node_size"),
-    [("kill", "ht", None), ("kill", "ll", None), ("kill", "ht", 1), ("stop", "ht", None), ("stop", "ll", 1)],
+    [
+        ("kill", "ht", None),
+        ("kill", "ll", None),
+        ("kill", "ht", 1),
+        ("stop", "ht", None),
+        ("stop", "ll", 1),
+    ],
 )
 def test_every_survivor_names_the_lost_rank_and_goes_on(how, mode, node_size):
     before = _shared_memory_files()

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.multiprocess
 @functools.cache
 def _cases(processes, devices_per_process, *options):
     """{node size: {case: (digest of moves, digest of sums)}} of one process model, run once."""
-    done = launch("same_bits.py", *options, processes=processes, devices_per_process=devices_per_process)
+    done = launch(
+        "same_bits.py", *options, processes=processes, devices_per_process=devices_per_process
+    )
     assert done.returncode == 0, done.text[-6000:]
     cases = {}
     pattern = r"^\[0\] ?case (\S+) (\S+) (\S+) (\S+)$"
@@ -29,7 +31,9 @@ def _one_process():
 def test_moves_equal_those_of_the_xla_implementation():
     oracle = _cases(1, 8, "--implementation", "xla")["None"]
     native = _one_process()["8"]
-    assert {k: moves for k, (moves, _) in native.items()} == {k: moves for k, (moves, _) in oracle.items()}
+    assert {k: moves for k, (moves, _) in native.items()} == {
+        k: moves for k, (moves, _) in oracle.items()
+    }
 
 
 @pytest.mark.parametrize("node_size", ["4", "2", "1"])

@@ -167,20 +167,19 @@ TEST(Executor, a_failure_ends_queued_and_later_calls_with_the_first_cause) {
 TEST(Executor, a_call_that_rank_0_never_makes_is_overdue_after_the_timeout) {
   Team team(2, /*timeout=*/std::chrono::milliseconds(300));
   std::atomic<int> completed{0};
-  team.executors[1]->Enqueue(Call{.key = {.run_id = 1, .site = 1},
-                                  .operation = "dispatch",
-                                  .run = [](Rank&) { return Status::Ok(); },
-                                  .complete =
-                                      [&](Status status) {
-                                        EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded);
-                                        EXPECT_NE(status.message().find("dispatch on rank 1"),
-                                                  std::string::npos)
-                                            << status.message();
-                                        EXPECT_NE(status.message().find("rank 0 announced no"),
-                                                  std::string::npos)
-                                            << status.message();
-                                        completed.fetch_add(1);
-                                      }});
+  team.executors[1]->Enqueue(
+      Call{.key = {.run_id = 1, .site = 1},
+           .operation = "dispatch",
+           .run = [](Rank&) { return Status::Ok(); },
+           .complete =
+               [&](Status status) {
+                 EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded);
+                 EXPECT_NE(status.message().find("dispatch on rank 1"), std::string::npos)
+                     << status.message();
+                 EXPECT_NE(status.message().find("rank 0 announced no"), std::string::npos)
+                     << status.message();
+                 completed.fetch_add(1);
+               }});
   WaitFor(completed, 1);
 }
 

@@ -42,18 +42,26 @@ def make(devices):
         mesh,
         "ep",
         jax_ep.Config(
-            num_experts=len(devices) * 2, top_k=K, hidden=H, max_tokens=T, dtype=jnp.float32, align=1,
-            timeout_s=args.timeout, peer_timeout_s=args.peer_timeout,
+            num_experts=len(devices) * 2,
+            top_k=K,
+            hidden=H,
+            max_tokens=T,
+            dtype=jnp.float32,
+            align=1,
+            timeout_s=args.timeout,
+            peer_timeout_s=args.peer_timeout,
             node_size=args.node_size if len(devices) == jax.device_count() else None,
         ),
-    )  # fmt: skip
+    )
 
     def step(x, idx):
         recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
         return jax_ep.combine(group, recv.x, recv.plan)
 
     spec = P("ep")
-    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+    run = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    )
     n = len(devices)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n * T, H)).astype(np.float32)
@@ -88,7 +96,7 @@ if me == victim:
     if args.how == "late":
         time.sleep(args.peer_timeout * 2)
 
-# A jit call that hits JAX's C++ cache raises an execution's error as ValueError, else JaxRuntimeError.
+# A jit call that hits JAX's C++ cache raises an execution's error as ValueError.
 ExecutionError = (jax.errors.JaxRuntimeError, ValueError)
 start = time.monotonic()
 try:

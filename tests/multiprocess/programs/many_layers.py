@@ -28,7 +28,13 @@ group = jax_ep.create_group(
     mesh,
     "ep",
     jax_ep.Config(
-        num_experts=2 * N, top_k=K, hidden=H, max_tokens=T, dtype=jnp.float32, align=1, timeout_s=120.0
+        num_experts=2 * N,
+        top_k=K,
+        hidden=H,
+        max_tokens=T,
+        dtype=jnp.float32,
+        align=1,
+        timeout_s=120.0,
     ),
 )
 
@@ -49,7 +55,9 @@ def program(x, idx):
 
 
 spec = P("ep")
-run = jax.jit(jax.shard_map(program, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, P()), check_vma=False))
+run = jax.jit(
+    jax.shard_map(program, mesh=mesh, in_specs=(spec, spec), out_specs=(spec, P()), check_vma=False)
+)
 rng = np.random.default_rng(0)
 x = rng.standard_normal((N * T, H)).astype(np.float32)
 idx = rng.integers(0, 2 * N, (N * T, K)).astype(np.int32)

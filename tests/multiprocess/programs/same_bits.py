@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--node-sizes", type=lambda text: [int(n) for n in text.split(",")], default=[None])
+parser.add_argument(
+    "--node-sizes", type=lambda text: [int(n) for n in text.split(",")], default=[None]
+)
 parser.add_argument("--implementation", default=None)
 parser.add_argument("--transport", default="auto")
 args = parser.parse_args()
@@ -36,7 +38,9 @@ def digest(tree):
     return total.hexdigest()[:16]
 
 
-def run_case(name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_rank=2, **config):
+def run_case(
+    name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_rank=2, **config
+):
     experts = experts_per_rank * N
     group = jax_ep.create_group(
         mesh,
@@ -69,7 +73,7 @@ def run_case(name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, exp
             )
             return jnp.sum(out.astype(jnp.float32) ** 2), (recv, out)
 
-        # XLA's partitioner refuses a shard_map whose operands are all empty, which T = 0 makes them.
+        # XLA's partitioner refuses a shard_map whose operands are all empty (T = 0).
         x = x * one[0]
         (_, (recv, out)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weights)
         plan = recv.plan
@@ -80,7 +84,9 @@ def run_case(name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, exp
     place = lambda a: jax.make_array_from_callback(  # noqa: E731
         a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
     )
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False)
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False
+    )
     result = jax.jit(mapped)(*map(place, (x, idx, weights)), np.ones(1, np.float32))
     moves, sums = digest(result[:5]), digest(result[5:])
     if jax.process_index() == 0:
@@ -93,14 +99,24 @@ f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 CASES = {
     "ht-f32": dict(tokens=37, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ht"),
     "ht-bf16": dict(
-        tokens=64, top_k=4, hidden=40, dtype=bf16, layout="expert_major", mode="ht", capacity_factor=1.0
+        tokens=64,
+        top_k=4,
+        hidden=40,
+        dtype=bf16,
+        layout="expert_major",
+        mode="ht",
+        capacity_factor=1.0,
     ),
     "ht-rank": dict(tokens=19, top_k=3, hidden=8, dtype=f32, layout="rank_major", mode="ht"),
     "ht-batched": dict(tokens=5, top_k=2, hidden=24, dtype=f16, layout="expert_batched", mode="ht"),
     "ll-f32": dict(tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll"),
-    "ll-batched": dict(tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"),
+    "ll-batched": dict(
+        tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"
+    ),
     "ll-rank": dict(tokens=3, top_k=2, hidden=16, dtype=f32, layout="rank_major", mode="ll"),
-    "empty": dict(tokens=0, top_k=2, hidden=16, dtype=f32, layout="expert_major", mode="ht", recv_rows=16),
+    "empty": dict(
+        tokens=0, top_k=2, hidden=16, dtype=f32, layout="expert_major", mode="ht", recv_rows=16
+    ),
 }
 for size in args.node_sizes:
     for name, case in CASES.items():
