@@ -120,9 +120,7 @@ def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: R
     """Sends rows along a plan; returns the epoch i32[1]."""
     like = route.send_slot
     args = (*_payload(call, like, x, weights), *_route_args(like, route))
-    (epoch,) = _invoke(
-        call, "jax_ep_dispatch_start", args, (_epoch_type(like),), pad=_PAD_CODES[call.pad]
-    )
+    (epoch,) = _invoke(call, "jax_ep_dispatch_start", args, (_epoch_type(like),))
     return epoch
 
 
@@ -148,9 +146,7 @@ def ll_dispatch_start(
 ) -> jax.Array:
     """Sends rows and routing; returns the epoch i32[1]."""
     args = (*_payload(call, topk_idx, x, weights), topk_idx)
-    (epoch,) = _invoke(
-        call, "jax_ep_ll_dispatch_start", args, (_epoch_type(topk_idx),), pad=_PAD_CODES[call.pad]
-    )
+    (epoch,) = _invoke(call, "jax_ep_ll_dispatch_start", args, (_epoch_type(topk_idx),))
     return epoch
 
 

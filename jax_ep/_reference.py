@@ -219,7 +219,7 @@ def _recv_src(call: Call, routing: _plan.Routing, arrived: jax.Array, me: jax.Ar
         counts = _slice(routing.counts, me * experts, experts)
         first = _slice(routing.first, me * experts, experts)
         row = lax.iota(jnp.int32, call.rows)
-        # An empty zone starts where the next one does: the last one that starts by then has the row.
+        # An empty zone starts where the next one does: the last that starts by then has the row.
         begins = jnp.zeros((call.rows,), jnp.int32).at[starts].add(1, mode="drop")
         local = jnp.cumsum(begins, dtype=jnp.int32) - 1
         position = row - starts[local]

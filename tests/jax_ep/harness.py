@@ -78,6 +78,7 @@ class Case:
             partials=self.partials,
             node_size=self.node_size,
             timeout_s=60.0,
+            max_in_flight=4,  # XLA may put independent starts before the first done
         )
 
 
@@ -87,14 +88,26 @@ def mesh_of(ranks: int, axis_type: str = "Auto") -> Mesh:
     return Mesh(np.array(jax.devices()[:ranks]), ("ep",), axis_types=(kind,))
 
 
+_groups: list[jax_ep.Group] = []
+
+
 @functools.cache
 def group_of(case: Case, implementation: str) -> jax_ep.Group:
-    return jax_ep.create_group(mesh_of(case.ranks), "ep", case.config(), implementation)
+    group = jax_ep.create_group(mesh_of(case.ranks), "ep", case.config(), implementation)
+    keep(group)
+    return group
+
+
+def keep(group: jax_ep.Group) -> None:
+    """Closes `group` at the end of the test module."""
+    _groups.append(group)
 
 
 def close_groups() -> None:
     """Gives memory back between modules; later tests make their groups anew."""
     group_of.cache_clear()
+    while _groups:
+        _groups.pop().close()
 
 
 def per_rank(

@@ -32,7 +32,7 @@ VALID = {"num_experts": 8, "top_k": 2, "hidden": 8, "max_tokens": 16}
         ({"dtype": jnp.int32}, "dtype: got .*int32.*expected one of bfloat16, float16, float32"),
         ({"dtype": "no such dtype"}, "dtype: got 'no such dtype'"),
         ({"mode": "fast"}, "mode: got 'fast', expected one of 'auto', 'ht', 'll'"),
-        ({"mode": "ll", "max_tokens": 513}, "max_tokens: got 513, expected at most 512"),
+        ({"mode": "ll", "max_tokens": 513}, r"max_tokens: got 513, expected at most 512"),
         ({"overflow": "ignore"}, "overflow: got 'ignore'"),
         ({"transport": "pigeon"}, "transport: got 'pigeon', expected one of 'auto', 'loopback'"),
         ({"capacity_factor": -1.0}, "capacity_factor: got -1.0, expected a finite number above 0"),
@@ -50,7 +50,7 @@ def test_fp8_is_not_implemented_yet() -> None:
     with pytest.raises(NotImplementedError, match="FP8 wire is not implemented"):
         jax_ep.Config(**VALID, wire=jax_ep.FP8())
     group = group_of(CASE, "xla")
-    with pytest.raises(NotImplementedError, match="use jax_ep.dispatch"):
+    with pytest.raises(NotImplementedError, match=r"use jax_ep\.dispatch"):
         jax_ep.dispatch_quantized(group, jnp.zeros((4, 8)))
 
 

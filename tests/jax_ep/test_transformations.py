@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,9 @@ def square_mesh(axis_type: AxisType = AxisType.Auto) -> Mesh:
 
 @functools.cache
 def square_group(axis: str | tuple[str, ...], implementation: str) -> jax_ep.Group:
-    return jax_ep.create_group(square_mesh(), axis, CASE.config(), implementation)
+    group = jax_ep.create_group(square_mesh(), axis, CASE.config(), implementation)
+    harness.keep(group)
+    return group
 
 
 def on_square(function: Callable[..., Any], *args: np.ndarray, **options: Any) -> Any:
