@@ -267,7 +267,8 @@ def _rank_partials(
         return jnp.where((j < count)[:, None], total + term(rows), total)
 
     most = jnp.max(count)  # rows of one token here: often far below top_k
-    return lax.fori_loop(1, most, add, term(by_token[jnp.minimum(first, last_row)]))
+    total: jax.Array = lax.fori_loop(1, most, add, term(by_token[jnp.minimum(first, last_row)]))
+    return total
 
 
 def _sum_over_ranks(call: Call, partials: jax.Array, present: jax.Array) -> jax.Array:
