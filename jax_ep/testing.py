@@ -52,7 +52,7 @@ def make_routing(
         )
     rng = np.random.default_rng(seed)
     rows = num_ranks * num_tokens
-    weights: np.ndarray[Any, np.dtype[np.float64]] = np.ones(num_experts)
+    weights: np.ndarray[Any, Any] = np.ones(num_experts)
     if kind == "zipf":
         weights = (1.0 + np.arange(num_experts)) ** -_ZIPF_EXPONENT
     elif kind == "idle_rank" and num_ranks > 1:
