@@ -163,12 +163,13 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
 Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   if (plan_ != nullptr) {
-    if (params_.num_tokens != plan_->num_tokens ||
-        plan_->topk_idx.size() != num_tokens_ * shape_.top_k || num_tokens_ > shape_.ll_tokens ||
-        (!params_.weights.empty() && params_.weights.size() != plan_->topk_idx.size())) {
-      return op_.Invalid("topk_idx or weights do not fit T = " + std::to_string(num_tokens_) +
-                         " of at most " + std::to_string(shape_.ll_tokens));
+    std::string wrong = CheckTokens(shape_, Mode::kLl, params_.num_tokens);
+    const uint64_t cells = num_tokens_ * shape_.top_k;
+    if (params_.num_tokens != plan_->num_tokens || plan_->topk_idx.size() != cells ||
+        (!params_.weights.empty() && params_.weights.size() != cells)) {
+      wrong = "topk_idx or weights do not have T * K = " + std::to_string(cells) + " elements";
     }
+    if (!wrong.empty()) return op_.Invalid(wrong);
   } else {
     if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
       return op_.Invalid(wrong);

@@ -101,10 +101,8 @@ PartialPitch PartialPitch::Make(const GroupShape& shape, bool has_rows, bool has
 std::string CheckCombineSend(const GroupShape& shape, const CombineParams& params) {
   const auto rows = static_cast<uint64_t>(params.recv_rows);
   const bool is_rank_major = params.layout == Layout::kRankMajor;
-  const uint64_t max_tokens = params.mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
-  if (params.num_tokens < 0 || static_cast<uint64_t>(params.num_tokens) > max_tokens) {
-    return "got " + std::to_string(params.num_tokens) + " tokens, the group takes at most " +
-           std::to_string(max_tokens) + "; raise Config.max_tokens";
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
   }
   if (params.recv_rows < 0 || params.recv_src.size() != rows ||
       (!params.row_weights.empty() && params.row_weights.size() != rows) ||
@@ -115,6 +113,9 @@ std::string CheckCombineSend(const GroupShape& shape, const CombineParams& param
 }
 
 std::string CheckCombineReceive(const GroupShape& shape, const CombineParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
   const uint64_t cells = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
   if (params.send_slot.size() != cells ||
       (!params.ride_out.empty() && params.ride_out.size() != cells)) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/cpu/row_index.h"
 #include "kernels/cpu/zones.h"
 
 namespace jax_ep {
@@ -85,10 +86,8 @@ bool IsRoutingInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
 std::string CheckPlanParams(const GroupShape& shape, const PlanParams& params) {
   const auto tokens = static_cast<uint64_t>(params.num_tokens);
   const auto rows = static_cast<uint64_t>(params.recv_rows);
-  const uint64_t max_tokens = params.mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
-  if (params.num_tokens < 0 || tokens > max_tokens) {
-    return "got " + std::to_string(params.num_tokens) + " tokens, the group takes at most " +
-           std::to_string(max_tokens) + "; raise Config.max_tokens";
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
   }
   const uint64_t experts = shape.experts_per_rank();
   const uint64_t source_tokens = shape.num_ranks * tokens;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/cpu/tree.h"
+
 namespace jax_ep {
 
 Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
@@ -11,7 +13,7 @@ Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
   const auto tokens = static_cast<uint64_t>(num_tokens);
   const uint64_t num_keys = shape.num_ranks * tokens;
   const uint64_t top_k = shape.top_k;
-  const uint64_t source_codes = shape.max_tokens * top_k;
+  const uint64_t source_codes = std::max<uint64_t>(1, shape.max_tokens * top_k);
   const uint64_t num_ints = num_keys + 1 + recv_src.size();
   std::vector<int32_t>& scratch = op.rank().scratch;
   if (scratch.size() < num_ints) scratch.resize(num_ints);
@@ -49,6 +51,19 @@ Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
   index.starts_ = starts;
   index.rows_ = rows;
   return index;
+}
+
+std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) {
+  if (mode == Mode::kHt && !shape.has_ht) return "the group was made for mode ll only";
+  if (shape.top_k > kMaxTopK) {
+    return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
+  }
+  const uint64_t max_tokens = mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
+  if (num_tokens < 0 || static_cast<uint64_t>(num_tokens) > max_tokens) {
+    return "got " + std::to_string(num_tokens) + " tokens, the group takes at most " +
+           std::to_string(max_tokens) + " in this mode; raise Config.max_tokens";
+  }
+  return "";
 }
 
 Status CheckSlots(Operation& op, std::span<const int32_t> send_slot, uint64_t rows_per_rank) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "kernels/cpu/sync.h"
 #include "kernels/launch.h"
@@ -30,6 +31,9 @@ class RowIndex {
   const int32_t* starts_ = nullptr;  // [N * T + 1]
   const int32_t* rows_ = nullptr;
 };
+
+// Checks that the group has room for a call of this mode and size: empty, or what is wrong.
+std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens);
 
 // send_slot's unit: slot = destination rank * rows_per_rank + position.
 inline uint64_t RowsPerRank(const GroupShape& shape, Mode mode, int64_t num_tokens,

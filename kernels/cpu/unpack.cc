@@ -10,10 +10,8 @@ namespace jax_ep {
 
 std::string CheckDispatchSend(const GroupShape& shape, const DispatchParams& params) {
   const auto tokens = static_cast<uint64_t>(params.num_tokens);
-  const uint64_t max_tokens = params.mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
-  if (params.num_tokens < 0 || tokens > max_tokens) {
-    return "got " + std::to_string(params.num_tokens) + " tokens, the group takes at most " +
-           std::to_string(max_tokens) + "; raise Config.max_tokens";
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
   }
   const uint64_t pairs = tokens * shape.top_k;
   if (params.recv_rows < 0 || params.send_slot.size() != pairs ||
@@ -24,6 +22,9 @@ std::string CheckDispatchSend(const GroupShape& shape, const DispatchParams& par
 }
 
 std::string CheckDispatchReceive(const GroupShape& shape, const DispatchParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
   const auto rows = static_cast<uint64_t>(params.recv_rows);
   const bool is_rank_major = params.layout == Layout::kRankMajor;
   const uint64_t source_tokens = shape.num_ranks * static_cast<uint64_t>(params.num_tokens);

@@ -52,7 +52,7 @@ Scenario DrawScenario(uint32_t seed, bool is_multi_node) {
 }
 
 TEST(Exchange, RandomScenariosOfOneNodeAgreeWithTheOracle) {
-  for (uint32_t seed = 0; seed < 200 && !HasFailure(); ++seed) {
+  for (uint32_t seed = 0; seed < 150 && !HasFailure(); ++seed) {
     RunScenario(DrawScenario(seed, /*is_multi_node=*/false));
   }
 }
@@ -109,7 +109,7 @@ TEST(Exchange, StagedAndDirectGiveTheSameBits) {
 }
 
 TEST(Exchange, RandomScenariosOfSeveralNodesAgreeWithTheOracle) {
-  for (uint32_t seed = 0; seed < 150 && !HasFailure(); ++seed) {
+  for (uint32_t seed = 0; seed < 100 && !HasFailure(); ++seed) {
     RunScenario(DrawScenario(seed, /*is_multi_node=*/true));
   }
 }

@@ -11,8 +11,6 @@
 namespace jax_ep::testing {
 namespace {
 
-using ::testing::Test;
-
 // Arrays of a plan of T tokens, all pairs to expert 0.
 struct PlanArrays {
   PlanArrays(const GroupShape& shape, int64_t num_tokens, Mode mode = Mode::kHt)
@@ -191,6 +189,24 @@ TEST(Failure, PlansOfAnotherRoutingAreRefused) {
     arrays.params.num_tokens = 5;  // more than max_tokens
     return RunPlan(rank, arrays.params);
   });
+}
+
+TEST(Failure, CallsThatTheGroupHasNoRoomForAreRefused) {
+  TeamOptions options = SmallTeam(1, 1);
+  options.shape.has_ht = false;
+  for (const int which : {0, 1, 2}) {
+    Team team(options);
+    PlanArrays arrays(team.shape(), 4);
+    Rank& rank = team.rank(0);
+    const Status status = which == 0   ? RunPlan(rank, arrays.params)
+                          : which == 1 ? RunDispatch(rank, arrays.Dispatch())
+                                       : RunCombine(rank, arrays.Combine());
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument) << status.message();
+  }
+  options.shape.ll_tokens = 3;
+  Team team(options);
+  PlanArrays arrays(team.shape(), 4, Mode::kLl);
+  EXPECT_EQ(RunPlan(team.rank(0), arrays.params).code(), StatusCode::kInvalidArgument);
 }
 
 TEST(Failure, RanksThatRunDifferentPlansAreTold) {
