@@ -1,0 +1,23 @@
+"""Named shapes: what a rank holds. Every benchmark takes its sizes from here."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """T tokens per rank of H elements, K of E experts each."""
+
+    tokens: int
+    hidden: int
+    top_k: int
+    num_experts: int
+    dtype: str = "float32"
+    capacity_factor: float | None = 1.25
+
+
+SPECS = {
+    # docs/benchmarks: the shape that the speed targets are stated for.
+    "train": Spec(tokens=1024, hidden=2048, top_k=4, num_experts=32),
+    "decode": Spec(tokens=8, hidden=1024, top_k=4, num_experts=32, capacity_factor=None),
+    "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16),
+}
