@@ -11,7 +11,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kNumSeeds = 1000;
+constexpr uint64_t kNumSeeds = JAX_EP_PROXY_TEST_SEEDS;
 constexpr uint64_t kNumShards = 10;  // so that ctest output shows where a failure was
 
 // What the network does, and the shape of the group, from one number.
