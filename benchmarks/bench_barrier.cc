@@ -41,8 +41,8 @@ struct Barrier {
 int main(int argc, char** argv) {
   const auto num_processes = static_cast<uint32_t>(argc > 1 ? std::atoi(argv[1]) : 4);
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 1000;
-  void* memory = mmap(nullptr, sizeof(Barrier), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                      -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Barrier), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED || num_processes < 1 || rounds < 1) return 1;
   auto* barrier = static_cast<Barrier*>(memory);  // zero bytes are a fresh barrier
   bool is_first = true;

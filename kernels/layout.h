@@ -53,8 +53,9 @@ struct ControlBlock {
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
   std::atomic<MemberState> state;               // release store publishes failure_text
   char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
-  alignas(
-      64) std::atomic<uint64_t> order_count;  // entries announced in `order` (node leaders only)
+  // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.
+  alignas(64) std::atomic<uint64_t> order_count;
+  std::atomic<uint64_t> order_claimed;
   alignas(64) OrderEntry order[kOrderLogEntries];
 };
 

@@ -5,9 +5,10 @@
 namespace jax_ep {
 namespace {
 
-// Longest time that a call waits behind a continuation which blocks; a continuation that merely
-// computes is cut short of nothing, it only gains a second thread beside it.
-constexpr std::chrono::microseconds kPeriod{100};
+// A call waits up to two periods behind a continuation which blocks. Looks that find nothing double
+// the period, so that programs whose continuations never block pay next to nothing for the watch.
+constexpr std::chrono::microseconds kShortestPeriod{100};
+constexpr std::chrono::microseconds kLongestPeriod{1600};
 // Keeps looking for so long after the last reason to: waking it costs more than a few looks.
 constexpr int kIdleLooksBeforeSleep = 50;
 
@@ -39,6 +40,7 @@ void ContinuationWatch::Wake() {
 void ContinuationWatch::Loop() {
   const FailureLatch never_failed;
   int idle_looks = 0;
+  std::chrono::microseconds period = kShortestPeriod;
   while (!stopping_.load(std::memory_order_acquire)) {
     if (wanted_.exchange(false, std::memory_order_seq_cst)) {
       idle_looks = 0;
@@ -52,13 +54,18 @@ void ContinuationWatch::Loop() {
           },
           Deadline::After(std::chrono::hours(1)), never_failed);
       asleep_.store(false, std::memory_order_seq_cst);
+      period = kShortestPeriod;
       continue;
     }
-    std::this_thread::sleep_for(kPeriod);
+    std::this_thread::sleep_for(period);
+    period = std::min(2 * period, kLongestPeriod);
     std::lock_guard lock(mutex_);
     for (auto& [executor, seen] : watched_) {
       const uint64_t number = executor->blocking_continuation();
-      if (number != 0 && number == seen) executor->OfferSeat();
+      if (number != 0 && number == seen) {
+        executor->OfferSeat();
+        period = kShortestPeriod;
+      }
       if (number != 0) wanted_.store(true, std::memory_order_relaxed);
       seen = number;
     }

@@ -133,26 +133,31 @@ bool Executor::CompleteAndSit(Call call, Status status) {
 // ---- Calls -----------------------------------------------------------------------------------
 
 std::optional<Call> Executor::TakeNext() {
-  std::optional<Call> taken;
-  if (order_->announces()) {
-    std::lock_guard lock(queue_mutex_);
-    if (queue_.empty()) return std::nullopt;
-    taken = std::move(queue_.front());
-    queue_.pop_front();
-  } else {
-    // Peek even with an empty queue: a node leader passes announcements on to its mates here.
-    const std::optional<OrderEntry> entry = order_->Peek();
-    if (!entry.has_value()) return std::nullopt;
-    std::lock_guard lock(queue_mutex_);
-    // First of equal keys: a site repeats only in a loop, whose iterations XLA runs in order.
-    const auto it = std::find_if(queue_.begin(), queue_.end(), [&](const Call& call) {
-      return call.key.run_id == entry->run_id && call.key.site == entry->site;
-    });
-    if (it == queue_.end()) return std::nullopt;
-    taken = std::move(*it);
-    queue_.erase(it);
-    order_->Advance();
+  // Peek even with an empty queue: a node leader passes announcements on to its mates here.
+  std::optional<OrderEntry> entry = order_->Peek();
+  if (!entry.has_value() && order_->can_announce()) {
+    OrderEntry mine;
+    {
+      std::lock_guard lock(queue_mutex_);
+      if (queue_.empty()) return std::nullopt;
+      mine = queue_.front().key;
+    }
+    if (Status status = order_->Announce(mine); !status.ok()) {
+      rank_->failure->Set(std::move(status));
+      return std::nullopt;
+    }
+    entry = order_->Peek();
   }
+  if (!entry.has_value()) return std::nullopt;
+  std::lock_guard lock(queue_mutex_);
+  // First of equal keys: a site repeats only in a loop, whose iterations XLA runs in order.
+  const auto it = std::find_if(queue_.begin(), queue_.end(), [&](const Call& call) {
+    return call.key.run_id == entry->run_id && call.key.site == entry->site;
+  });
+  if (it == queue_.end()) return std::nullopt;
+  std::optional<Call> taken = std::move(*it);
+  queue_.erase(it);
+  order_->Advance();
   num_queued_.fetch_sub(1, std::memory_order_relaxed);
   return taken;
 }
@@ -164,15 +169,16 @@ void Executor::CheckOverdue() {
     if (queue_.empty()) return;
     const Call& oldest = queue_.front();
     if (std::chrono::steady_clock::now() - oldest.enqueued < rank_->timeout) return;
-    const std::optional<OrderEntry> next = order_->announces() ? std::nullopt : order_->Peek();
+    const std::optional<OrderEntry> next = order_->Peek();
     message = "group " + rank_->group_name + ": " + oldest.operation + " on rank " +
               std::to_string(rank_->rank) + " waited longer than timeout_s for its turn: ";
     message += next.has_value()
-                   ? "the call that rank 0 announced next (position " +
+                   ? "the call that the team executes next (position " +
                          std::to_string(order_->position()) + ", site " +
                          std::to_string(next->site) + ") has not reached this rank; it has " +
                          std::to_string(queue_.size()) + " other call(s) waiting"
-                   : "rank 0 announced no further call (" + std::to_string(order_->position()) +
+                   : "nothing was announced beyond position (" +
+                         std::to_string(order_->position()) +
                          " executed); is every process running the same program?";
   }
   rank_->failure->Set(DeadlineExceeded(std::move(message)));
@@ -194,7 +200,7 @@ std::optional<Call> Executor::WaitForCall() {
   const auto ready = [&] {
     if (stopping_.load(std::memory_order_acquire)) return true;
     const bool may_have_work = num_queued_.load(std::memory_order_acquire) != 0 ||
-                               (!order_->announces() && rank_->local_rank() == 0);
+                               (!order_->can_announce() && rank_->local_rank() == 0);
     if (may_have_work) next = TakeNext();
     return next.has_value();
   };
@@ -229,7 +235,6 @@ void Executor::ExecuteWhileSeated() {
     std::optional<Call> call = WaitForCall();
     if (!call.has_value()) continue;
     Status status = rank_->failure->status();  // a failed group runs nothing any more
-    if (status.ok() && order_->announces()) status = order_->Announce(call->key);
     if (status.ok()) status = call->run(*rank_);
     num_executed_.fetch_add(1, std::memory_order_relaxed);
     if (!CompleteAndSit(std::move(*call), std::move(status))) return;

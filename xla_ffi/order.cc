@@ -29,41 +29,47 @@ void AgreedOrder::RingNodeMates() const {
 Status AgreedOrder::Announce(const OrderEntry& entry) {
   // A slot is reused kOrderLogEntries calls later. No rank can be that far behind: a call ends only
   // when every rank takes part in it, and at most 3 * depth halves can be open.
-  ControlBlock& log = control(rank_.rank);
+  ControlBlock& log = control(rank_.node_begin());
+  uint64_t expected = next_;
+  // Relaxed: the claim orders nothing, it only picks who writes the entry. Should that process die
+  // right here, the monitors see it and fail the group.
+  if (!log.order_claimed.compare_exchange_strong(expected, next_ + 1, std::memory_order_relaxed)) {
+    return Status::Ok();
+  }
   log.order[next_ & kEntryMask] = entry;
   // Release: pairs with the acquire in Peek; publishes the entry.
   log.order_count.store(next_ + 1, std::memory_order_release);
   RingNodeMates();
-  if (rank_.ring.memory != nullptr) {
-    const uint64_t offset =
-        offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
-    const Deadline deadline = Deadline::After(rank_.timeout);
-    for (uint32_t node = 1; node < rank_.shape.num_nodes(); ++node) {
-      const std::optional<PackedCommand> packed =
-          TryPack(Command{.op = Op::kWriteSignal,
-                          .dst_rank = node * rank_.shape.node_size,
-                          .length_bytes = sizeof(OrderEntry),
-                          .local_region = 0,
-                          .remote_region = 0,
-                          .local_offset = offset,
-                          .remote_offset = offset,
-                          .channel = Channel::kOrder,
-                          .epoch = next_ + 1,
-                          .value = 0});
-      if (!packed.has_value()) return Internal("an order announcement does not fit a command");
-      while (!rank_.ring.TryPush(*packed)) {
-        rank_.proxy_bell->Ring();
-        if (rank_.failure->failed()) return rank_.failure->status();
-        if (deadline.expired()) {
-          return DeadlineExceeded("group " + rank_.group_name +
-                                  ": the command ring stayed full while announcing a call");
-        }
-        std::this_thread::yield();
+  return rank_.ring.memory == nullptr ? Status::Ok() : SendToLeaders();
+}
+
+Status AgreedOrder::SendToLeaders() {
+  const uint64_t offset = offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
+  const Deadline deadline = Deadline::After(rank_.timeout);
+  for (uint32_t node = 1; node < rank_.shape.num_nodes(); ++node) {
+    const std::optional<PackedCommand> packed =
+        TryPack(Command{.op = Op::kWriteSignal,
+                        .dst_rank = node * rank_.shape.node_size,
+                        .length_bytes = sizeof(OrderEntry),
+                        .local_region = 0,
+                        .remote_region = 0,
+                        .local_offset = offset,
+                        .remote_offset = offset,
+                        .channel = Channel::kOrder,
+                        .epoch = next_ + 1,
+                        .value = 0});
+    if (!packed.has_value()) return Internal("an order announcement does not fit a command");
+    while (!rank_.ring.TryPush(*packed)) {
+      rank_.proxy_bell->Ring();
+      if (rank_.failure->failed()) return rank_.failure->status();
+      if (deadline.expired()) {
+        return DeadlineExceeded("group " + rank_.group_name +
+                                ": the command ring stayed full while announcing a call");
       }
+      std::this_thread::yield();
     }
-    rank_.proxy_bell->Ring();
   }
-  ++next_;
+  rank_.proxy_bell->Ring();
   return Status::Ok();
 }
 

@@ -1,9 +1,11 @@
-// The agreed order of one team (architecture.md "The agreed order"): rank 0 announces its calls in
-// the order in which they reached it; every other rank executes in that order.
+// The agreed order of one team (docs/architecture.md): an append-only log of calls that every rank
+// executes from the front. Who may append: in a team of one node whichever rank first has a call
+// that the log does not have yet (so nobody waits for rank 0 to be scheduled); in a team of several
+// nodes rank 0.
 //
-// Announcements are entries of the order log in the control block of each node's leader (local rank
-// 0). Rank 0 writes its own node's log and sends each entry to the other leaders through the ring
-// (channel kOrder); a leader makes an entry visible to its node-mates when it reads it itself.
+// The log is in the control block of each node's leader (local rank 0). Rank 0 also sends its
+// entries to the other leaders through the ring (channel kOrder); a leader makes an entry visible
+// to its node-mates when it reads it itself.
 #pragma once
 
 #include <atomic>
@@ -18,13 +20,15 @@ class AgreedOrder {
  public:
   explicit AgreedOrder(Rank& rank);
 
-  bool announces() const { return rank_.rank == 0; }
+  // Whether this rank may append to the log.
+  bool can_announce() const { return rank_.shape.num_nodes() == 1 || rank_.rank == 0; }
 
-  // Rank 0 only: appends `entry` to the order. Blocks (bounded by the rank's timeout) only while
-  // the ring to the proxy is full.
+  // Appends `entry` at this rank's position if nothing is there yet; what stands there afterwards,
+  // or will in a moment, is for Peek to say. Blocks (bounded by the rank's timeout) only while the
+  // ring to the proxy is full.
   Status Announce(const OrderEntry& entry);
 
-  // Other ranks: the next entry to execute, if it has been announced. Advance consumes it.
+  // The next entry to execute, if it has been announced. Advance consumes it.
   std::optional<OrderEntry> Peek();
   void Advance() { ++next_; }
   uint64_t position() const { return next_; }
@@ -32,9 +36,10 @@ class AgreedOrder {
  private:
   ControlBlock& control(uint32_t rank) const;
   void RingNodeMates() const;
+  Status SendToLeaders();  // the entry at next_
 
   Rank& rank_;
-  uint64_t next_ = 0;  // entries announced (rank 0) or executed (others)
+  uint64_t next_ = 0;  // entries executed
 };
 
 }  // namespace jax_ep

@@ -1,6 +1,13 @@
 #include "xla_ffi/worker_pool.h"
 
 namespace jax_ep {
+namespace {
+
+// Fewer items per thread than this are not worth waking anybody: a wake-up and a sleep cost about
+// as much as copying this many rows of 4 KiB.
+constexpr int64_t kMinItemsPerThread = 32;
+
+}  // namespace
 
 WorkerPool::WorkerPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
   for (int index = 1; index < num_threads_; ++index) {
@@ -24,7 +31,7 @@ void WorkerPool::RunShare(int index) {
 }
 
 void WorkerPool::Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
-  if (num_threads_ == 1 || num_items < num_threads_) {
+  if (num_threads_ == 1 || num_items < kMinItemsPerThread * num_threads_) {
     if (num_items > 0) body(0, num_items);
     return;
   }
