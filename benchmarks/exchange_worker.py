@@ -1,8 +1,8 @@
 """One run of every exchange on one set of processes; rank 0 prints a JSON line.
 
 Each method moves the same tokens to the same experts (identity) and back with weights, many times
-inside one jitted `lax.scan`, and is checked against the others. Methods take turns, so that a noisy
-machine is noisy for all. Start it with `python -m jax_ep launch`, or with mpirun to include mpi4jax.
+inside one jitted `lax.scan`, and is checked against the others. Methods take turns, so that a
+noisy machine is noisy for all. Start it with `python -m jax_ep launch`, or with mpirun to include mpi4jax.
 """
 
 import argparse
@@ -59,7 +59,9 @@ idx = np.stack([rng.permutation(E)[:K] for _ in range(N * T)]).astype(np.int32)
 weights = rng.random((N * T, K)).astype(np.float32)
 weights /= weights.sum(axis=1, keepdims=True)
 # Capacity 1.25, or more where a small batch needs it: nothing is dropped, so results are equal.
-LOADS = np.stack([np.bincount(rows.ravel() // (E // N), minlength=N) for rows in idx.reshape(N, T * K)])
+LOADS = np.stack(
+    [np.bincount(rows.ravel() // (E // N), minlength=N) for rows in idx.reshape(N, T * K)]
+)
 DENSE_CAPACITY = max(math.ceil(1.25 * T * K / N), int(LOADS.max()))
 
 
@@ -72,7 +74,9 @@ def dense_slots(idx, capacity):
     """Slot of every (t, k) in the dense [N * capacity] send buffer; N * capacity when full."""
     destination = (idx // (E // N)).reshape(-1)
     onehot = jax.nn.one_hot(destination, N, dtype=jnp.int32)
-    position = jnp.take_along_axis(jnp.cumsum(onehot, axis=0) - 1, destination[:, None], axis=1)[:, 0]
+    position = jnp.take_along_axis(jnp.cumsum(onehot, axis=0) - 1, destination[:, None], axis=1)[
+        :, 0
+    ]
     return jnp.where(position < capacity, destination * capacity + position, N * capacity)
 
 
@@ -114,7 +118,9 @@ def compile_method(run, inside_shard_map=True):
 
     if inside_shard_map:
         spec3 = (P("ep"),) * 3
-        looped = jax.shard_map(looped, mesh=mesh, in_specs=spec3, out_specs=P("ep"), check_vma=False)
+        looped = jax.shard_map(
+            looped, mesh=mesh, in_specs=spec3, out_specs=P("ep"), check_vma=False
+        )
     return jax.jit(looped)
 
 
@@ -143,7 +149,11 @@ for name, (run, arrays) in runs.items():
     outputs[name] = np.asarray(out.addressable_shards[0].data)[:T]
 for name, out in outputs.items():
     np.testing.assert_allclose(
-        out.astype(np.float32), outputs["jax_ep"].astype(np.float32), rtol=2e-3, atol=1e-4, err_msg=name
+        out.astype(np.float32),
+        outputs["jax_ep"].astype(np.float32),
+        rtol=2e-3,
+        atol=1e-4,
+        err_msg=name,
     )
 
 # The bytes that must move, as memcpy counts them (one read and one write each): dispatch writes

@@ -1,6 +1,7 @@
 """Runs the CPU benchmarks, prints them against their bounds, writes results/cpu.json and cpu.png.
 
-    python benchmarks/run_cpu.py --build BUILD_DIR      (BUILD_DIR: cmake -DJAX_EP_BUILD_BENCHMARKS=ON)
+    cmake -S . -B build/bench -DJAX_EP_BUILD_PYTHON=OFF -DJAX_EP_BUILD_BENCHMARKS=ON
+    cmake --build build/bench && python benchmarks/run_cpu.py --build build/bench
 
 Needs mpirun, mpi4py and mpi4jax for that comparison; without them it says so and goes on.
 """
@@ -113,11 +114,15 @@ def main():
     many, one = results["processes"]["median_us"], results["virtual_devices"]["median_us"]
     barrier_us = (before["p50_us"] + after["p50_us"]) / 2
     results["targets"] = {
-        "a: x faster than lax.all_to_all, 4 processes (>= 3)": many["lax.all_to_all"] / many["jax_ep"],
-        "a: x faster than mpi4jax, 4 processes (>= 3)": many.get("mpi4jax", float("nan")) / many["jax_ep"],
-        "b: x faster than lax.all_to_all, 8 devices (>= 1.5)": one["lax.all_to_all"] / one["jax_ep"],
+        "a: x faster than lax.all_to_all, 4 processes (>= 3)": many["lax.all_to_all"]
+        / many["jax_ep"],
+        "a: x faster than mpi4jax, 4 processes (>= 3)": many.get("mpi4jax", float("nan"))
+        / many["jax_ep"],
+        "b: x faster than lax.all_to_all, 8 devices (>= 1.5)": one["lax.all_to_all"]
+        / one["jax_ep"],
         "c: share of the memcpy ceiling, 4 processes (>= 0.5)": many["memcpy"] / many["jax_ep"],
-        "e: LL round trip / futex barrier (<= 3)": results["ll"]["median_us"]["jax_ep"] / barrier_us,
+        "e: LL round trip / futex barrier (<= 3)": results["ll"]["median_us"]["jax_ep"]
+        / barrier_us,
     }
     args.out.mkdir(exist_ok=True)
     (args.out / "cpu.json").write_text(json.dumps(results, indent=1) + "\n")

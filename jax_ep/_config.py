@@ -20,6 +20,7 @@ PADS: tuple[Pad, ...] = ("zero", "undefined")
 AUTO_LL_TOKENS = 128  # mode="auto" picks ll up to here: decode batches
 MAX_LL_TOKENS = 512  # tokens per rank of an ll call: its slots are allocated for all of them
 MAX_TOP_K = 64
+MAX_IN_FLIGHT = 7  # with the call that waits for a set, half of a command's 4-bit epochs
 INT32_MAX = 2**31 - 1  # plan codes are i32
 
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -61,7 +62,7 @@ class Config:
         node_size: ranks per node; None: those that share a host.
         timeout_s: bound on waiting for a live but late rank, in seconds.
         peer_timeout_s: silence after which a process counts as gone, in seconds.
-        max_in_flight: how many starts may precede their done.
+        max_in_flight: how many starts may precede their done, 1 to 7.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -110,6 +111,13 @@ class Config:
         _check_choice("mode", self.mode, ("auto", *MODES))
         _check_choice("partials", self.partials, (None, "float32", "dtype"))
         _check_choice("transport", self.transport, _TRANSPORTS)
+        if self.max_in_flight > MAX_IN_FLIGHT:
+            raise _bad(
+                "max_in_flight",
+                self.max_in_flight,
+                f"at most {MAX_IN_FLIGHT}",
+                "finish calls earlier",
+            )
         if self.top_k > MAX_TOP_K:
             raise _bad(
                 "top_k",

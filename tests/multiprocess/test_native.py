@@ -50,6 +50,15 @@ def test_process_models_give_the_same_bits(processes, devices, node_sizes):
         assert cases == _one_process()["8"]
 
 
+@pytest.mark.parametrize("node_size", [2, 1])
+def test_faulty_networks_give_the_same_bits(node_size):
+    # Seeds 0..99 were run once: benchmarks/notes.md.
+    options = ("--first", 0, "--last", 9, "--node-size", node_size)
+    done = launch("faulty_bits.py", *options, processes=1, devices_per_process=4)
+    assert done.returncode == 0, done.text[-6000:]
+    assert done.value(0, "seeds").startswith("10 disorder ")
+
+
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 1)])
 def test_sixteen_independent_layers_a_thousand_times(processes, devices):
     done = launch("many_layers.py", processes=processes, devices_per_process=devices)
