@@ -2,7 +2,8 @@
 
 Each method moves the same tokens to the same experts (identity) and back with weights, many times
 inside one jitted `lax.scan`, and is checked against the others. Methods take turns, so that a
-noisy machine is noisy for all. Start it with `python -m jax_ep launch`, or with mpirun to include mpi4jax.
+noisy machine is noisy for all. Start it with `python -m jax_ep launch`, or with mpirun to include
+mpi4jax.
 """
 
 import argparse
