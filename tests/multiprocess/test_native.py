@@ -67,6 +67,14 @@ def test_sixteen_independent_layers_a_thousand_times(processes, devices):
         assert done.value(process, "executions") == "1000"
 
 
+@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 2)])
+def test_groups_on_crossing_axes_do_not_wait_for_each_other(processes, devices):
+    done = launch("crossing_groups.py", processes=processes, devices_per_process=devices)
+    assert done.returncode == 0, done.text[-6000:]
+    for process in range(processes):
+        assert done.value(process, "groups") == "3"
+
+
 def test_different_configs_are_an_error_on_every_process():
     done = launch("bad_group.py", "--what", "config", processes=2)
     for process in range(2):
