@@ -102,10 +102,12 @@ def main():
         print("mpi4jax is left out: mpirun or the mpi4jax package is not installed")
     exchange = under_mpi if has_mpi else launched
     results["processes"] = exchange(4, "--spec", "train")
-    results["virtual_devices"] = launched(1, "--spec", "train", "--calls", "4", devices=8)
+    results["virtual_devices"] = launched(1, "--spec", "train", "--calls", "8", devices=8)
     barrier = [args.build / "benchmarks" / "bench_barrier", "4", "1000"]
     before = json.loads(run(barrier))
-    ll = ["--spec", "decode", "--mode", "ll", "--calls", "10", "--repeats", "1000"]
+    # A scan of 100 round trips at a time: one alone would time the start of an execution.
+    ll = ["--spec", "decode", "--mode", "ll", "--calls", "100", "--repeats", "100"]
+    ll += ["--only", "jax_ep"]
     results["ll"] = launched(4, *ll)
     after = json.loads(run(barrier))
     results["barrier"] = [before, after]

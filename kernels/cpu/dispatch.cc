@@ -198,6 +198,7 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
                      reinterpret_cast<const float*>(weights));
       ++num_tokens;
     }
+    unpacker.FinishPlacing();
     num_pulled.fetch_add(num_tokens, std::memory_order_relaxed);
   });
   // Relaxed: parallel_for has joined its threads.

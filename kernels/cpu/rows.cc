@@ -3,6 +3,10 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>  // non-temporal stores: GCC 12 has no portable builtin for them
+#endif
+
 // One clone of each function per instruction set, chosen when the library is loaded. Sanitizers
 // cannot run the resolvers, which come before their own start.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && \
@@ -133,6 +137,36 @@ JAX_EP_BODY float DotRowsBody(const std::byte* a, const std::byte* b, uint64_t n
 #undef JAX_EP_BODY
 
 }  // namespace
+
+#if defined(__SSE2__)
+void StreamCopy(std::byte* dst, const std::byte* src, uint64_t num_bytes) {
+  constexpr uint64_t kLineBytes = 64;
+  const uint64_t head = (kLineBytes - reinterpret_cast<uintptr_t>(dst) % kLineBytes) % kLineBytes;
+  if (num_bytes < head + kLineBytes) {
+    std::memcpy(dst, src, num_bytes);
+    return;
+  }
+  std::memcpy(dst, src, head);
+  uint64_t done = head;
+  for (; done + kLineBytes <= num_bytes; done += kLineBytes) {
+    const auto* from = reinterpret_cast<const __m128i*>(src + done);
+    auto* to = reinterpret_cast<__m128i*>(dst + done);
+    const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+  }
+  std::memcpy(dst + done, src + done, num_bytes - done);
+}
+void StreamFence() { _mm_sfence(); }
+#else
+void StreamCopy(std::byte* dst, const std::byte* src, uint64_t num_bytes) {
+  std::memcpy(dst, src, num_bytes);
+}
+void StreamFence() {}
+#endif
 
 JAX_EP_CLONES void LoadScaled(ElemType type, float* acc, const std::byte* row, float weight,
                               uint64_t num_elems) {

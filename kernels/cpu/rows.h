@@ -10,6 +10,16 @@
 
 namespace jax_ep {
 
+// From this size on, an array that is written once and read later by others is written past the
+// caches: a cached store first reads the line that it replaces. Smaller ones are still in the cache
+// when the next operation reads them. (benchmarks/notes.md, "Streaming stores")
+inline constexpr uint64_t kStreamFromBytes = uint64_t{8} << 20;
+
+// memcpy past the caches. StreamFence must follow, on the same thread, before anything that tells
+// others that the bytes are there.
+void StreamCopy(std::byte* dst, const std::byte* src, uint64_t num_bytes);
+void StreamFence();
+
 // All pointers are aligned to their element; `num_elems` may be anything. bf16 and f16 round to
 // nearest, ties to even. Inputs and outputs do not overlap unless said.
 

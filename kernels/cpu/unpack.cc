@@ -83,7 +83,8 @@ void RowUnpacker::Place(uint32_t source, int64_t token, const std::byte* row,
     if (params_.recv_x != nullptr) {
       std::byte* dst = params_.recv_x + to * elem_row_bytes();
       if (params_.row_weights.empty()) {
-        std::memcpy(dst, row, elem_row_bytes());
+        is_streamed_ ? StreamCopy(dst, row, elem_row_bytes())
+                     : static_cast<void>(std::memcpy(dst, row, elem_row_bytes()));
       } else {
         ScaleRow(shape_.elem_type, dst, row, params_.row_weights[to], shape_.hidden);
       }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "kernels/cpu/row_index.h"
+#include "kernels/cpu/rows.h"
 #include "kernels/launch.h"
 
 namespace jax_ep {
@@ -31,17 +32,25 @@ std::string CheckDispatchReceive(const GroupShape& shape, const DispatchParams& 
 void CountDispatch(Rank& rank, int64_t num_rows);
 
 // Writes every specified element of recv_x, recv_weights and recv_dots exactly once: padding by
-// ZeroPadding, the rest by Place. Place may run on several threads at once (for different tokens).
+// ZeroPadding, the rest by Place. Place may run on several threads at once (for different tokens);
+// each of them calls FinishPlacing after its last.
 class RowUnpacker {
  public:
   RowUnpacker(const GroupShape& shape, const DispatchParams& params, const RowIndex& index)
-      : shape_(shape), params_(params), index_(index) {}
+      : shape_(shape),
+        params_(params),
+        index_(index),
+        is_streamed_(static_cast<uint64_t>(params.recv_rows) * elem_row_bytes() >=
+                     kStreamFromBytes) {}
 
   void ZeroPadding(const ParallelFor& parallel_for) const;
 
   bool HasRows(uint32_t source, int64_t token) const { return !index_.Rows(source, token).empty(); }
   // `row` [H] and `weights` [K] of that token; null where the call carries none.
   void Place(uint32_t source, int64_t token, const std::byte* row, const float* weights) const;
+  void FinishPlacing() const {
+    if (is_streamed_) StreamFence();
+  }
 
  private:
   uint64_t elem_row_bytes() const { return shape_.hidden * ElemBytes(shape_.elem_type); }
@@ -49,6 +58,7 @@ class RowUnpacker {
   const GroupShape& shape_;
   const DispatchParams& params_;
   const RowIndex& index_;
+  const bool is_streamed_;  // recv_x is written past the caches
 };
 
 }  // namespace jax_ep

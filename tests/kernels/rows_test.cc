@@ -158,5 +158,21 @@ TEST(Rows, SumsAreNotContracted) {
   for (const float value : acc) EXPECT_EQ(value, 0.0f);
 }
 
+TEST(StreamCopy, copies_exactly_its_bytes_at_any_alignment_and_size) {
+  for (const size_t offset : {0, 1, 8, 16, 63}) {
+    for (const size_t num_bytes : {0, 1, 15, 63, 64, 65, 127, 128, 1000, 8192}) {
+      std::vector<std::byte> src(num_bytes + 1), dst(offset + num_bytes + 128, std::byte{0xee});
+      for (size_t i = 0; i < num_bytes; ++i) src[i + 1] = static_cast<std::byte>(i * 7 + 1);
+      StreamCopy(dst.data() + offset, src.data() + 1, num_bytes);
+      StreamFence();
+      for (size_t i = 0; i < dst.size(); ++i) {
+        const bool is_inside = i >= offset && i < offset + num_bytes;
+        ASSERT_EQ(dst[i], is_inside ? src[i - offset + 1] : std::byte{0xee})
+            << "byte " << i << " of " << num_bytes << " at " << offset;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jax_ep

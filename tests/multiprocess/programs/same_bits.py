@@ -107,6 +107,16 @@ CASES = {
         mode="ht",
         capacity_factor=1.0,
     ),
+    # Large enough to be written past the caches (kernels/cpu/rows.h, kStreamFromBytes).
+    "ht-large": dict(
+        tokens=300,
+        top_k=4,
+        hidden=2048,
+        dtype=f32,
+        layout="expert_major",
+        mode="ht",
+        capacity_factor=1.0,
+    ),
     "ht-rank": dict(tokens=19, top_k=3, hidden=8, dtype=f32, layout="rank_major", mode="ht"),
     "ht-batched": dict(tokens=5, top_k=2, hidden=24, dtype=f16, layout="expert_batched", mode="ht"),
     "ll-f32": dict(tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll"),
