@@ -165,7 +165,7 @@ for name, out in outputs.items():
     )
 
 # The bytes that must move, as memcpy counts them (a read and a write each): dispatch reads and
-# writes each (t, k) row once and writes the zero rows; combine reads each row and writes each token.
+# writes each (t, k) row once and writes zero rows; combine reads each row and writes each token.
 padding = group.recv_rows(T) - T * K if args.mode == "ht" else 0
 must_move = T * K + padding / 2 + (T * K + T) / 2
 must_move *= H * dtype.itemsize * (N // jax.process_count())

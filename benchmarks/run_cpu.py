@@ -103,10 +103,10 @@ def main():
     exchange = under_mpi if has_mpi else launched
     results["processes"] = exchange(4, "--spec", "train")
     results["virtual_devices"] = launched(1, "--spec", "train", "--calls", "8", devices=8)
-    barrier = [args.build / "benchmarks" / "bench_barrier", "4", "1000"]
+    barrier = [args.build / "benchmarks" / "bench_barrier", "4", "20000"]
     before = json.loads(run(barrier))
-    # A scan of 100 round trips at a time: one alone would time the start of an execution.
-    ll = ["--spec", "decode", "--mode", "ll", "--calls", "100", "--repeats", "100"]
+    # A scan of 1,000 round trips at a time: one alone would time the start of an execution.
+    ll = ["--spec", "decode", "--mode", "ll", "--calls", "1000", "--repeats", "15"]
     ll += ["--only", "jax_ep"]
     results["ll"] = launched(4, *ll)
     after = json.loads(run(barrier))
