@@ -238,7 +238,6 @@ def start(group: Group) -> NativeSession:
             "axis": list(group.axes),
             "host": _bootstrap.host_id(),
             "pid": os.getpid(),
-            "faulty": os.environ.get("JAX_EP_FAULTY", ""),
         }
         greetings = {
             process: record for process, (record, _) in exchange.share(stage, hello).items()

@@ -69,7 +69,8 @@ class Executor {
   void ThreadLoop();
   // Sits until stopped or until the other thread took the seat during a continuation.
   void ExecuteWhileSeated();
-  // The next call in the agreed order if it is known and has arrived. Rank 0 announces it.
+  // The next call in the agreed order, if it is known (or this rank may announce one) and has
+  // arrived.
   std::optional<Call> TakeNext();
   // Waits for the next call; empty when there is something else to look at first.
   std::optional<Call> WaitForCall();

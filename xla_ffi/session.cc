@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <set>
 
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
@@ -68,8 +67,9 @@ Status Session::AllocateMembers() {
   for (const auto& team : options_.team_processes) {
     for (const uint32_t process : team) one_process &= process == options_.process_index;
   }
+  Env env;  // only the proxy has settings
   if (shape.num_nodes() > 1) {
-    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+    JAX_EP_ASSIGN_OR_RETURN(env, Env::Read());
     JAX_EP_ASSIGN_OR_RETURN(proxy_,
                             Proxy::Create(ProxyOptions{.group_name = options_.name,
                                                        .transport = options_.transport,
@@ -107,7 +107,6 @@ Status Session::AllocateMembers() {
         if (peer / shape.node_size != rank->node()) peers.push_back(peer);
       }
       std::byte* heap = member->heap.bytes().data();
-      JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
       JAX_EP_ASSIGN_OR_RETURN(
           member->endpoint, proxy_->AddEndpoint(EndpointOptions{
                                 .rank = local.rank,
