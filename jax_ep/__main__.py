@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from jax_ep._launch import DEFAULT_GRACE_S, LaunchOptions, launch
+from jax_ep._launch import BINDINGS, DEFAULT_GRACE_S, LaunchOptions, launch
 
 _LAUNCH_EPILOG = """\
 Everything after the script's name goes to the script.  In each process jax.distributed is already
@@ -30,7 +30,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    commands.add_parser("info", help="what is installed here and what it can use")
+    info_parser = commands.add_parser("info", help="what is installed here and what it can use")
+    info_parser.add_argument("--nics", action="store_true", help="list NICs, GIDs and providers")
 
     selftest = commands.add_parser("selftest", help="check every path of this machine (< 30 s)")
     selftest.add_argument("--json", metavar="FILE", help="also write the results to FILE")
@@ -43,8 +44,17 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--ranks", type=int, default=4, help="ranks = CPU devices of all processes")
     bench.add_argument("--processes", type=int, default=1, help="processes that share the ranks")
     bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
-    bench.add_argument("--transport", default="auto", help="between nodes: auto, loopback, shm")
+    bench.add_argument(
+        "--transport", default="auto", help="between nodes: auto, loopback, shm, ..."
+    )
     bench.add_argument("--repeats", type=int, default=20, help="timed runs of each program")
+    bench.add_argument(
+        "--wire",
+        metavar="BUILD",
+        help="measure put+signal with the C++ benchmarks of BUILD instead",
+    )
+    bench.add_argument("--provider", default="tcp", help="--wire: libfabric's provider")
+    bench.add_argument("--address", default="127.0.0.1", help="--wire: of the interface to use")
     bench.add_argument("--out", default="bench-results", metavar="DIR", help="for JSON and PNG")
 
     launcher = commands.add_parser(
@@ -62,6 +72,25 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         metavar="D",
         help="virtual CPU devices of each process (default 1)",
+    )
+    launcher.add_argument(
+        "--gpus-per-process",
+        type=int,
+        default=0,
+        metavar="G",
+        help="GPUs of each process, in order (default: JAX's own choice)",
+    )
+    launcher.add_argument(
+        "--hide-other-gpus",
+        action="store_true",
+        help="each process sees its own GPUs only (CUDA_VISIBLE_DEVICES)",
+    )
+    launcher.add_argument(
+        "--bind-to",
+        choices=BINDINGS,
+        default="none",
+        help="core: each process on its share of the cores, which steadies ll calls where ranks "
+        "outnumber cores (default none)",
     )
     launcher.add_argument(
         "--grace",
@@ -86,12 +115,19 @@ def main(arguments: list[str] | None = None) -> int:
                 num_processes=options.n,
                 command=options.script,
                 devices_per_process=options.devices_per_process,
+                gpus_per_process=options.gpus_per_process,
+                hide_other_gpus=options.hide_other_gpus,
+                bind_to=options.bind_to,
                 grace_s=options.grace,
             )
         except ValueError as error:
             parser.error(str(error))
         return launch(launch_options)
     if options.command == "info":
+        if options.nics:
+            from jax_ep._cli.nics import nics
+
+            return nics()
         from jax_ep._cli.info import info
 
         return info()
@@ -99,6 +135,11 @@ def main(arguments: list[str] | None = None) -> int:
         from jax_ep._cli.selftest import selftest
 
         return selftest(options.json)
+    if options.wire:
+        from jax_ep._cli.wire import wire
+
+        transport = "ofi" if options.transport == "auto" else options.transport
+        return wire(options.wire, transport, options.provider, options.address, options.out)
     from jax_ep._cli.bench import BenchOptions, bench
 
     return bench(

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from jax_ep import _jax_compat
@@ -49,9 +50,10 @@ class Exchange:
         self._key = f"jax_ep/{key}"
         self._label = label
         self._processes = sorted(processes)
-        self._me = me
-        self._timeout_s = timeout_s
+        self.me = me
+        self.timeout_s = timeout_s
         self._client: Any = _jax_compat.distributed_client() if len(self._processes) > 1 else None
+        self.alone = len(self._processes) == 1
         self._published: list[str] = []
         self._pids: dict[int, int] = {}
         if len(self._processes) > 1 and self._client is None:
@@ -68,9 +70,9 @@ class Exchange:
             BootstrapError: a process failed, is gone, or did not arrive within the limit.
         """
         if self._client is None:
-            return {self._me: (record, blob)}
+            return {self.me: (record, blob)}
         self._publish(stage, {"record": record, "blob": blob.hex()})
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         return {process: self._read(stage, process, deadline) for process in self._processes}
 
     def watch(self, pids: dict[int, int]) -> None:
@@ -79,7 +81,7 @@ class Exchange:
 
     def fail(self, stage: str, error: BaseException) -> None:
         """Tells the others that this process gave up before or in `stage`."""
-        if self._client is not None and f"{self._key}/{stage}/{self._me}" not in self._published:
+        if self._client is not None and f"{self._key}/{stage}/{self.me}" not in self._published:
             self._publish(stage, {"error": f"{type(error).__name__}: {error}"})
 
     def clean_up(self) -> None:
@@ -93,7 +95,7 @@ class Exchange:
         del self._published[:-1]
 
     def _publish(self, stage: str, message: dict[str, Any]) -> None:
-        key = f"{self._key}/{stage}/{self._me}"
+        key = f"{self._key}/{stage}/{self.me}"
         self._client.key_value_set_bytes(key, json.dumps(message).encode())
         self._published.append(key)
 
@@ -117,7 +119,7 @@ class Exchange:
                 raise BootstrapError(
                     f"{self._label}: process {process} did not reach stage {stage!r} of "
                     "create_group "
-                    f"within {self._timeout_s:g} s; every process of the mesh must call "
+                    f"within {self.timeout_s:g} s; every process of the mesh must call "
                     "create_group, "
                     "with the same arguments and in the same order"
                 ) from None
@@ -130,13 +132,20 @@ class Exchange:
         pid = self._pids.get(process)
         if pid is None:
             return
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        if _is_gone(pid):
             raise BootstrapError(
                 f"{self._label}: process {process} (pid {pid}) is gone; it ended before stage "
-                f"{stage!r} "
-                "of create_group"
-            ) from None
-        except PermissionError:
-            pass  # it exists, under another user
+                f"{stage!r} of create_group"
+            )
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether the process has ended, reaped by its parent or not."""
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (ProcessLookupError, FileNotFoundError):
+        return True
+    except OSError:  # it exists, under another user
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("Z", "X")

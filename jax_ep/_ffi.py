@@ -37,22 +37,24 @@ _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
 
 _register_lock = threading.Lock()
-_registered = False
+_registered: set[str] = set()
 
 
-def register() -> None:
-    """Registers the extension's FFI types and targets with XLA once.
+def register(platform: str) -> None:
+    """Registers the extension's FFI types and targets with XLA, once per platform.
 
     Called by create_group and not at import: jaxlib 0.10 needs the CPU client to exist before types
     are registered.
+
+    Args:
+        platform: "cpu", "CUDA" or "ROCM".
     """
-    global _registered
     with _register_lock:
-        if not _registered:
+        if platform not in _registered:
             core: Any = importlib.import_module("jax_ep._core")
-            types, targets = core.registrations()
-            _jax_compat.register_ffi(types, targets, platform="cpu")
-            _registered = True
+            types, targets = core.registrations(platform)
+            _jax_compat.register_ffi(types, targets, platform=platform)
+            _registered.add(platform)
 
 
 def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:

@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import threading
+import warnings
 import weakref
 from types import TracebackType
 from typing import Any, Literal
@@ -23,7 +24,7 @@ from jax_ep._config import Config, Layout, Mode
 
 Implementation = Literal["native", "xla"] | None
 
-_NATIVE_PLATFORMS = frozenset({"cpu"})  # where _ffi has handlers in this version
+_NATIVE_PLATFORMS = frozenset({"cpu", "gpu"})  # JAX's names of platforms with handlers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Group:
         implementation: Implementation,
         *,
         native: bool,
+        platform: str | None,
         lowering_only: bool,
         local_ranks: tuple[int, ...],
         session_id: int,
@@ -92,6 +94,7 @@ class Group:
         self.config = config
         self.implementation = implementation
         self.native = native
+        self.platform = platform
         self.lowering_only = lowering_only
         self.session_id = session_id
         self.num_ranks = _sharding.axis_size(mesh, self.axes)
@@ -163,8 +166,23 @@ class Group:
 
     @property
     def partials(self) -> Literal["float32", "dtype"]:
-        """What travels in combine: Config.partials, or float32, the default on cpu and xla."""
-        return self.config.partials or "float32"
+        """What travels in combine: Config.partials, or the platform's default.
+
+        "dtype" for native groups on GPUs, whose links are the bottleneck, else "float32".
+        """
+        default: Literal["float32", "dtype"] = (
+            "dtype" if self.native and self.platform == "gpu" else "float32"
+        )
+        return self.config.partials or default
+
+    @property
+    def native_platforms(self) -> tuple[str, ...]:
+        """Lowering platforms on which this group's calls are ours; the others get "xla"."""
+        if self.implementation == "xla":
+            return ()
+        if self.lowering_only or self.native:
+            return ("cpu", "cuda", "rocm")
+        return ("cpu",)
 
     def recv_rows(self, num_tokens: int, layout: Layout = "expert_major") -> int:
         """Receive rows R for T tokens per rank.
@@ -231,7 +249,7 @@ class Group:
         """Registers the handlers and starts the native session (collective over processes)."""
         try:
             runtime: Any = importlib.import_module("jax_ep._runtime")
-            _ffi.register()
+            _ffi.register(_ffi_platform(self.mesh))
         except ImportError as error:
             raise RuntimeError(
                 f"jax_ep.create_group: the native extension jax_ep._core cannot be imported "
@@ -256,7 +274,7 @@ def create_group(
         axis: an axis name, or a tuple of names (ranks are row-major over it). Every other mesh axis
             gives an independent group.
         config: sizes and limits.
-        implementation: None (native on cpu, else "xla"), "native" or "xla".
+        implementation: None (native on cpu and GPUs, else "xla"), "native" or "xla".
 
     Returns:
         The `Group`.
@@ -297,13 +315,28 @@ def create_group(
         config,
         implementation,
         native=native,
+        platform=platform,
         lowering_only=not owned,
         local_ranks=local_ranks,
         session_id=_session_id(mesh, axes, config, owned),
     )
     if native:
-        group._start()
+        try:
+            group._start()
+        except NotImplementedError as error:
+            if implementation == "native":
+                raise
+            group.native = False
+            warnings.warn(f"{error}; using implementation='xla'", RuntimeWarning, stacklevel=2)
     return group
+
+
+def _ffi_platform(mesh: Any) -> str:
+    """The name under which XLA knows handlers for the mesh's devices."""
+    device = mesh.devices.flat[0]
+    if device.platform == "cpu":
+        return "cpu"
+    return "ROCM" if "rocm" in device.client.platform_version.lower() else "CUDA"
 
 
 def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> None:

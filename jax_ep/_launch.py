@@ -35,16 +35,25 @@ MIN_POOL_THREADS = (
 )
 POOL_THREADS_PER_DEVICE = 4
 SPEC_ENV = "JAX_EP_LAUNCH"
+BINDINGS = ("none", "core")
 COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """What to start: ``command`` is a script and its arguments."""
+    """What to start: ``command`` is a script and its arguments.
+
+    With gpus_per_process G > 0, process i gets GPUs i*G to i*G + G - 1: it uses those of all that
+    it sees, or with hide_other_gpus it sees no others. With bind_to "core" each process runs on its
+    share of the cores only, or on one of them if there are fewer cores than processes.
+    """
 
     num_processes: int
     command: Sequence[str]
     devices_per_process: int = 1
+    gpus_per_process: int = 0
+    hide_other_gpus: bool = False
+    bind_to: str = "none"
     grace_s: float = DEFAULT_GRACE_S
 
     def __post_init__(self) -> None:
@@ -54,6 +63,12 @@ class LaunchOptions:
             raise ValueError(
                 f"--devices-per-process: got {self.devices_per_process}, expected at least 1"
             )
+        if self.gpus_per_process < 0:
+            raise ValueError(f"--gpus-per-process: got {self.gpus_per_process}, expected >= 0")
+        if self.hide_other_gpus and not self.gpus_per_process:
+            raise ValueError("--hide-other-gpus: expected --gpus-per-process too")
+        if self.bind_to not in BINDINGS:
+            raise ValueError(f"--bind-to: got {self.bind_to!r}, expected one of {BINDINGS}")
         if self.grace_s < 0:
             raise ValueError(f"--grace: got {self.grace_s}, expected seconds >= 0")
         if not self.command:
@@ -89,6 +104,19 @@ def child_environment(base: Mapping[str, str], devices_per_process: int) -> dict
             "NPROC", str(max(MIN_POOL_THREADS, POOL_THREADS_PER_DEVICE * devices_per_process))
         )
     return env
+
+
+def _gpus_of(options: LaunchOptions, index: int) -> list[int] | None:
+    """The GPUs of process `index`, or None: JAX's own choice."""
+    count = options.gpus_per_process
+    return list(range(index * count, (index + 1) * count)) if count else None
+
+
+def cores_of(index: int, num_processes: int, cores: Sequence[int]) -> list[int]:
+    """The share of process `index`: equal runs of `cores`, or one of them in equal turns."""
+    begin = index * len(cores) // num_processes
+    end = (index + 1) * len(cores) // num_processes
+    return list(cores[begin : max(end, begin + 1)])
 
 
 @dataclasses.dataclass(eq=False)
@@ -158,7 +186,7 @@ class _Job:
     def _start(self, index: int, port: int) -> None:
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline_write = os.pipe()
-        spec = {
+        spec: dict[str, object] = {
             "index": index,
             "num_processes": self._options.num_processes,
             "port": port,
@@ -166,6 +194,16 @@ class _Job:
             "lifeline_fd": lifeline_read,
         }
         env = child_environment(os.environ, self._options.devices_per_process)
+        gpus = _gpus_of(self._options, index)
+        if gpus is not None and self._options.hide_other_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        else:
+            spec["local_device_ids"] = gpus
+        if self._options.bind_to == "core":
+            cores = sorted(os.sched_getaffinity(0))
+            spec["cores"] = cores_of(index, self._options.num_processes, cores)
+            # XLA would size its pool by the bound cores, and its collectives need several threads.
+            env.setdefault("NPROC", str(len(cores)))
         env[SPEC_ENV] = json.dumps(spec)
         try:
             process = subprocess.Popen(

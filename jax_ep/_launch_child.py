@@ -74,6 +74,8 @@ def main() -> int:
     os.set_inheritable(spec["lifeline_fd"], False)
     control = socket.socket(fileno=spec["control_fd"])
     control.set_inheritable(False)
+    if "cores" in spec:
+        os.sched_setaffinity(0, spec["cores"])  # before any thread is started
 
     import jax
 
@@ -88,6 +90,7 @@ def main() -> int:
         coordinator_address=address,
         num_processes=spec["num_processes"],
         process_id=spec["index"],
+        local_device_ids=spec.get("local_device_ids"),
         coordinator_bind_address=address,
     )
     with contextlib.suppress(OSError):

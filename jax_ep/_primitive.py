@@ -175,13 +175,17 @@ def _choose(name: str, call: Call, *operands: Any) -> Any:
     def run_reference(*operands: Any) -> Any:
         return _typed_alike(call, reference(call, *operands), axes)
 
-    if call.group.implementation == "xla":
+    platforms = call.group.native_platforms
+    # Without tokens there is nothing to move and every result is a constant; XLA's compilers do not
+    # take custom calls whose operands are all empty (Shardy refuses them, XLA:GPU 0.11 crashes).
+    if not platforms or call.num_tokens == 0:
         return run_reference(*operands)
+    branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, run_native)
     if call.group.implementation == "native":
-        # The second branch is never taken; with it, and no default, JAX refuses to lower for other
+        # This branch is never taken; with it, and no default, JAX refuses to lower for other
         # platforms (NotImplementedError) instead of leaving an unknown custom call to the compiler.
-        return lax.platform_dependent(*operands, cpu=run_native, unsupported=run_reference)
-    return lax.platform_dependent(*operands, cpu=run_native, default=run_reference)
+        return lax.platform_dependent(*operands, **branches, unsupported=run_reference)
+    return lax.platform_dependent(*operands, **branches, default=run_reference)
 
 
 def _typed_alike(call: Call, results: Any, axes: frozenset[str]) -> Any:

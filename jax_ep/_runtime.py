@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jax_ep import _bootstrap, _config
+from jax_ep import _bootstrap, _config, _env, _runtime_gpu
 
 if TYPE_CHECKING:
     from jax_ep._group import Group, Health
@@ -70,7 +70,11 @@ class NativeSession:
         return Health(
             ok=not text,
             message=text,
-            details=(("closed", self._closed), ("transport", self.transport)),
+            details=(
+                ("closed", self._closed),
+                ("transport", self.transport),
+                ("data_path", getattr(self._session, "data_path", "heap")),
+            ),
         )
 
     def stats(self) -> dict[str, Any]:
@@ -81,7 +85,8 @@ class NativeSession:
             for name in (ranks[0] if ranks else {})
             if name not in ("team", "rank")
         }
-        return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
+        flows = self._session.flow_stats() if hasattr(self._session, "flow_stats") else []
+        return {**totals, "ranks": ranks, "flows": flows}
 
     def dump_state(self) -> str:
         """A text with everything that a hang report needs."""
@@ -217,7 +222,8 @@ def start(group: Group) -> NativeSession:
     from jax_ep import _core
 
     _install_hooks(_core)
-    _warn_about_small_pool()
+    if group.platform == "cpu":
+        _warn_about_small_pool()
     me = jax.process_index()
     teams = _teams(group)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
@@ -238,6 +244,7 @@ def start(group: Group) -> NativeSession:
             "axis": list(group.axes),
             "host": _bootstrap.host_id(),
             "pid": os.getpid(),
+            "cpus": sorted(os.sched_getaffinity(0)),
         }
         greetings = {
             process: record for process, (record, _) in exchange.share(stage, hello).items()
@@ -261,42 +268,49 @@ def start(group: Group) -> NativeSession:
         one_host = len({host for team in hosts for host in team}) == 1
         transport = _choose_transport(group, num_nodes, len(processes) == 1, one_host, available)
         flat_ids = {device.id: position for position, device in enumerate(group.mesh.devices.flat)}
+        on_gpu = group.platform != "cpu"
         local = [
-            (int(device.id), t, r)
+            (device, t, r)
             for t, team in enumerate(teams)
             for r, device in enumerate(team)
             if device.process_index == me
         ]
         layout = _Layout(
             team_processes,
-            local,
-            [flat_ids[device] for device, _, _ in local],
+            [(_ordinal(device), t, r) for device, t, r in local],
+            [flat_ids[device.id] for device, _, _ in local],
             processes,
             node_size,
         )
-        session = _core.Session(
+        options = _core.SessionOptions(
             session_id=group.session_id,
             name=f"{'/'.join(group.axes)}[{group.num_ranks}]#{count}",
-            **shape_arguments(group.config, group.num_ranks, node_size),
+            shape=_core.GroupShape(**shape_arguments(group, node_size)),
             team_processes=team_processes,
-            local_ranks=local,
+            local_ranks=layout.local_ranks,
             process_index=me,
             transport=transport,
             timeout_s=group.config.timeout_s,
             peer_timeout_s=group.config.peer_timeout_s,
-            threads_per_rank=_threads_per_rank(greetings, hello["host"], teams),
-            debug=_flag("JAX_EP_DEBUG"),
+            threads_per_rank=1 if on_gpu else _threads_per_rank(greetings, hello["host"], teams),
+            huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
+            debug=_env.flag("JAX_EP_DEBUG") is True,
         )
-        blobs = {
-            p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()
-        }
-        session.connect(blobs)
-        stage = "connected"
-        exchange.share(stage, {})
-        session.start()
-        stage = "barrier"
+        if on_gpu:
+            session = _runtime_gpu.start(options, exchange, [device for device, _, _ in local])
+        else:
+            session = _core.Session(options)
+            blobs = {
+                p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()
+            }
+            session.connect(blobs)
+            stage = "connected"
+            exchange.share(stage, {})
+            session.start()
+            stage = "barrier"
         try:
-            session.barrier(group.config.timeout_s)
+            if not on_gpu:
+                session.barrier(group.config.timeout_s)
             exchange.share("ready", {})
         except BaseException:
             session.close()
@@ -308,10 +322,16 @@ def start(group: Group) -> NativeSession:
     return NativeSession(session, group, layout, transport)
 
 
-def shape_arguments(config: _config.Config, num_ranks: int, node_size: int) -> dict[str, Any]:
+def _ordinal(device: Any) -> int:
+    """How the FFI names a device of this process."""
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
+def shape_arguments(group: Group, node_size: int) -> dict[str, Any]:
     """The kernels' GroupShape (kernels/layout.h) as keyword arguments of `_core`."""
+    config = group.config
     return {
-        "num_ranks": num_ranks,
+        "num_ranks": group.num_ranks,
         "node_size": node_size,
         "num_experts": config.num_experts,
         "top_k": config.top_k,
@@ -320,18 +340,10 @@ def shape_arguments(config: _config.Config, num_ranks: int, node_size: int) -> d
         "max_tokens": config.max_tokens,
         "ll_tokens": _config.max_ll_tokens(config),
         "elem_type": _ELEM_TYPES[config.dtype.name],
-        "f32_partials": config.partials != "dtype",
+        "f32_partials": group.partials == "float32",
         "has_ht": config.mode != "ll",
         "depth": config.max_in_flight,
     }
-
-
-def _flag(name: str) -> bool:
-    """A boolean environment variable: unset, empty or 0, or 1."""
-    text = os.environ.get(name, "")
-    if text not in ("", "0", "1"):
-        raise ValueError(f"{name}: got {text!r}, expected 0 or 1; correct or unset it")
-    return text == "1"
 
 
 def _warn_about_small_pool() -> None:
@@ -352,15 +364,15 @@ def _warn_about_small_pool() -> None:
 
 
 def _threads_per_rank(greetings: dict[int, Any], host: str, teams: Any) -> int:
-    """This rank's share of the host's cores, at least one (JAX_EP_THREADS_PER_RANK overrides)."""
-    text = os.environ.get("JAX_EP_THREADS_PER_RANK", "")
-    if text:
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(
-                f"JAX_EP_THREADS_PER_RANK: got {text!r}, expected an int of at least 1; correct "
-                "or unset it"
-            )
-        return int(text)
+    """This rank's share of the cores that the group's processes of this host may use, at least one.
+
+    JAX_EP_THREADS_PER_RANK overrides. Processes may be bound to cores of their own.
+    """
+    wanted = _env.positive_int("JAX_EP_THREADS_PER_RANK")
+    if wanted is not None:
+        return wanted
     here = {process for process, record in greetings.items() if record["host"] == host}
     ranks_here = sum(device.process_index in here for team in teams for device in team)
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
+    cores = set().union(*(greetings[process]["cpus"] for process in here))
+    share = len(cores) // max(1, ranks_here)
+    return max(1, min(share, len(os.sched_getaffinity(0))))

@@ -121,15 +121,21 @@ def group_limited_topk(
     return ids.astype(jnp.int32), _normalized(affinity, ids, scale)
 
 
-def load_balancing_loss(probabilities: jax.Array, topk_idx: jax.Array) -> jax.Array:
+def load_balancing_loss(
+    probabilities: jax.Array,
+    topk_idx: jax.Array,
+    *,
+    axis: str | tuple[str, ...] | None = None,
+) -> jax.Array:
     """Auxiliary loss E * sum_e f_e * p_e, 1 when balanced (Switch Transformer, 2101.03961).
 
-    f_e is the share of the kept slots that chose expert e, p_e the mean router probability. The
-    values are of the local tokens; average over the group with `jax.lax.pmean` if wanted.
+    f_e is the share of the kept slots that chose expert e, p_e the mean router probability: both
+    of the local tokens, or with `axis` of those of all ranks along it.
 
     Args:
         probabilities: floats [T, E], router probabilities.
         topk_idx: integers [T, K]; negative slots do not count.
+        axis: mesh axes of the enclosing shard_map to take f and p over (as many tokens on each).
 
     Returns:
         f32[], differentiable in `probabilities`.
@@ -145,8 +151,11 @@ def load_balancing_loss(probabilities: jax.Array, topk_idx: jax.Array) -> jax.Ar
     used = (flat >= 0) & (flat < num_experts)
     index = jnp.where(used, flat, num_experts)
     counts = jnp.zeros((num_experts,), jnp.float32).at[index].add(1.0, mode="drop")
+    mean = jnp.mean(probabilities.astype(jnp.float32), axis=0)
+    if axis is not None:
+        counts, mean = jax.lax.psum(counts, axis), jax.lax.pmean(mean, axis)
     share = counts / jnp.maximum(jnp.sum(counts), 1.0)
-    return num_experts * jnp.sum(share * jnp.mean(probabilities.astype(jnp.float32), axis=0))
+    return num_experts * jnp.sum(share * mean)
 
 
 def _check_top_k(top_k: int, num_experts: int) -> None:

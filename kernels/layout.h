@@ -125,8 +125,8 @@ struct HeapLayout {
   HeapArea ll_disp_send;       // the same
   HeapArea ll_comb;            // [N] rows [T]: rank partial, ride [K]
   HeapArea ll_comb_send;       // [N] the same
-  uint64_t ll_topk_bytes = 0;  // of i32 topk_idx [T * K], the first part of meta
-  uint64_t ll_meta_bytes = 0;  // topk_idx, then f32 weights [T * K]
+  uint64_t ll_topk_bytes = 0;  // of i32 topk_idx [T * K]
+  uint64_t ll_meta_bytes = 0;  // {i32 T, 3 * i32 unused}, topk_idx, then f32 weights [T * K]
 
   constexpr uint64_t flag_offset(Channel channel, uint32_t source) const {
     return flags_offset + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
@@ -193,7 +193,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
   if (shape.ll_tokens > 0) {
     const uint64_t tokens = shape.ll_tokens;
     layout.ll_topk_bytes = AlignUp(tokens * shape.top_k * int_bytes, kWireUnitBytes);
-    layout.ll_meta_bytes = 2 * layout.ll_topk_bytes;
+    layout.ll_meta_bytes = kWireUnitBytes + 2 * layout.ll_topk_bytes;
     layout.ll_disp = take_area(depth, num_ranks, layout.ll_meta_bytes + tokens * row_bytes);
     layout.ll_comb = take_area(depth, num_ranks, tokens * (partial_bytes + ride_bytes));
     if (num_nodes > 1) {

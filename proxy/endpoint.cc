@@ -180,10 +180,11 @@ void Endpoint::Start(PeerWatch::Time now) {
 Status Endpoint::Step(bool* did_work) {
   bool is_busy = false;
   must_retry_ = false;
+  // Commands first: who pushed them waits, and looking costs less than polling a network.
+  JAX_EP_RETURN_IF_ERROR(PopCommands(&is_busy));
   JAX_EP_RETURN_IF_ERROR(PollTransport(&is_busy));
   JAX_EP_RETURN_IF_ERROR(Publish());
   if (!pending_flows_.empty()) JAX_EP_RETURN_IF_ERROR(PumpPending(&is_busy));
-  JAX_EP_RETURN_IF_ERROR(PopCommands(&is_busy));
   if (!ack_flows_.empty()) SendAcks(!is_busy);
   if (next_heartbeat_peer_ < peers_.size()) SendHeartbeats();
   if (!control_error_.ok()) return control_error_;

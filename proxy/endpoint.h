@@ -45,6 +45,7 @@ class Endpoint {
   // Heartbeats and their watch; call when `now` has reached next_tick().
   Status Tick(PeerWatch::Time now);
   PeerWatch::Time next_tick() const { return watch_.next_tick(); }
+  bool has_cheap_wake() const { return caps_.cheap_wake; }
   // Something waits for room in the transport, which rings no bell.
   bool must_retry() const { return must_retry_; }
   // Nothing is queued, under way or unacknowledged, in either direction.
@@ -68,8 +69,11 @@ class Endpoint {
  private:
   static constexpr size_t kBatchCommands = 64;
   static constexpr size_t kBatchEvents = 64;
-  static constexpr int kMaxPollBatches = 4;     // per step, so that sending is not starved
-  static constexpr uint32_t kStepsPerAck = 16;  // an acknowledgement waits at most this long
+  static constexpr int kMaxPollBatches = 4;  // per step, so that sending is not starved
+  // An acknowledgement waits at most this long: on a network even if there is nothing else to do,
+  // because the answer of whom we have just woken is more urgent and often a second message.
+  static constexpr uint32_t kStepsPerAck = 64;
+  static_assert(kStepsPerAck < kNetworkYieldRounds, "the proxy is still awake then");
   static constexpr uint64_t kControlToken = UINT64_MAX;
 
   struct Peer {

@@ -116,6 +116,7 @@ void Endpoint::AppendState(std::string* text) const {
   *text += Where() + ": commands pushed " + std::to_string(ring_->num_pushed()) + ", popped " +
            std::to_string(ring_->num_popped()) + ", quiet epoch " +
            std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + "\n";
+  transport_->AppendState(text);
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {
     const SendFlow& send = send_flows_[i];
     if (send.messages.Get() == 0 && recv_flows_[i].received.Get() == 0) continue;

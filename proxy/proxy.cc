@@ -78,13 +78,16 @@ Status Proxy::Impl::Tick(Clock::time_point now, int64_t* blamed) {
 // Spin -> pause -> yield -> futex. `bell_count` was read before the round that found nothing, so a
 // ring since then ends the sleep at once (see Doorbell::Ring for the other side).
 void Proxy::Impl::Idle(int idle_rounds, uint32_t bell_count) {
-  if (idle_rounds < kSpinRounds) {
+  const bool has_cheap_wake =
+      std::all_of(endpoints.begin(), endpoints.end(),
+                  [](const auto& endpoint) { return endpoint->has_cheap_wake(); });
+  if (has_cheap_wake && idle_rounds < kSpinRounds) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
     return;
   }
-  if (idle_rounds < kSpinRounds + kYieldRounds) {
+  if (idle_rounds < (has_cheap_wake ? kSpinRounds + kYieldRounds : kNetworkYieldRounds)) {
     std::this_thread::yield();
     return;
   }

@@ -23,6 +23,7 @@ struct TransportCaps {
   bool gpu_direct = false;               // Register takes device memory
   bool delivery_complete = false;        // kSent means written at the target, not only sent
   bool needs_registration = false;       // local memory must be registered before it is sent
+  bool cheap_wake = false;               // senders ring the bell themselves: sleeping costs little
   uint64_t max_message_bytes = 0;        // longest PostWrite
   uint32_t immediate_bits = 0;           // at least 32 for our protocol
 };
@@ -32,7 +33,8 @@ struct MemoryRegion {
   std::span<std::byte> bytes = {};
   // SharedMemory::Export of exactly these bytes; "" if there is none. shm needs it.
   std::string export_blob = {};
-  int device = -1;  // -1: host memory
+  int device = -1;     // -1: host memory
+  int dmabuf_fd = -1;  // of device memory, where the platform exports it and verbs is to use it
 };
 
 struct LocalRegion {
@@ -107,6 +109,9 @@ class Transport {
   // Reports up to events.size() events and returns how many. Also drives progress, so it is called
   // again and again while anything is under way.
   virtual Result<size_t> Poll(std::span<TransportEvent> events) = 0;
+
+  // Adds lines for dump_state: devices and what went through each. Any thread.
+  virtual void AppendState(std::string* /*text*/) const {}
 };
 
 // What a transport may need from its proxy.

@@ -1,31 +1,56 @@
-"""Test session: 8 virtual CPU devices, strict dtype promotion, implementations to test."""
+"""Test session: 8 virtual CPU devices, strict dtype promotion, implementations to test.
+
+`pytest -m gpu` runs the tests of operations on this machine's GPUs instead.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 
 # Before jax: XLA reads its thread-pool size when the CPU client starts; with fewer threads than
 # executions in flight, 8 virtual devices on 2 cores deadlock inside XLA itself.
 os.environ.setdefault("NPROC", "64")
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "" if "gpu" in sys.argv else "cpu")
+# Tests that launch processes share the GPUs with this one.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".3")
 
 import importlib.util
 
 import jax
 import pytest
 
+ON_GPU = "gpu" in sys.argv  # of `-m gpu`
+
 # Not through XLA_FLAGS: the multi-process tests' children would inherit it.
-jax.config.update("jax_num_cpu_devices", 8)
+if ON_GPU:
+    jax.config.update("jax_default_matmul_precision", "highest")  # TF32 is not f32
+else:
+    jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 NATIVE_IS_BUILT = importlib.util.find_spec("jax_ep._core") is not None
 IMPLEMENTATIONS = ["xla", "native"] if NATIVE_IS_BUILT else ["xla"]
+if ON_GPU:
+    IMPLEMENTATIONS = ["native"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `implementation` runs once for each of them."""
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under `-m gpu`, every test of a native operation is a GPU test."""
+    if not ON_GPU:
+        return
+    has_gpu = jax.default_backend() == "gpu"
+    for item in items:
+        if {"implementation", "native"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("gpu")
+        if not has_gpu:
+            item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
 
 
 @pytest.fixture

@@ -1,7 +1,10 @@
 """Who may include whom: docs/architecture.md "Layers", checked against the sources."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -26,11 +29,20 @@ ALLOWED_INCLUDES = {
         "proxy/abi/",
         "proxy/base/",
     ),
+    "kernels/gpu": (
+        "kernels/launch.h",
+        "kernels/layout.h",
+        "kernels/gpu/",
+        "proxy/abi/",
+        "proxy/base/",
+    ),
     "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
     "xla_ffi": (
         "xla_ffi/",
         "kernels/launch.h",
         "kernels/layout.h",
+        "kernels/gpu/api.h",
+        "kernels/gpu/device_memory.h",
         "proxy/abi/",
         "proxy/base/",
         "proxy/transport/registry.h",
@@ -43,6 +55,9 @@ ONLY_IN = {"xla/ffi": "xla_ffi", "nanobind": "xla_ffi", "cuda": "kernels", "hip/
 
 FORBIDDEN_IMPORTS = ("ctypes", "jax._src")
 GUARDED_IMPORTS = ("flax", "pyverbs", "matplotlib", "rich", "optax", "orbax")
+# Packages inside jax_ep that only users import, and what each may import at module level.
+ADD_ONS = {"flax": ("flax",), "pallas": ()}
+PRIVATE_FOR_ADD_ONS = ("_config", "_jax_compat")
 
 
 def _cpp_files():
@@ -94,11 +109,40 @@ def test_python_imports_obey_the_layers(path):
         if module.startswith(FORBIDDEN_IMPORTS):
             allowed = path.name == "_jax_compat.py" and module.startswith("jax._src")
             assert allowed, f"{path.name}: {line.strip()}"
-        if module.split(".")[0] in GUARDED_IMPORTS:
+        allowed = ADD_ONS.get(path.relative_to(ROOT / "jax_ep").parts[0], ())
+        root = module.split(".")[0]
+        if root in GUARDED_IMPORTS and root not in allowed:
             assert line.startswith((" ", "\t")), (
                 f"{path.name}: {line.strip()} is imported at module level; import it where it is "
                 "used"
             )
+
+
+def test_import_jax_ep_imports_no_add_on():
+    modules = "import sys, jax_ep; print(*sys.modules)"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", modules], capture_output=True, text=True, env=environment, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = done.stdout.split()
+    assert "jax_ep" in loaded
+    for name in (*(f"jax_ep.{add_on}" for add_on in ADD_ONS), *GUARDED_IMPORTS):
+        assert name not in loaded
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for name in ADD_ONS for p in (ROOT / "jax_ep" / name).rglob("*.py")),
+    ids=lambda p: p.relative_to(ROOT).as_posix(),
+)
+def test_add_ons_stand_on_the_public_api(path):
+    own = path.relative_to(ROOT / "jax_ep").parts[0]
+    for line, module, name in _imports(path):
+        full = f"{module}.{name}" if module == "jax_ep" and name else module
+        private = re.match(r"jax_ep\.(_\w+)", full)
+        if private:
+            assert private.group(1) in PRIVATE_FOR_ADD_ONS, f"{path.name} in {own}: {line.strip()}"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
-// The CPU-platform custom calls: name -> (instantiate, execute), for the module to register.
+// The CPU-platform custom calls, for the module to register.
 #pragma once
 
 #include <span>
 
-#include "xla/ffi/api/c_api.h"
+#include "xla_ffi/operations.h"
+#include "xla_ffi/site.h"
 
 namespace jax_ep {
 
-struct HandlerRegistration {
-  const char* target;
-  XLA_FFI_Handler* instantiate;
-  XLA_FFI_Handler* execute;
+// XLA's per-call state: made once when the call is instantiated, given to each execution.
+struct SiteState {
+  static xla::ffi::TypeId id;
+  static xla::ffi::TypeInfo info;
+  CallSite site;
 };
 
 std::span<const HandlerRegistration> CpuHandlers();

@@ -43,19 +43,7 @@ Session::Session(SessionOptions options)
 Session::~Session() { Close(); }
 
 Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
-  const GroupShape& shape = options.shape;
-  if (shape.num_ranks == 0 || shape.node_size == 0 || shape.num_ranks % shape.node_size != 0) {
-    return InvalidArgument("group " + options.name + ": node_size " +
-                           std::to_string(shape.node_size) + " does not divide the " +
-                           std::to_string(shape.num_ranks) + " ranks of the group");
-  }
-  for (const LocalRank& local : options.local_ranks) {
-    if (local.team >= options.team_processes.size() ||
-        local.rank >= options.team_processes[local.team].size() ||
-        options.team_processes[local.team].size() != shape.num_ranks) {
-      return InvalidArgument("group " + options.name + ": rank table and shape disagree");
-    }
-  }
+  JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
   std::unique_ptr<Session> session(new Session(std::move(options)));
   JAX_EP_RETURN_IF_ERROR(session->AllocateMembers());
   return session;
@@ -97,6 +85,7 @@ Status Session::AllocateMembers() {
     rank->failure = failure_.get();
     rank->timeout = options_.timeout;
     rank->counters = &member->counters;
+    rank->uses_huge_pages = options_.huge_pages;
     rank->parallel_for = [pool = member->pool.get()](
                              int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
       pool->Run(num_items, body);
@@ -364,44 +353,6 @@ std::string Session::DumpState() const {
   }
   if (proxy_ != nullptr) out += proxy_->DumpState();
   return out;
-}
-
-SessionTable& SessionTable::Instance() {
-  static SessionTable* const table = new SessionTable();  // lives until the process ends
-  return *table;
-}
-
-Status SessionTable::Add(std::shared_ptr<Session> session) {
-  std::lock_guard lock(mutex_);
-  const int64_t id = session->options().session_id;
-  if (!sessions_.emplace(id, session).second) {
-    return FailedPrecondition("group " + session->options().name +
-                              " exists already in this process");
-  }
-  closed_.erase(id);
-  return Status::Ok();
-}
-
-void SessionTable::Remove(int64_t session_id) {
-  std::lock_guard lock(mutex_);
-  const auto it = sessions_.find(session_id);
-  if (it == sessions_.end()) return;
-  closed_[session_id] = it->second->options().name;
-  sessions_.erase(it);
-}
-
-Result<std::shared_ptr<Session>> SessionTable::Find(int64_t session_id) const {
-  std::lock_guard lock(mutex_);
-  const auto it = sessions_.find(session_id);
-  if (it != sessions_.end()) return it->second;
-  const auto closed = closed_.find(session_id);
-  if (closed != closed_.end()) {
-    return FailedPrecondition("group " + closed->second +
-                              " is closed; create a new one with jax_ep.create_group");
-  }
-  return FailedPrecondition("group id " + std::to_string(session_id) +
-                            " is unknown in this process: create_group must run, in the same order "
-                            "on every process, before a program that uses the group");
 }
 
 }  // namespace jax_ep

@@ -1,5 +1,5 @@
 // A Session is one group in this process: its ranks, their heaps, executors, proxy and monitor.
-// The session table, at the bottom, is the only process-wide mutable state of jax_ep.
+// Open sessions are found through SessionTable<Session>.
 #pragma once
 
 #include <atomic>
@@ -16,32 +16,11 @@
 #include "proxy/proxy.h"
 #include "xla_ffi/executor.h"
 #include "xla_ffi/monitor.h"
-#include "xla_ffi/site.h"
+#include "xla_ffi/session_options.h"
+#include "xla_ffi/session_table.h"
 #include "xla_ffi/worker_pool.h"
 
 namespace jax_ep {
-
-// A rank of this process: which device runs it, and its place in the group.
-struct LocalRank {
-  int64_t device_ordinal = 0;  // as the FFI reports it (a global, sparse id on CPU)
-  uint32_t team = 0;
-  uint32_t rank = 0;
-};
-
-struct SessionOptions {
-  int64_t session_id = 0;
-  std::string name;  // for messages
-  GroupShape shape;
-  // team_processes[team][rank] = index of the process that owns the rank's device.
-  std::vector<std::vector<uint32_t>> team_processes;
-  std::vector<LocalRank> local_ranks;
-  uint32_t process_index = 0;
-  std::string transport;  // "none" (one node), or a name of proxy/transport/registry.h
-  std::chrono::nanoseconds timeout{};
-  std::chrono::nanoseconds peer_timeout{};
-  int threads_per_rank = 1;
-  bool debug = false;  // expert ids out of range fail the call that has them
-};
 
 // Life: Create -> LocalBlob, Connect -> Start -> Barrier -> (calls) -> Close.
 // Thread rule: Python's thread drives that life; Enqueue, status and stats from any thread.
@@ -99,25 +78,6 @@ class Session {
   uint64_t barrier_epoch_ = 0;
   bool started_ = false;
   std::atomic<bool> closed_{false};
-};
-
-// The session table: id -> session, or the name of the group that was closed under that id.
-class SessionTable {
- public:
-  static SessionTable& Instance();
-
-  Status Add(std::shared_ptr<Session> session);
-  // Keeps a tombstone, so that a late execution gets "group NAME is closed".
-  void Remove(int64_t session_id);
-  Result<std::shared_ptr<Session>> Find(int64_t session_id) const;
-
-  SiteNumbering& sites() { return sites_; }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<int64_t, std::shared_ptr<Session>> sessions_;
-  std::map<int64_t, std::string> closed_;
-  SiteNumbering sites_;
 };
 
 }  // namespace jax_ep

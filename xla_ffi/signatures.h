@@ -6,30 +6,22 @@
 #pragma once
 
 #include "xla/ffi/api/ffi.h"
-#include "xla_ffi/site.h"
 
 namespace jax_ep {
-
-// XLA's per-call state: made once when the call is instantiated, given to each execution.
-struct SiteState {
-  static xla::ffi::TypeId id;
-  static xla::ffi::TypeInfo info;
-  CallSite site;
-};
 
 namespace signatures {
 
 namespace ffi = xla::ffi;
 
-// Leading parameters of every handler.
-inline auto Context() {
+// Leading parameters of every handler. `Context` is what the platform wants of XLA, decoded by its
+// CtxDecoding<Context>.
+template <typename Context>
+auto Leading() {
   return ffi::Ffi::Bind()
-      .Ctx<ffi::RunId>()
-      .Ctx<ffi::DeviceOrdinal>()
-      .Ctx<ffi::State<SiteState>>()
-      .Attr<int64_t>("session")
-      .Attr<int64_t>("mode")     // kernels/layout.h Mode
-      .Attr<int64_t>("layout");  // kernels/layout.h Layout
+      .Ctx<Context>()
+      .template Attr<int64_t>("session")
+      .template Attr<int64_t>("mode")     // kernels/layout.h Mode
+      .template Attr<int64_t>("layout");  // kernels/layout.h Layout
 }
 
 template <typename Binding>
@@ -46,104 +38,114 @@ auto PlanResults(Binding binding) {
       .template Ret<ffi::AnyBuffer>();  // recv_topk_idx i32[N, T, K] in rank_major
 }
 
-inline auto Plan() {
-  return PlanResults(Context().Arg<ffi::AnyBuffer>());  // topk_idx i32[T, K]
+template <typename Context>
+auto Plan() {
+  return PlanResults(Leading<Context>().template Arg<ffi::AnyBuffer>());  // topk_idx i32[T, K]
 }
 
-inline auto Dispatch() {
-  return Context()
-      .Attr<int64_t>("pad")    // 0 zero, 1 undefined
-      .Arg<ffi::AnyBuffer>()   // x [T, H]
-      .Arg<ffi::AnyBuffer>()   // weights f32[T, K]
-      .Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
-      .Arg<ffi::AnyBuffer>()   // recv_src i32[R]
-      .Arg<ffi::AnyBuffer>()   // recv_topk_idx i32[N, T, K] in rank_major
-      .Arg<ffi::AnyBuffer>()   // y [R, H]
-      .Arg<ffi::AnyBuffer>()   // row_weights f32[R]
-      .Ret<ffi::AnyBuffer>()   // recv_x [R, H]
-      .Ret<ffi::AnyBuffer>()   // recv_weights f32[R]; rank_major f32[N, T, K]
-      .Ret<ffi::AnyBuffer>();  // recv_dots f32[R]
+template <typename Context>
+auto Dispatch() {
+  return Leading<Context>()
+      .template Attr<int64_t>("pad")    // 0 zero, 1 undefined
+      .template Arg<ffi::AnyBuffer>()   // x [T, H]
+      .template Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // recv_src i32[R]
+      .template Arg<ffi::AnyBuffer>()   // recv_topk_idx i32[N, T, K] in rank_major
+      .template Arg<ffi::AnyBuffer>()   // y [R, H]
+      .template Arg<ffi::AnyBuffer>()   // row_weights f32[R]
+      .template Ret<ffi::AnyBuffer>()   // recv_x [R, H]
+      .template Ret<ffi::AnyBuffer>()   // recv_weights f32[R]; rank_major f32[N, T, K]
+      .template Ret<ffi::AnyBuffer>();  // recv_dots f32[R]
 }
 
-inline auto LlDispatch() {
-  return PlanResults(Context()
-                         .Attr<int64_t>("pad")
-                         .Arg<ffi::AnyBuffer>()   // x [T, H]
-                         .Arg<ffi::AnyBuffer>()   // weights f32[T, K]
-                         .Arg<ffi::AnyBuffer>())  // topk_idx i32[T, K]
-      .Ret<ffi::AnyBuffer>()                      // recv_x
-      .Ret<ffi::AnyBuffer>();                     // recv_weights
+template <typename Context>
+auto LlDispatch() {
+  return PlanResults(Leading<Context>()
+                         .template Attr<int64_t>("pad")
+                         .template Arg<ffi::AnyBuffer>()   // x [T, H]
+                         .template Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+                         .template Arg<ffi::AnyBuffer>())  // topk_idx i32[T, K]
+      .template Ret<ffi::AnyBuffer>()                      // recv_x
+      .template Ret<ffi::AnyBuffer>();                     // recv_weights
 }
 
-inline auto Combine() {
-  return Context()
-      .Arg<ffi::AnyBuffer>()   // y [R, H]
-      .Arg<ffi::AnyBuffer>()   // row_weights f32[R]
-      .Arg<ffi::AnyBuffer>()   // ride f32[R]; rank_major f32[R, K]
-      .Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
-      .Arg<ffi::AnyBuffer>()   // recv_src i32[R]
-      .Ret<ffi::AnyBuffer>()   // out [T, H]
-      .Ret<ffi::AnyBuffer>();  // ride_out f32[T, K]
+template <typename Context>
+auto Combine() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // y [R, H]
+      .template Arg<ffi::AnyBuffer>()   // row_weights f32[R]
+      .template Arg<ffi::AnyBuffer>()   // ride f32[R]; rank_major f32[R, K]
+      .template Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // recv_src i32[R]
+      .template Ret<ffi::AnyBuffer>()   // out [T, H]
+      .template Ret<ffi::AnyBuffer>();  // ride_out f32[T, K]
 }
 
-inline auto DispatchStart() {
-  return Context()
-      .Arg<ffi::AnyBuffer>()   // x
-      .Arg<ffi::AnyBuffer>()   // weights
-      .Arg<ffi::AnyBuffer>()   // send_slot
-      .Arg<ffi::AnyBuffer>()   // recv_src
-      .Arg<ffi::AnyBuffer>()   // recv_topk_idx
-      .Ret<ffi::AnyBuffer>();  // epoch i32[1]
+template <typename Context>
+auto DispatchStart() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // x
+      .template Arg<ffi::AnyBuffer>()   // weights
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Arg<ffi::AnyBuffer>()   // recv_topk_idx
+      .template Ret<ffi::AnyBuffer>();  // epoch i32[1]
 }
 
-inline auto DispatchDone() {
-  return Context()
-      .Attr<int64_t>("pad")
-      .Attr<int64_t>("has_weights")
-      .Arg<ffi::AnyBuffer>()   // epoch i32[1]
-      .Arg<ffi::AnyBuffer>()   // send_slot
-      .Arg<ffi::AnyBuffer>()   // recv_src
-      .Arg<ffi::AnyBuffer>()   // recv_topk_idx
-      .Ret<ffi::AnyBuffer>()   // recv_x
-      .Ret<ffi::AnyBuffer>();  // recv_weights
+template <typename Context>
+auto DispatchDone() {
+  return Leading<Context>()
+      .template Attr<int64_t>("pad")
+      .template Attr<int64_t>("has_weights")
+      .template Arg<ffi::AnyBuffer>()   // epoch i32[1]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Arg<ffi::AnyBuffer>()   // recv_topk_idx
+      .template Ret<ffi::AnyBuffer>()   // recv_x
+      .template Ret<ffi::AnyBuffer>();  // recv_weights
 }
 
-inline auto LlDispatchStart() {
-  return Context()
-      .Arg<ffi::AnyBuffer>()   // x
-      .Arg<ffi::AnyBuffer>()   // weights
-      .Arg<ffi::AnyBuffer>()   // topk_idx
-      .Ret<ffi::AnyBuffer>();  // epoch i32[1]
+template <typename Context>
+auto LlDispatchStart() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // x
+      .template Arg<ffi::AnyBuffer>()   // weights
+      .template Arg<ffi::AnyBuffer>()   // topk_idx
+      .template Ret<ffi::AnyBuffer>();  // epoch i32[1]
 }
 
-inline auto LlDispatchDone() {
-  return PlanResults(Context()
-                         .Attr<int64_t>("pad")
-                         .Attr<int64_t>("has_weights")
-                         .Arg<ffi::AnyBuffer>()   // epoch i32[1]
-                         .Arg<ffi::AnyBuffer>())  // topk_idx i32[T, K]
-      .Ret<ffi::AnyBuffer>()                      // recv_x
-      .Ret<ffi::AnyBuffer>();                     // recv_weights
+template <typename Context>
+auto LlDispatchDone() {
+  return PlanResults(Leading<Context>()
+                         .template Attr<int64_t>("pad")
+                         .template Attr<int64_t>("has_weights")
+                         .template Arg<ffi::AnyBuffer>()   // epoch i32[1]
+                         .template Arg<ffi::AnyBuffer>())  // topk_idx i32[T, K]
+      .template Ret<ffi::AnyBuffer>()                      // recv_x
+      .template Ret<ffi::AnyBuffer>();                     // recv_weights
 }
 
-inline auto CombineStart() {
-  return Context()
-      .Arg<ffi::AnyBuffer>()   // y
-      .Arg<ffi::AnyBuffer>()   // row_weights
-      .Arg<ffi::AnyBuffer>()   // ride
-      .Arg<ffi::AnyBuffer>()   // send_slot
-      .Arg<ffi::AnyBuffer>()   // recv_src
-      .Ret<ffi::AnyBuffer>();  // epoch i32[1]
+template <typename Context>
+auto CombineStart() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // y
+      .template Arg<ffi::AnyBuffer>()   // row_weights
+      .template Arg<ffi::AnyBuffer>()   // ride
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Ret<ffi::AnyBuffer>();  // epoch i32[1]
 }
 
-inline auto CombineDone() {
-  return Context()
-      .Attr<int64_t>("has_ride")
-      .Arg<ffi::AnyBuffer>()   // epoch i32[1]
-      .Arg<ffi::AnyBuffer>()   // send_slot
-      .Arg<ffi::AnyBuffer>()   // recv_src
-      .Ret<ffi::AnyBuffer>()   // out
-      .Ret<ffi::AnyBuffer>();  // ride_out
+template <typename Context>
+auto CombineDone() {
+  return Leading<Context>()
+      .template Attr<int64_t>("has_ride")
+      .template Arg<ffi::AnyBuffer>()   // epoch i32[1]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Ret<ffi::AnyBuffer>()   // out
+      .template Ret<ffi::AnyBuffer>();  // ride_out
 }
 
 }  // namespace signatures

@@ -6,7 +6,8 @@
 // XLA instantiates the calls of a module once, in the order of its schedule, on one thread, before
 // any of them runs. So the n-th instantiated call of a module is the n-th on every process that
 // compiled the same module. Module boundaries come from Python (NoteCompileEnd, driven by JAX's
-// compile event) and from the rule that a module whose call has run is complete.
+// compile event) and from the rule that a module whose call has run is complete. That rule speaks
+// of the module of that call alone: another may be in the middle of its compilation meanwhile.
 #pragma once
 
 #include <atomic>
@@ -17,28 +18,46 @@ namespace jax_ep {
 
 struct CallSite {
   uint64_t unique = 0;  // never repeats in this process
+  uint64_t module = 0;  // number of its module in this process, from 1
   uint64_t index = 0;   // position among the calls of its module, equal on all processes
 };
 
-// Thread rule: any thread. Lives as long as the process (it is part of the session table).
+// Thread rule: any thread. The process has one.
 class SiteNumbering {
  public:
-  CallSite Next() {
-    std::lock_guard lock(mutex_);
-    if (module_complete_.exchange(false, std::memory_order_relaxed)) next_index_ = 0;
-    return CallSite{.unique = next_unique_++, .index = next_index_++};
+  static SiteNumbering& Instance() {
+    static SiteNumbering* const numbering = new SiteNumbering();  // lives until the process ends
+    return *numbering;
   }
 
-  // A compilation has ended, or a call has run: the next instantiated call starts a new module.
-  void NoteModuleComplete() {
-    if (!module_complete_.load(std::memory_order_relaxed)) {
-      module_complete_.store(true, std::memory_order_relaxed);
+  CallSite Next() {
+    std::lock_guard lock(mutex_);
+    if (newest_complete_.load(std::memory_order_relaxed) >= module_) {
+      ++module_;
+      next_index_ = 0;
+    }
+    return CallSite{.unique = next_unique_++, .module = module_, .index = next_index_++};
+  }
+
+  // A compilation has ended: the next instantiated call starts a new module.
+  void NoteCompileEnd() {
+    std::lock_guard lock(mutex_);
+    if (next_index_ > 0) NoteComplete(module_);
+  }
+
+  // This call runs, so its module is complete. Cheap: once per module it writes.
+  void NoteRun(const CallSite& site) { NoteComplete(site.module); }
+
+ private:
+  void NoteComplete(uint64_t module) {
+    uint64_t newest = newest_complete_.load(std::memory_order_relaxed);
+    while (newest < module && !newest_complete_.compare_exchange_weak(newest, module)) {
     }
   }
 
- private:
   std::mutex mutex_;
-  std::atomic<bool> module_complete_{false};
+  std::atomic<uint64_t> newest_complete_{0};
+  uint64_t module_ = 1;
   uint64_t next_unique_ = 1;
   uint64_t next_index_ = 0;
 };

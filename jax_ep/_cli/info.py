@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 
+from jax_ep import _runtime_gpu
 from jax_ep._cli.extras import make_console, require
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -62,11 +63,25 @@ def _devices(has_native: bool) -> Iterator[Row]:
     except RuntimeError as error:
         yield "jax devices", f"none: {error}"
         return
-    yield "jax platform", devices[0].platform
-    is_native = devices[0].platform == "cpu" and has_native
+    platform = devices[0].platform
+    yield "jax platform", platform
+    gpu_problem = _gpu_problem(platform) if has_native else "no native extension"
+    is_native = has_native and (platform == "cpu" or (platform == "gpu" and not gpu_problem))
     yield "default implementation", "native" if is_native else "xla"
+    yield "GPU kernels", f"not used: {gpu_problem}" if gpu_problem else "available"
     yield "jax devices", f"{len(devices)} ({jax.local_device_count()} of this process)"
     yield "processes", f"{jax.process_count()} (this is {jax.process_index()})"
+
+
+def _gpu_problem(platform: str) -> str:
+    """Why the GPU kernels of a built extension are not what JAX's devices use, or ""."""
+    try:
+        _runtime_gpu.load_library()
+    except NotImplementedError as error:
+        return str(error)
+    if platform != "gpu":
+        return f"the library can be loaded, but JAX's devices are of platform {platform}, not gpu"
+    return ""
 
 
 def _transports() -> tuple[bool, list[Row]]:

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/huge_pages.h"
 #include "kernels/cpu/internode.h"
 #include "kernels/cpu/ll_combine.h"
 #include "kernels/cpu/partials.h"
@@ -230,6 +231,10 @@ Status HtCombine::Receive(uint64_t epoch) {
   std::vector<Contribution> contributions(shape_.num_ranks);
   std::vector<int32_t> maps;
   JAX_EP_RETURN_IF_ERROR(Locate(contributions, maps));
+  if (rank_.uses_huge_pages) {
+    PreferHugePages(params_.out, static_cast<uint64_t>(params_.num_tokens) * shape_.hidden *
+                                     ElemBytes(shape_.elem_type));
+  }
   SumTokens(rank_, params_, rows_per_rank, contributions);
 
   const uint64_t done_seq = NextDoneSeq(op_, kCombineKind);
@@ -246,10 +251,7 @@ Status HtCombine::Receive(uint64_t epoch) {
 
 Status RunCombine(Rank& rank, const CombineParams& params) {
   if (params.mode == Mode::kLl) return RunLlCombine(rank, params);
-  HtCombine call(rank, params, /*is_whole=*/true);
-  uint64_t epoch = 0;
-  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
-  return call.Receive(epoch);
+  return RunBothHalves(HtCombine(rank, params, /*is_whole=*/true));
 }
 
 Status StartCombine(Rank& rank, const CombineParams& params, uint64_t* epoch) {

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/huge_pages.h"
 #include "kernels/cpu/internode.h"
 #include "kernels/cpu/ll_dispatch.h"
 #include "kernels/cpu/row_index.h"
@@ -41,6 +42,7 @@ class HtDispatch {
     const int32_t* map = nullptr;  // token -> packed row; null: the token itself
   };
 
+  uint64_t elem_row_bytes() const { return shape_.hidden * ElemBytes(shape_.elem_type); }
   Status StageRows();
   Status SendToNode(uint32_t node);
   // Copies row and weights of a token of this rank.
@@ -65,7 +67,7 @@ class HtDispatch {
 
 void HtDispatch::Pack(std::byte* to, int64_t token) const {
   const auto index = static_cast<uint64_t>(token);
-  const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
+  const uint64_t row_bytes = elem_row_bytes();
   if (params_.x != nullptr) std::memcpy(to, params_.x + index * row_bytes, row_bytes);
   if (!params_.weights.empty()) {
     std::memcpy(to + pitch_.weights_offset, params_.weights.data() + index * shape_.top_k,
@@ -147,8 +149,7 @@ Status HtDispatch::Send(uint64_t* epoch) {
 }
 
 HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
-  const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
-  Source from{.row_pitch = row_bytes, .weights_pitch = shape_.top_k * sizeof(float)};
+  Source from{.row_pitch = elem_row_bytes(), .weights_pitch = shape_.top_k * sizeof(float)};
   if (source == rank_.rank && is_whole_) {
     from.rows = params_.x;
     from.weights = reinterpret_cast<const std::byte*>(params_.weights.data());
@@ -185,12 +186,21 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
   std::atomic<uint64_t> num_pulled{0};
   rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
     uint64_t num_tokens = 0;
-    for (int64_t token = begin; token < end; ++token) {
-      if (!unpacker.HasRows(source, token)) continue;
-      const int64_t row = from.map == nullptr ? token : from.map[token];
+    const auto packed_row = [&](int64_t token) {
+      return from.map == nullptr ? token : from.map[token];
+    };
+    int64_t next = unpacker.NextToken(source, begin, end);
+    while (next < end) {
+      const int64_t token = next;
+      next = unpacker.NextToken(source, token + 1, end);
+      const int64_t row = packed_row(token);
       if (row < 0 || row >= params_.num_tokens) {
         missing.store(token, std::memory_order_relaxed);
         continue;
+      }
+      if (has_rows && next < end) {
+        PrefetchBytes(from.rows + static_cast<uint64_t>(packed_row(next)) * from.row_pitch,
+                      elem_row_bytes());
       }
       const auto index = static_cast<uint64_t>(row);
       const std::byte* weights = has_weights ? from.weights + index * from.weights_pitch : nullptr;
@@ -224,6 +234,9 @@ Status HtDispatch::Receive(uint64_t epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
   const RowUnpacker unpacker(shape_, params_, index);
+  if (rank_.uses_huge_pages) {
+    PreferHugePages(params_.recv_x, static_cast<uint64_t>(params_.recv_rows) * elem_row_bytes());
+  }
   // What needs no peer comes first, then whoever is ready; positions do not depend on the order.
   JAX_EP_RETURN_IF_ERROR(Pull(unpacker, rank_.rank));
   unpacker.ZeroPadding(rank_.parallel_for);
@@ -263,10 +276,7 @@ Status HtDispatch::Receive(uint64_t epoch) {
 
 Status RunDispatch(Rank& rank, const DispatchParams& params) {
   if (params.mode == Mode::kLl) return RunLlPlannedDispatch(rank, params);
-  HtDispatch call(rank, params, /*is_whole=*/true);
-  uint64_t epoch = 0;
-  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
-  return call.Receive(epoch);
+  return RunBothHalves(HtDispatch(rank, params, /*is_whole=*/true));
 }
 
 Status StartDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch) {

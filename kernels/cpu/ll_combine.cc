@@ -126,10 +126,7 @@ Status LlCombine::Receive(uint64_t epoch) {
 }  // namespace
 
 Status RunLlCombine(Rank& rank, const CombineParams& params) {
-  LlCombine call(rank, "ll combine", params);
-  uint64_t epoch = 0;
-  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
-  return call.Receive(epoch);
+  return RunBothHalves(LlCombine(rank, "ll combine", params));
 }
 
 Status StartLlCombine(Rank& rank, const CombineParams& params, uint64_t* epoch) {

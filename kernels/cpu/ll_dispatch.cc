@@ -18,6 +18,13 @@
 namespace jax_ep {
 namespace {
 
+// First 16 bytes of a routed block. A difference means that the ranks do not run the same call.
+struct RoutedHeader {
+  int32_t num_tokens;
+  int32_t unused[3];
+};
+static_assert(sizeof(RoutedHeader) == kWireUnitBytes);
+
 // One LL dispatch call, or one half of it. `plan` is null when the caller brings a plan; then
 // `params` has send_slot and recv_src, else they are the plan's outputs.
 class LlDispatch {
@@ -38,19 +45,26 @@ class LlDispatch {
   Status Receive(uint64_t epoch);
 
  private:
-  // A block of ll_disp or ll_disp_send: meta (expert ids if routed, then weights), then rows.
+  // A block of ll_disp or ll_disp_send: meta (header and expert ids if routed, then weights), then
+  // rows.
   std::byte* RowAt(std::byte* block, uint64_t token) const {
     return block + layout_.ll_meta_bytes + token * row_pitch_;
   }
-  uint64_t ids_bytes() const { return plan_ != nullptr ? cells_bytes_ : 0; }
+  const int32_t* IdsOf(uint32_t source) const {
+    return HeapAt<int32_t>(op_.own_heap(), layout_.ll_disp.At(set_, source) + sizeof(RoutedHeader));
+  }
+  uint64_t weights_offset() const {
+    return plan_ != nullptr ? sizeof(RoutedHeader) + cells_bytes_ : 0;
+  }
 
   // The destination ranks of each token, without repeats.
   void FindTargets();
   template <typename Visit>
   void ForTokensOf(uint32_t target, Visit&& visit) const;
-  void WriteMeta(std::byte* block, uint64_t meta_bytes) const;
+  void WriteMeta(std::byte* block) const;
   void WriteRow(std::byte* block, uint64_t token) const;
   Status SendToRemotes(uint64_t meta_bytes);
+  Status CheckHeaders();
   void MakePlan();
 
   Operation op_;
@@ -96,13 +110,14 @@ void LlDispatch::ForTokensOf(uint32_t target, Visit&& visit) const {
   }
 }
 
-void LlDispatch::WriteMeta(std::byte* block, uint64_t meta_bytes) const {
-  if (meta_bytes == 0) return;
-  const uint64_t cells = num_tokens_ * shape_.top_k;
-  if (plan_ != nullptr) std::memcpy(block, plan_->topk_idx.data(), cells * sizeof(int32_t));
-  if (!params_.weights.empty()) {
-    std::memcpy(block + ids_bytes(), params_.weights.data(), cells * sizeof(float));
+void LlDispatch::WriteMeta(std::byte* block) const {
+  if (plan_ != nullptr) {
+    const RoutedHeader header{.num_tokens = static_cast<int32_t>(num_tokens_), .unused = {}};
+    std::memcpy(block, &header, sizeof(header));
+    std::copy(plan_->topk_idx.begin(), plan_->topk_idx.end(),
+              HeapAt<int32_t>(block, sizeof(header)));
   }
+  std::copy(params_.weights.begin(), params_.weights.end(), HeapAt<float>(block, weights_offset()));
 }
 
 void LlDispatch::WriteRow(std::byte* block, uint64_t token) const {
@@ -116,7 +131,7 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
   const uint64_t local_block = layout_.ll_disp_send.At(set_);
   const uint64_t remote_block = layout_.ll_disp.At(set_, rank_.rank);
   std::byte* stage = op_.own_heap() + local_block;
-  WriteMeta(stage, meta_bytes);
+  WriteMeta(stage);
   std::vector<bool> is_staged(num_tokens_, false);
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
     const uint32_t peer = (rank_.rank + step) % shape_.num_ranks;
@@ -182,16 +197,28 @@ Status LlDispatch::Send(uint64_t* epoch) {
   FindTargets();
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, slot.reusable_at));
 
-  const uint64_t meta_bytes = ids_bytes() + (params_.weights.empty() ? 0 : cells_bytes_);
+  const uint64_t meta_bytes = weights_offset() + (params_.weights.empty() ? 0 : cells_bytes_);
   if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(meta_bytes));
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
-    WriteMeta(block, meta_bytes);
+    WriteMeta(block);
     ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });
     if (mate != rank_.rank) {
       JAX_EP_RETURN_IF_ERROR(op_.Signal(mate, Channel::kLlDispatch, op_.epoch()));
     }
+  }
+  return Status::Ok();
+}
+
+Status LlDispatch::CheckHeaders() {
+  for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+    const auto* header = HeapAt<RoutedHeader>(op_.own_heap(), layout_.ll_disp.At(set_, source));
+    if (static_cast<uint64_t>(header->num_tokens) == num_tokens_) continue;
+    return op_.Fail(FailedPrecondition(
+        "rank " + std::to_string(source) +
+        " runs another call: got T = " + std::to_string(header->num_tokens) +
+        ", expected T = " + std::to_string(num_tokens_) + "; all ranks must run the same program"));
   }
   return Status::Ok();
 }
@@ -211,8 +238,8 @@ void LlDispatch::MakePlan() {
   for (uint32_t source = 0; source < num_ranks; ++source) {
     int32_t* counts = rank_.scratch.data() + source * ints_per_source;
     int32_t* codes = counts + shape_.num_experts;
-    const auto* ids = HeapAt<int32_t>(op_.own_heap(), layout_.ll_disp.At(set_, source));
-    const LocalDrops drops = SortPairs(shape_, plan_->layout, {ids, cells}, counts, codes);
+    const LocalDrops drops =
+        SortPairs(shape_, plan_->layout, {IdsOf(source), cells}, counts, codes);
     sources[source] = {.counts = counts,
                        .codes = codes + SegmentStarts(shape_, counts)[rank_.rank],
                        .num_locally_dropped = drops.num_dropped};
@@ -243,7 +270,10 @@ Status LlDispatch::Receive(uint64_t epoch) {
     return op_.Invalid(wrong);
   }
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatch, epoch));
-  if (plan_ != nullptr) MakePlan();
+  if (plan_ != nullptr) {
+    JAX_EP_RETURN_IF_ERROR(CheckHeaders());
+    MakePlan();
+  }
 
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params.num_tokens, params.recv_src));
@@ -252,7 +282,7 @@ Status LlDispatch::Receive(uint64_t epoch) {
     unpacker.ZeroPadding(rank_.parallel_for);
     for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
       std::byte* block = op_.own_heap() + layout_.ll_disp.At(set_, source);
-      const auto* weights = reinterpret_cast<const float*>(block + ids_bytes());
+      const auto* weights = HeapAt<float>(block, weights_offset());
       rank_.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
           const auto row = static_cast<uint64_t>(token);
@@ -268,12 +298,6 @@ Status LlDispatch::Receive(uint64_t epoch) {
   return Status::Ok();
 }
 
-Status RunBoth(LlDispatch&& call) {
-  uint64_t epoch = 0;
-  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
-  return call.Receive(epoch);
-}
-
 }  // namespace
 
 Status RunLlPlan(Rank& rank, const PlanParams& params) {
@@ -281,11 +305,11 @@ Status RunLlPlan(Rank& rank, const PlanParams& params) {
   no_rows.mode = Mode::kLl;
   no_rows.layout = params.layout;
   no_rows.num_tokens = params.num_tokens;
-  return RunBoth(LlDispatch(rank, "ll plan", &params, no_rows));
+  return RunBothHalves(LlDispatch(rank, "ll plan", &params, no_rows));
 }
 
 Status RunLlPlannedDispatch(Rank& rank, const DispatchParams& params) {
-  return RunBoth(LlDispatch(rank, "ll dispatch", nullptr, params));
+  return RunBothHalves(LlDispatch(rank, "ll dispatch", nullptr, params));
 }
 
 Status StartLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch) {
@@ -297,7 +321,7 @@ Status FinishLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_
 }
 
 Status RunLlDispatch(Rank& rank, const LlDispatchParams& params) {
-  return RunBoth(LlDispatch(rank, "ll dispatch", &params.plan, params.dispatch));
+  return RunBothHalves(LlDispatch(rank, "ll dispatch", &params.plan, params.dispatch));
 }
 
 Status StartLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t* epoch) {

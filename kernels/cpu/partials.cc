@@ -29,12 +29,18 @@ uint64_t PackedIndex(const Contribution& from, uint64_t token) {
   return from.map == nullptr ? token : static_cast<uint64_t>(from.map[token]);
 }
 
-void SumToken(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
-              const std::vector<Contribution>& contributions, uint64_t token, TokenSum& sum) {
+// One token's terms in the order of TokenSum.
+struct TokenTerms {
+  std::array<Term, kMaxTopK> terms;
+  uint32_t count = 0;
+
+  std::span<const Term> view() const { return {terms.data(), count}; }
+};
+
+void FindTerms(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
+               const std::vector<Contribution>& contributions, uint64_t token, TokenTerms& result) {
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const SortedSlots slots(params.send_slot.subspan(token * shape.top_k, shape.top_k));
-  std::array<Term, kMaxTopK> terms;
-  uint32_t num_terms = 0;
   for (const int32_t slot : slots.view()) {
     const auto position = static_cast<uint64_t>(slot);
     const auto rank = static_cast<uint32_t>(position / rows_per_rank);
@@ -46,19 +52,13 @@ void SumToken(const GroupShape& shape, const CombineParams& params, uint64_t row
       if (from.row_weights != nullptr) term.weight = from.row_weights[row];
     } else {
       const bool is_node = from.kind == Term::Kind::kNodePartial;
-      if (num_terms > 0) {  // a partial stands for all rows of its rank or node
-        const uint32_t last = terms[num_terms - 1].rank;
+      if (result.count > 0) {  // a partial stands for all rows of its rank or node
+        const uint32_t last = result.terms[result.count - 1].rank;
         if (is_node ? last / shape.node_size == rank / shape.node_size : last == rank) continue;
       }
       term.row = from.rows + PackedIndex(from, token) * from.pitch;
     }
-    terms[num_terms++] = term;
-  }
-  std::byte* out = params.out + token * row_bytes;
-  if (num_terms == 0) {
-    std::memset(out, 0, row_bytes);
-  } else {
-    sum.Evaluate({terms.data(), num_terms}, SumLevel::kToken, out);
+    result.terms[result.count++] = term;
   }
 }
 
@@ -141,7 +141,13 @@ void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParam
                   .rank = rank,
                   .weight = params.row_weights.empty() ? 1.0f : params.row_weights[row]};
     }
-    sum.Evaluate({terms.data(), num_terms}, SumLevel::kRank, to);
+    std::array<Term, kMaxTopK> upcoming;
+    size_t num_upcoming = 0;
+    for (const int32_t row : index.RowsAhead(source, token)) {
+      if (num_upcoming == kMaxTopK) break;
+      upcoming[num_upcoming++].row = params.y + static_cast<uint64_t>(row) * row_bytes;
+    }
+    sum.Evaluate({terms.data(), num_terms}, SumLevel::kRank, to, {upcoming.data(), num_upcoming});
   }
   if (params.ride.empty()) return;
   float* ride = reinterpret_cast<float*>(to + pitch.ride_offset);
@@ -159,12 +165,28 @@ void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParam
 void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
                const std::vector<Contribution>& contributions) {
   const GroupShape& shape = rank.shape;
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   rank.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
     TokenSum sum(shape);
+    std::array<TokenTerms, 2> found;  // of this token and the next, by token modulo 2
+    const auto find = [&](int64_t token) {
+      TokenTerms& result = found[token % 2];
+      result.count = 0;
+      if (params.out == nullptr || token >= end) return;
+      FindTerms(shape, params, rows_per_rank, contributions, static_cast<uint64_t>(token), result);
+    };
+    find(begin);
     for (int64_t token = begin; token < end; ++token) {
       const auto index = static_cast<uint64_t>(token);
       if (params.out != nullptr) {
-        SumToken(shape, params, rows_per_rank, contributions, index, sum);
+        find(token + 1);
+        const std::span<const Term> terms = found[token % 2].view();
+        std::byte* out = params.out + index * row_bytes;
+        if (terms.empty()) {
+          std::memset(out, 0, row_bytes);
+        } else {
+          sum.Evaluate(terms, SumLevel::kToken, out, found[(token + 1) % 2].view());
+        }
       }
       if (!params.ride_out.empty()) {
         FetchRides(shape, params, rows_per_rank, contributions, index);

@@ -2,6 +2,7 @@
 // And the decoding of send_slot. Plans come from the caller, so both check what they read.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -23,9 +24,18 @@ class RowIndex {
     const int32_t* start = starts_ + source * num_tokens_ + token;
     return {rows_ + start[0], rows_ + start[1]};
   }
+  // As many rows, starting kRowsAhead rows later in the order of tokens: what a loop over the
+  // tokens of `source` reads next. Fewer at the end.
+  std::span<const int32_t> RowsAhead(uint32_t source, int64_t token) const {
+    const int32_t* start = starts_ + source * num_tokens_ + token;
+    const int64_t end = std::min<int64_t>(start[1] + kRowsAhead, num_rows_);
+    return {rows_ + std::min<int64_t>(start[0] + kRowsAhead, end), rows_ + end};
+  }
   int64_t num_rows() const { return num_rows_; }  // rows that are not padding
 
  private:
+  static constexpr int32_t kRowsAhead = 2;
+
   int64_t num_tokens_ = 0;
   int64_t num_rows_ = 0;
   const int32_t* starts_ = nullptr;  // [N * T + 1]

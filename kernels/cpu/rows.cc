@@ -19,8 +19,8 @@
 namespace jax_ep {
 namespace {
 
-// Lanes of a dot product: one AVX-512 register, and what fixes the order of the sum.
-constexpr uint64_t kDotLanes = 16;
+// Lanes of a dot product, which fix the order of its sum. As many as a GPU warp adds at once.
+constexpr uint64_t kDotLanes = 256;
 
 // One element type: storage, and exact or rounding conversions that compile to branch-free code.
 struct F32 {

@@ -20,6 +20,15 @@ inline constexpr uint64_t kStreamFromBytes = uint64_t{8} << 20;
 void StreamCopy(std::byte* dst, const std::byte* src, uint64_t num_bytes);
 void StreamFence();
 
+// Starts to fetch bytes that will be read soon: rows are too short for the hardware to guess the
+// next one. A hint; any address will do.
+inline void PrefetchBytes(const std::byte* bytes, uint64_t num_bytes) {
+  constexpr uint64_t kLineBytes = 64;
+  for (uint64_t i = 0; i < num_bytes; i += kLineBytes) {
+    __builtin_prefetch(bytes + i, /*rw=*/0, /*locality: into L2=*/2);
+  }
+}
+
 // All pointers are aligned to their element; `num_elems` may be anything. bf16 and f16 round to
 // nearest, ties to even. Inputs and outputs do not overlap unless said.
 

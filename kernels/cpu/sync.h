@@ -110,4 +110,12 @@ T* HeapAt(std::byte* heap, uint64_t offset) {
   return reinterpret_cast<T*>(heap + offset);
 }
 
+// A whole call is both of its halves.
+template <typename Call>
+Status RunBothHalves(Call&& call) {
+  uint64_t epoch = 0;
+  JAX_EP_RETURN_IF_ERROR(call.Send(&epoch));
+  return call.Receive(epoch);
+}
+
 }  // namespace jax_ep

@@ -84,13 +84,15 @@ void TokenSum::Plan(std::span<const Term> terms, SumLevel level) {
   ReduceTail(0);
 }
 
-void TokenSum::Evaluate(std::span<const Term> terms, SumLevel level, std::byte* out) {
+void TokenSum::Evaluate(std::span<const Term> terms, SumLevel level, std::byte* out,
+                        std::span<const Term> upcoming) {
   Plan(terms, level);
   const ElemType out_type = level == SumLevel::kToken ? elem_type_ : partial_type_;
   const Operand result = operands_[0];
   if (result.buffer == kNoBuffer) {
     const Term& term = terms[result.term];
     if (TypeOf(term) == out_type) {
+      for (const Term& next : upcoming) PrefetchBytes(next.row, hidden_ * ElemBytes(TypeOf(next)));
       ScaleRow(out_type, out, term.row, term.weight, hidden_);
       return;
     }
@@ -99,6 +101,9 @@ void TokenSum::Evaluate(std::span<const Term> terms, SumLevel level, std::byte* 
     const uint64_t count = std::min(kChunkElems, hidden_ - first);
     std::byte* out_chunk = out + first * ElemBytes(out_type);
     const auto chunk = [&](const Term& term) { return term.row + first * ElemBytes(TypeOf(term)); };
+    for (const Term& next : upcoming) {
+      PrefetchBytes(chunk(next), count * ElemBytes(TypeOf(next)));
+    }
     const auto buffer = [&](uint16_t index) {
       if (index == result.buffer && out_type == ElemType::kF32) {
         return reinterpret_cast<float*>(out_chunk);  // the result needs no copy

@@ -40,8 +40,10 @@ class TokenSum {
   ElemType partial_type() const { return partial_type_; }
 
   // Adds `terms` (1 to kMaxTopK, sorted by rank, rows of a rank in row order) up to `level` and
-  // writes one row [hidden]: of the element type for kToken, else of the partial type.
-  void Evaluate(std::span<const Term> terms, SumLevel level, std::byte* out);
+  // writes one row [hidden]: of the element type for kToken, else of the partial type. The rows of
+  // `upcoming`, terms of the next call or none, are fetched meanwhile.
+  void Evaluate(std::span<const Term> terms, SumLevel level, std::byte* out,
+                std::span<const Term> upcoming = {});
 
  private:
   // Elements of one pass over the terms: the sums in flight stay in the L1 cache.

@@ -45,7 +45,11 @@ class RowUnpacker {
 
   void ZeroPadding(const ParallelFor& parallel_for) const;
 
-  bool HasRows(uint32_t source, int64_t token) const { return !index_.Rows(source, token).empty(); }
+  // The first token in [token, end) of `source` that has rows here, else `end`.
+  int64_t NextToken(uint32_t source, int64_t token, int64_t end) const {
+    while (token < end && index_.Rows(source, token).empty()) ++token;
+    return token;
+  }
   // `row` [H] and `weights` [K] of that token; null where the call carries none.
   void Place(uint32_t source, int64_t token, const std::byte* row, const float* weights) const;
   void FinishPlacing() const {

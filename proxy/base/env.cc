@@ -114,6 +114,30 @@ Result<Env> Env::Read(const Lookup& lookup) {
   JAX_EP_RETURN_IF_ERROR(reader.PowerOfTwo("JAX_EP_RING_SLOTS", &env.ring_slots));
   JAX_EP_RETURN_IF_ERROR(reader.PowerOfTwo("JAX_EP_INBOX_SLOTS", &env.inbox_slots));
   env.faulty_spec = std::string(reader.Text("JAX_EP_FAULTY"));
+  env.socket_ifname = std::string(reader.Text("JAX_EP_SOCKET_IFNAME"));
+  env.ofi_provider = std::string(reader.Text("JAX_EP_OFI_PROVIDER"));
+  env.ofi_domain = std::string(reader.Text("JAX_EP_OFI_DOMAIN"));
+  JAX_EP_RETURN_IF_ERROR(reader.Number("JAX_EP_OFI_HMEM", 0, 1, "0 or 1", &env.ofi_hmem));
+  env.verbs_device = std::string(reader.Text("JAX_EP_VERBS_DEVICE"));
+  if (!reader.Text("JAX_EP_VERBS_GID_INDEX").empty()) {
+    uint32_t index = 0;
+    JAX_EP_RETURN_IF_ERROR(
+        reader.Number("JAX_EP_VERBS_GID_INDEX", 0, 255, "a number from 0 to 255", &index));
+    env.verbs_gid_index = static_cast<int32_t>(index);
+  }
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_VERBS_SL", 0, 15, "a number from 0 to 15", &env.verbs_sl));
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_VERBS_TC", 0, 255, "a number from 0 to 255", &env.verbs_tc));
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_VERBS_TIMEOUT", 1, 22, "a number from 1 to 22", &env.verbs_timeout));
+  constexpr std::string_view kMtus = "256, 512, 1024, 2048 or 4096";
+  JAX_EP_RETURN_IF_ERROR(reader.Number("JAX_EP_VERBS_MTU", 256, 4096, kMtus, &env.verbs_mtu));
+  if (env.verbs_mtu != 0 && !std::has_single_bit(env.verbs_mtu)) {
+    return Bad("JAX_EP_VERBS_MTU", reader.Text("JAX_EP_VERBS_MTU"), kMtus);
+  }
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_VERBS_QPS", 1, 16, "a number from 1 to 16", &env.verbs_qps));
   return env;
 }
 

@@ -27,6 +27,33 @@ struct Env {
   // only.
   std::string faulty_spec;
 
+  // JAX_EP_SOCKET_IFNAME: interfaces "eth0" or "eth0,eth1" that network transports use and listen
+  // on; several are rails. Empty: the first that is up and has an address, loopback last.
+  std::string socket_ifname;
+  // JAX_EP_OFI_PROVIDER: libfabric's name of a provider, e.g. "tcp" or "efa"; empty: the best one.
+  std::string ofi_provider;
+  // JAX_EP_OFI_DOMAIN: libfabric's names of the domains (NICs) to use, e.g. "rdmap0s31,rdmap1s31";
+  // several are rails. Empty: by provider and interface.
+  std::string ofi_domain;
+  // JAX_EP_OFI_HMEM: 1: ask the provider for registration of GPU memory.
+  uint32_t ofi_hmem = 0;
+  // JAX_EP_VERBS_DEVICE: RDMA devices "mlx5_0" or "mlx5_0:1,mlx5_1:1" (port after the colon);
+  // several are rails. Empty: the first with an active port.
+  std::string verbs_device;
+  // JAX_EP_VERBS_GID_INDEX: index into the port's table; -1 (unset): the RoCE v2 entry with an IPv4
+  // address, else the first.
+  int32_t verbs_gid_index = -1;
+  // JAX_EP_VERBS_SL: 0..15 service level; JAX_EP_VERBS_TC: 0..255 traffic class.
+  uint32_t verbs_sl = 0;
+  uint32_t verbs_tc = 0;
+  // JAX_EP_VERBS_MTU: 256, 512, 1024, 2048 or 4096; 0 (unset): the port's active one.
+  uint32_t verbs_mtu = 0;
+  // JAX_EP_VERBS_TIMEOUT: 1..22; a packet is repeated 8 times, each after 4.096 us << this: about 9
+  // s.
+  uint32_t verbs_timeout = 18;
+  // JAX_EP_VERBS_QPS: 1..16 queue pairs per peer and rail.
+  uint32_t verbs_qps = 1;
+
   using Lookup = std::function<const char*(const char* name)>;
 
   // Reads and validates all of them. An empty value counts as unset.

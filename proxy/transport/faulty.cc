@@ -197,6 +197,8 @@ class FaultyTransport : public Transport {
     return kept;
   }
 
+  void AppendState(std::string* text) const override { inner_->AppendState(text); }
+
  private:
   struct RemoteBounds {
     uint64_t num_bytes;

@@ -1,8 +1,12 @@
 #include "proxy/transport/registry.h"
 
+#include <utility>
+
 #include "proxy/transport/faulty.h"
 #include "proxy/transport/loopback.h"
+#include "proxy/transport/ofi.h"
 #include "proxy/transport/shm.h"
+#include "proxy/transport/verbs.h"
 
 namespace jax_ep {
 namespace {
@@ -11,13 +15,14 @@ struct Entry {
   const char* name;
   Result<std::unique_ptr<Transport>> (*make)(const TransportOptions&);  // nullptr: not here
   const char* reason;
+  Status (*probe)(std::string* description);  // nullptr: `reason` is all there is to say
 };
 
 constexpr Entry kEntries[] = {
-    {"loopback", &MakeLoopbackTransport, "memory copies inside one process"},
-    {"shm", &MakeShmTransport, "memory copies between processes of one host"},
-    {"ofi", nullptr, "libfabric is not part of this version; use shm on one host"},
-    {"verbs", nullptr, "ibverbs is not part of this version; use shm on one host"},
+    {"loopback", &MakeLoopbackTransport, "memory copies inside one process", nullptr},
+    {"shm", &MakeShmTransport, "memory copies between processes of one host", nullptr},
+    {"ofi", &MakeOfiTransport, "libfabric", &ProbeOfi},
+    {"verbs", &MakeVerbsTransport, "ibverbs", &ProbeVerbs},
 };
 
 }  // namespace
@@ -25,8 +30,14 @@ constexpr Entry kEntries[] = {
 std::vector<TransportInfo> ListTransports() {
   std::vector<TransportInfo> transports;
   for (const Entry& entry : kEntries) {
-    transports.push_back(TransportInfo{
-        .name = entry.name, .is_available = entry.make != nullptr, .reason = entry.reason});
+    TransportInfo info{
+        .name = entry.name, .is_available = entry.make != nullptr, .reason = entry.reason};
+    if (entry.probe != nullptr) {
+      const Status status = entry.probe(&info.reason);
+      info.is_available = status.ok();
+      if (!status.ok()) info.reason = status.message();
+    }
+    transports.push_back(std::move(info));
   }
   return transports;
 }

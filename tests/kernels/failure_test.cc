@@ -210,14 +210,24 @@ TEST(Failure, CallsThatTheGroupHasNoRoomForAreRefused) {
 }
 
 TEST(Failure, RanksThatRunDifferentPlansAreTold) {
-  TeamOptions options = SmallTeam(2, 2);
-  options.timeout = std::chrono::seconds(600);
-  Team team(options);
-  team.Run([&](Rank& rank) {
-    PlanArrays arrays(rank.shape, rank.rank == 0 ? 4 : 3);
-    return RunPlan(rank, arrays.params);
-  });
-  EXPECT_NE(team.failure().status().message().find("same program"), std::string::npos);
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const uint32_t node_size : {1u, 2u}) {
+      TeamOptions options = SmallTeam(2, node_size);
+      options.timeout = std::chrono::seconds(600);
+      Team team(options);
+      const auto statuses = team.Run([&](Rank& rank) {
+        PlanArrays arrays(rank.shape, rank.rank == 0 ? 4 : 3, mode);
+        return RunPlan(rank, arrays.params);
+      });
+      for (const Status& status : statuses) {
+        EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << status.message();
+      }
+      const std::string message = team.failure().status().message();
+      EXPECT_NE(message.find("same program"), std::string::npos) << message;
+      EXPECT_NE(message.find("T = 4"), std::string::npos) << message;
+      EXPECT_NE(message.find("T = 3"), std::string::npos) << message;
+    }
+  }
 }
 
 TEST(Failure, AStoppedNetworkEndsInAnError) {

@@ -83,7 +83,7 @@ TEST(HeapLayout, BlocksHoldTheLargestCall) {
   const uint64_t partial = AlignUp(513 * 4, 16);  // f32 partials of a bf16 group
   EXPECT_GE(layout.reduce_stage.peer_stride, 77 + 77 * (partial + AlignUp(5 * 4, 16)));
   EXPECT_GE(layout.comb_recv.peer_stride, 77 * (partial + AlignUp(2 * 5 * 4, 16)));
-  EXPECT_GE(layout.ll_disp.peer_stride, 2 * AlignUp(9 * 5 * 4, 16) + 9 * AlignUp(513 * 2, 16));
+  EXPECT_GE(layout.ll_disp.peer_stride, 16 + 2 * AlignUp(9 * 5 * 4, 16) + 9 * AlignUp(513 * 2, 16));
   EXPECT_GE(layout.plan_recv.peer_stride, 16 + 24 * 4 + 77 * 5 * 4);
 }
 

@@ -124,22 +124,22 @@ TEST(Rows, RoundFloatsIsStoreThenLoad) {
   }
 }
 
-// The dot product's order is part of the semantics: lanes by index modulo 16, then a tree.
-TEST(Rows, DotAddsInSixteenLanes) {
+// The dot product's order is part of the semantics: lanes by index modulo 256, then a tree.
+TEST(Rows, DotAddsIn256Lanes) {
   std::mt19937 random(5);
   std::normal_distribution<float> normal;
-  for (const size_t count : {0u, 1u, 15u, 16u, 17u, 513u}) {
+  for (const size_t count : {0u, 1u, 255u, 256u, 257u, 1025u}) {
     std::vector<float> a(count), b(count);
     for (size_t i = 0; i < count; ++i) {
       a[i] = normal(random);
       b[i] = normal(random);
     }
-    float lanes[16] = {};
+    float lanes[256] = {};
     for (size_t i = 0; i < count; ++i) {
       const volatile float product = a[i] * b[i];  // volatile: no contraction here
-      lanes[i % 16] += product;
+      lanes[i % 256] += product;
     }
-    for (size_t width = 8; width > 0; width /= 2) {
+    for (size_t width = 128; width > 0; width /= 2) {
       for (size_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
     }
     const float got = DotRows(ElemType::kF32, reinterpret_cast<const std::byte*>(a.data()),

@@ -53,3 +53,19 @@ def test_a_rank_that_comes_back_in_time_is_no_failure(how):
     assert done.returncode == 0, done.text[-6000:]
     for process in range(3):
         assert done.value(process, "survived") == "yes"
+
+
+@pytest.mark.parametrize(
+    ("phase", "node_size"), [("bootstrap", None), ("close", None), ("close", 1)]
+)
+def test_a_death_inside_create_group_or_close_holds_nobody_up(phase, node_size):
+    options = ["--phase", phase]
+    if node_size is not None:
+        options += ["--node-size", node_size]
+    done = launch("lose_a_rank_early_or_late.py", *options, processes=3, grace=30)
+    for survivor in range(2):
+        assert float(done.value(survivor, "seconds")) < PEER_TIMEOUT_S + SLACK_S, done.text[-6000:]
+        error = done.value(survivor, "error")
+        assert ("process 2" in error) if phase == "bootstrap" else error == "closed", error
+        assert done.value(survivor, "went_on") == "yes"
+    assert done.returncode != 0  # the victim's

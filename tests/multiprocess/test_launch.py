@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_ep._launch import cores_of
+
 pytestmark = pytest.mark.multiprocess
 
 LIMIT_S = 60.0
@@ -128,6 +130,27 @@ class TestRunning:
         assert done.stdout.count("sum 6.0 32") == 2
         done = _launch(path, "-n", "1", "-D", "2", NPROC="48")
         assert "sum 2.0 48" in done.stdout
+
+    def test_bound_processes_share_the_cores_and_keep_xlas_pool(self, script):
+        path = script("import os; print(sorted(os.sched_getaffinity(0)), os.environ['NPROC'])")
+        cores = sorted(os.sched_getaffinity(0))
+        done = _launch(path, "-n", "2", "--bind-to", "core")
+        assert done.returncode == 0, done.stderr
+        half = len(cores) // 2
+        shares = [cores[:half], cores[half:]] if half else [cores, cores]
+        for index, share in enumerate(shares):
+            assert f"[{index}] {share} {len(cores)}" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("num_processes", "cores", "shares"),
+        [
+            (4, [0, 1], [[0], [0], [1], [1]]),
+            (3, [0, 1], [[0], [0], [1]]),
+            (2, [1, 3, 5, 7, 9], [[1, 3], [5, 7, 9]]),
+        ],
+    )
+    def test_every_core_and_process_has_its_share(self, num_processes, cores, shares):
+        assert [cores_of(i, num_processes, cores) for i in range(num_processes)] == shares
 
     def test_process_0_stays_until_the_others_have_left(self, script):
         # Leaving first, it took JAX's coordinator with it and the others were aborted.
@@ -300,6 +323,7 @@ class TestBadInput:
             (["-n", "0", __file__], "at least one process"),
             (["-n", "2", "-D", "0", __file__], "--devices-per-process: got 0"),
             (["-n", "2", "--grace", "-1", __file__], "--grace"),
+            (["-n", "2", "--bind-to", "socket", __file__], "--bind-to"),
             (["-n", "2"], "expected a script"),
             (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),
             ([__file__], "-n"),

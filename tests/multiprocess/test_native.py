@@ -50,6 +50,17 @@ def test_process_models_give_the_same_bits(processes, devices, node_sizes):
         assert cases == _one_process()["8"]
 
 
+def test_ofi_gives_the_same_bits():
+    from jax_ep import _core
+
+    usable, reason = {name: (ok, why) for name, ok, why in _core.transports()}["ofi"]
+    if not usable:
+        pytest.skip(f"ofi: {reason}")
+    options = ("--node-sizes", "1", "--transport", "ofi")
+    for cases in _cases(4, 2, *options).values():
+        assert cases == _one_process()["8"]
+
+
 @pytest.mark.parametrize("node_size", [2, 1])
 def test_faulty_networks_give_the_same_bits(node_size):
     # Seeds 0..99 were run once: benchmarks/notes.md.

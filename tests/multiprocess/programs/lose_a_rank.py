@@ -24,6 +24,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--how", required=True, choices=["kill", "stop", "pause", "late"])
 parser.add_argument("--mode", default="ht")
 parser.add_argument("--node-size", type=int, default=None)
+parser.add_argument("--transport", default="auto")
 parser.add_argument("--peer-timeout", type=float, default=4.0)
 parser.add_argument("--timeout", type=float, default=30.0)
 args = parser.parse_args()
@@ -50,6 +51,7 @@ def make(devices):
             align=1,
             timeout_s=args.timeout,
             peer_timeout_s=args.peer_timeout,
+            transport=args.transport,
             node_size=args.node_size if len(devices) == jax.device_count() else None,
         ),
     )

@@ -1,0 +1,129 @@
+"""The GPU half of _runtime: finds XLA's arenas, joins the memory of node-mates, starts a session.
+
+How ranks reach each other's rows is decided here, once per group (docs/gpu.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_ep import _bootstrap, _descriptors, _env
+
+_log = logging.getLogger("jax_ep")
+
+DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
+
+
+def library_path() -> str:
+    """Where libjax_ep_gpu.so is, beside the extension."""
+    from jax_ep import _core
+
+    return str(Path(_core.__file__).parent / "libjax_ep_gpu.so")
+
+
+def load_library() -> None:
+    """Loads the GPU library, which needs no GPU.
+
+    Raises:
+        NotImplementedError: it is not installed, or of another version; the text says what to do.
+    """
+    from jax_ep import _core
+
+    _core.load_gpu_library(library_path())
+
+
+def check_flags() -> None:
+    """Refuses XLA flags that would run calls of one group at the same time.
+
+    Raises:
+        ValueError: XLA_FLAGS holds such a flag.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_gpu_command_buffer_scheduling_mode=CONCURRENT" in flags:
+        raise ValueError(
+            "jax_ep.create_group: got --xla_gpu_command_buffer_scheduling_mode=CONCURRENT in "
+            "XLA_FLAGS, expected a mode that keeps the order of calls; remove the flag"
+        )
+
+
+def start(options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any]) -> Any:
+    """A started `_core.GpuSession` for this process's `devices`; collective over the processes.
+
+    Raises:
+        ValueError: XLA_FLAGS or an environment variable does not fit, or GPUs of one node cannot
+            reach each other's memory.
+        NotImplementedError: the GPU library is not installed.
+        MemoryError: too little device memory.
+    """
+    from jax_ep import _core
+
+    check_flags()
+    zero_copy = _env.flag("JAX_EP_ZERO_COPY")
+    probes = [] if zero_copy is False else [_probe(device) for device in devices]
+    session = _core.GpuSession(
+        options=options,
+        library_path=library_path(),
+        live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),
+        min_arena_bytes=_min_arena_bytes(devices[0]),
+        require_arena=zero_copy is True,
+        max_sms=_env.positive_int("JAX_EP_GPU_SMS") or DEFAULT_SMS,
+        use_tma=_env.flag("JAX_EP_GPU_TMA") is not False,
+    )
+    stage = "connect"
+    try:
+        unmapped = _connect(session, exchange)
+        stage = "connected"
+        records = exchange.share(stage, {"unmapped": unmapped})
+        reasons = [record["unmapped"] for record, _ in records.values() if record["unmapped"]]
+        if reasons:
+            session.forbid_arenas(reasons[0])
+        stage = "started"
+        session.start()
+        exchange.share(stage, {})
+    except BaseException as error:
+        exchange.fail(stage, error)
+        session.close()
+        raise
+    _log.info("jax_ep: group on %d local GPU(s), rows travel %s", len(devices), session.data_path)
+    return session
+
+
+def _connect(session: Any, exchange: _bootstrap.Exchange) -> str:
+    """Joins the memory of the other processes; returns why an arena could not be mapped, or ""."""
+    if exchange.alone:
+        return str(session.connect({}, {}))
+    own = session.export_fds()
+    received: dict[int, list[int]] = {}
+    try:
+        with _descriptors.serve(own) as address:
+            records = exchange.share("connect", {"fds": address}, session.local_blob())
+            for process, (record, _) in records.items():
+                if process != exchange.me:
+                    received[process] = _descriptors.fetch(record["fds"], exchange.timeout_s)
+            exchange.share("fetched", {})  # nobody stops serving before all have fetched
+        blobs = {process: blob for process, (_, blob) in records.items()}
+        return str(session.connect(blobs, received))
+    finally:
+        for fd in (*own, *(fd for fds in received.values() for fd in fds)):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def _probe(device: Any) -> jax.Array:
+    """A live buffer of XLA's allocator on `device`."""
+    array: jax.Array = jax.device_put(np.zeros(256, np.uint8), device)
+    return array.block_until_ready()
+
+
+def _min_arena_bytes(device: Any) -> int:
+    """An exported range is worth having if it holds most of what XLA may use."""
+    limit = (device.memory_stats() or {}).get("bytes_limit", 0)
+    return int(limit) // 2

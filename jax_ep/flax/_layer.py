@@ -1,0 +1,303 @@
+"""The layer as a function of a dict of weights: no Flax here; _nnx and linen hold the weights.
+
+Every product of a weight with `width` columns is split over tp, every weight with a `hidden`
+dimension is gathered over fsdp first; the routed experts' rows travel through jax_ep.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+from jax_ep import _jax_compat
+from jax_ep._config import Mode
+from jax_ep.flax._config import MoEConfig
+from jax_ep.flax._placement import Placement, axes_of
+
+ExpertFn = Callable[
+    [jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array], jax.Array
+]  # (x[R, H], group_sizes i32[E_l], w_gate, w_up [E_l, H, F], w_down [E_l, F, H]) -> [R, H]
+
+# What each dimension of a weight is; Placement says which mesh axis splits it.
+DIMS: dict[str, tuple[str | None, ...]] = {
+    "router": ("hidden", None),
+    "router_bias": (None,),
+    "w_gate": ("experts", "hidden", "width"),
+    "w_up": ("experts", "hidden", "width"),
+    "w_down": ("experts", "width", "hidden"),
+    "shared_gate": ("hidden", "width"),
+    "shared_up": ("hidden", "width"),
+    "shared_down": ("width", "hidden"),
+}
+
+
+class MoEStats(NamedTuple):
+    """What a layer reports of the tokens in its x (all ranks' in a global x).
+
+    Args:
+        balance_loss: f32[], `routing.load_balancing_loss`: 1 when the router is balanced.
+        load: i32[E], (token, slot) pairs that chose each expert, dropped or not.
+        num_dropped: i32[], pairs that did not fit the receive rows.
+    """
+
+    balance_loss: jax.Array
+    load: jax.Array
+    num_dropped: jax.Array
+
+
+class Weight(NamedTuple):
+    """One parameter of a layer: its global shape and PartitionSpec, of as many entries."""
+
+    shape: tuple[int, ...]
+    spec: P
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """The static part of a layer; hashable, so modules may rebuild it at every call."""
+
+    config: MoEConfig
+    group: jax_ep.Group
+    placement: Placement
+    expert_fn: ExpertFn | None
+
+    def weights(self) -> dict[str, Weight]:
+        """Every parameter that this layer has, with its global shape."""
+        config = self.config
+        self.placement.check(config, self.group)
+        present = ["router", "w_up", "w_down"]
+        present += ["router_bias"] * config.has_bias + ["w_gate"] * config.gated
+        if config.shared_width:
+            present += ["shared_up", "shared_down"] + ["shared_gate"] * config.gated
+        return {name: Weight(self._shape(name), self._spec(name)) for name in present}
+
+    def shape_here(self, weight: Weight) -> tuple[int, ...]:
+        """The shape that a weight has where this is called: one rank's part inside shard_map."""
+        if not _manual_axes() & set(self.group.axes):
+            return weight.shape
+        parts = (
+            math.prod(self.group.mesh.shape[n] for n in axes_of(entry)) for entry in weight.spec
+        )
+        return tuple(size // part for size, part in zip(weight.shape, parts, strict=True))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        config = self.config
+        if name in ("router", "router_bias"):
+            return (config.hidden, config.num_experts)[-len(DIMS[name]) :]
+        width = config.shared_width if name.startswith("shared") else config.expert_width
+        sizes = {"experts": config.num_experts, "hidden": config.hidden, "width": width}
+        return tuple(sizes[str(dim)] for dim in DIMS[name])
+
+    def _spec(self, name: str) -> P:
+        return self.placement.weight_spec(self.group, DIMS[name])
+
+    def __call__(
+        self, weights: Mapping[str, jax.Array], x: jax.Array, mode: Mode | None = None
+    ) -> tuple[jax.Array, MoEStats]:
+        """The layer's output, shaped as x in the group's dtype, and its stats.
+
+        Inside a shard_map over the group's axes x and weights are local; elsewhere they are global
+        and the layer makes the shard_map.
+        """
+        if x.ndim < 2 or x.shape[-1] != self.config.hidden:
+            raise ValueError(
+                f"jax_ep.flax.MoE: got x of shape {list(x.shape)}, expected [..., T, "
+                f"hidden={self.config.hidden}]; reshape it"
+            )
+        manual = _manual_axes()
+        if manual & set(self.group.axes):
+            return self._local(weights, x, mode, stat_axes=())
+        mesh = _jax_compat.context_mesh() if manual else self.group.mesh
+        token_axes = self.placement.token_axes(self.group)
+        spec = self.placement.token_spec(self.group)
+        x_spec = P(*spec, *(None,) * (x.ndim - len(spec)))
+        specs = {name: self._spec(name) for name in weights}
+        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+            x, weights = jax.sharding.reshard(
+                (x, dict(weights)),
+                jax.tree.map(lambda s: NamedSharding(mesh, s), (x_spec, specs)),
+            )
+        mapped = jax.shard_map(
+            functools.partial(self._local, mode=mode, stat_axes=token_axes),
+            mesh=mesh,
+            in_specs=(specs, x_spec),
+            out_specs=(x_spec, P()),
+            axis_names=frozenset(mesh.axis_names) - manual,
+        )
+        result: tuple[jax.Array, MoEStats] = mapped(dict(weights), x)
+        return result
+
+    def _local(
+        self,
+        weights: Mapping[str, jax.Array],
+        x: jax.Array,
+        mode: Mode | None,
+        stat_axes: tuple[str, ...],
+    ) -> tuple[jax.Array, MoEStats]:
+        config, dtype = self.config, self.group.config.dtype
+        tokens = x.reshape(math.prod(x.shape[:-1]), config.hidden)
+        router = self._ready("router", weights["router"], jnp.float32)
+        ids, probabilities, topk_weights = self._route(router, weights.get("router_bias"), tokens)
+
+        # Typed as differing over tp before they are sent, so that the cotangents are summed over tp
+        # per token and not per received row.
+        tp = () if self.placement.tp is None else (self.placement.tp,)
+        tokens = _jax_compat.to_varying(tokens.astype(dtype), tp)
+        recv = jax_ep.dispatch(
+            self.group, tokens, ids, _jax_compat.to_varying(topk_weights, tp), mode=mode
+        )
+        experts = [
+            self._ready(name, weights[name], dtype) if name in weights else None
+            for name in ("w_gate", "w_up", "w_down")
+        ]
+        expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=config.activation)
+        y = expert_fn(recv.x, recv.group_sizes, *experts)  # type: ignore[arg-type]
+        out = jax_ep.combine(self.group, y, recv.plan, weights=recv.weights)
+        if config.shared_width:
+            out = out + self._shared(weights, tokens)
+        if tp:
+            out = lax.psum(out, tp)
+        return out.reshape(x.shape), self._stats(
+            ids, probabilities, recv.plan.num_dropped, stat_axes
+        )
+
+    def _ready(self, name: str, weight: jax.Array, dtype: Any) -> jax.Array:
+        """A weight as the products want it: in `dtype`, whole along hidden.
+
+        Cast after the weight is typed as differing over the token axes, so that gradients are
+        summed over replicas in the weight's own dtype.
+        """
+        axes = set(self.placement.token_axes(self.group))
+        if "width" in DIMS[name] and self.placement.tp is not None:
+            axes.add(self.placement.tp)
+        fsdp = self.placement.fsdp
+        weight = _jax_compat.to_varying(weight, axes).astype(dtype)
+        if fsdp is None or "hidden" not in DIMS[name]:
+            return weight
+        dim = DIMS[name].index("hidden")
+        gathered: jax.Array = lax.all_gather(weight, fsdp, axis=dim, tiled=True)
+        return gathered
+
+    def _route(
+        self, router: jax.Array, bias: jax.Array | None, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(ids [T, K], probabilities [T, E] for the balancing loss, weights f32[T, K])."""
+        config = self.config
+        # Routing in less than f32 makes nearly equal experts change places between machines.
+        logits = jnp.dot(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
+        if config.router == "softmax":
+            ids, chosen = jax_ep.routing.topk_softmax(
+                logits, config.top_k, normalize=config.normalize
+            )
+            return ids, jax.nn.softmax(logits), chosen * config.scale
+        assert bias is not None
+        if config.router == "sigmoid_bias":
+            ids, chosen = jax_ep.routing.topk_sigmoid_bias(
+                logits, bias, config.top_k, scale=config.scale
+            )
+        else:
+            ids, chosen = jax_ep.routing.group_limited_topk(
+                logits,
+                config.top_k,
+                num_groups=config.num_groups,
+                top_groups=config.top_groups,
+                bias=bias,
+                scale=config.scale,
+            )
+        affinity = jax.nn.sigmoid(logits)
+        return ids, affinity / jnp.sum(affinity, axis=-1, keepdims=True), chosen
+
+    def _shared(self, weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        dtype = tokens.dtype
+        up = tokens @ self._ready("shared_up", weights["shared_up"], dtype)
+        if "shared_gate" in weights:
+            gate = tokens @ self._ready("shared_gate", weights["shared_gate"], dtype)
+            hidden = self.config.activation(gate) * up
+        else:
+            hidden = self.config.activation(up)
+        return hidden @ self._ready("shared_down", weights["shared_down"], dtype)
+
+    def _stats(
+        self,
+        ids: jax.Array,
+        probabilities: jax.Array,
+        num_dropped: jax.Array,
+        axes: tuple[str, ...],
+    ) -> MoEStats:
+        """Stats of this rank's tokens, or of all along `axes`."""
+        balance = jax_ep.routing.load_balancing_loss(probabilities, ids, axis=axes or None)
+        chosen = ids.reshape(-1, 1) == jnp.arange(self.config.num_experts)
+        load = jnp.sum(chosen.astype(jnp.int32), axis=0)
+        if self.placement.tp is not None:  # equal there, but typed as differing
+            num_dropped = _jax_compat.uniform_max(num_dropped, (self.placement.tp,))
+        if axes:
+            load, num_dropped = lax.psum((load, num_dropped), axes)
+        return MoEStats(balance, load, num_dropped)
+
+
+def _manual_axes() -> frozenset[str]:
+    """Axes of the shard_maps around the caller."""
+    context = _jax_compat.context_mesh()
+    return frozenset() if context.empty else _jax_compat.manual_axes(context)
+
+
+def ragged_ffn(
+    x: jax.Array,
+    group_sizes: jax.Array,
+    w_gate: jax.Array | None,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+) -> jax.Array:
+    """The experts of one rank by `jax.lax.ragged_dot`, on any platform.
+
+    Args:
+        x: [R, H], rows grouped by expert.
+        group_sizes: i32[E_l], rows of each expert; rows beyond them give zeros.
+        w_gate: [E_l, H, F], or None for experts without a gate.
+        w_up: [E_l, H, F].
+        w_down: [E_l, F, H].
+        activation: elementwise, on the gate (or on up without one).
+
+    Returns:
+        [R, H] in x's dtype.
+
+    Example:
+        >>> y = ragged_ffn(recv.x, recv.group_sizes, w_gate, w_up, w_down)
+    """
+    up = lax.ragged_dot(x, w_up, group_sizes)
+    if w_gate is None:
+        hidden = activation(up)
+    else:
+        hidden = activation(lax.ragged_dot(x, w_gate, group_sizes)) * up
+    return lax.ragged_dot(hidden, w_down, group_sizes)
+
+
+def updated_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Array:
+    """The router bias after one step of loss-free balancing (2408.15664).
+
+    Args:
+        bias: f32[..., E], one per layer.
+        load: i32[..., E], `MoEStats.load` of the step's global batch.
+        rate: how far the bias of an expert moves: up if it had less than the mean, down if more.
+
+    Returns:
+        f32[..., E].
+
+    Example:
+        >>> bias = updated_bias(bias, stats.load)
+    """
+    load = load.astype(jnp.float32)
+    mean = jnp.mean(load, axis=-1, keepdims=True)
+    return bias + jnp.asarray(rate, bias.dtype) * jnp.sign(mean - load).astype(bias.dtype)

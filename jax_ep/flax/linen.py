@@ -1,0 +1,78 @@
+"""MoE for Flax Linen: holds the weights of a `_layer.Layer` as partitioned params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+import jax_ep
+from jax_ep._config import Mode
+from jax_ep.flax._config import MoEConfig
+from jax_ep.flax._init import Inits, initializer
+from jax_ep.flax._layer import ExpertFn, Layer, MoEStats
+from jax_ep.flax._placement import Placement
+
+STATE = "router_state"
+"""Collection of the balancing bias: `variables[STATE]["router_bias"]`, f32[E]."""
+
+
+class MoE(nn.Module):
+    """Mixture of experts, as `jax_ep.flax.MoE` with the same math, weights and names.
+
+    The weights are `params`, boxed in `nn.Partitioned` (`nn.get_partition_spec`); the bias of
+    sigmoid routers is in the collection `STATE`, to be replaced by `jax_ep.flax.updated_bias` after
+    a step. Inside a shard_map of yours pass unboxed variables (`nn.unbox`).
+
+    Args:
+        config: as in `jax_ep.flax.MoE`.
+        group: as in `jax_ep.flax.MoE`.
+        placement: as in `jax_ep.flax.MoE`.
+        expert_fn: as in `jax_ep.flax.MoE`.
+        param_dtype: as in `jax_ep.flax.MoE`.
+        kernel_init: as in `jax_ep.flax.MoE`.
+
+    Example:
+        >>> moe = jax_ep.flax.linen.MoE(config, group)
+        >>> variables = moe.init(jax.random.key(0), x)
+        >>> out, stats = jax.jit(moe.apply)(variables, x)
+    """
+
+    config: MoEConfig
+    group: jax_ep.Group
+    placement: Placement = Placement()
+    expert_fn: ExpertFn | None = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Inits = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, *, mode: Mode | None = None) -> tuple[jax.Array, MoEStats]:
+        """Sends the tokens through their experts.
+
+        Args:
+            x: [..., T, H], split as `placement.tokens` says (global), or this rank's part of it.
+            mode: "ht" or "ll"; None: the group's.
+
+        Returns:
+            ([..., T, H] in the group's dtype, stats of the tokens in x).
+
+        Raises:
+            ValueError: as `jax_ep.dispatch`, or x does not fit.
+
+        Example:
+            >>> out, stats = moe.apply(variables, x)
+        """
+        layer = Layer(self.config, self.group, self.placement, self.expert_fn)
+        values: dict[str, jax.Array] = {}
+        for name, weight in layer.weights().items():
+            shape = layer.shape_here(weight)  # which Linen compares with what it is given
+            if name == "router_bias":
+                values[name] = self.variable(STATE, name, jnp.zeros, shape, jnp.float32).value
+                continue
+            init: Any = nn.with_partitioning(
+                initializer(self.kernel_init, name), tuple(weight.spec)
+            )
+            values[name] = self.param(name, init, shape, self.param_dtype)
+        return layer(values, x, mode)

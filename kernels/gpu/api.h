@@ -1,0 +1,144 @@
+// What xla_ffi sees of libjax_ep_gpu.so: one table of functions, plain data, no CUDA types. The
+// library is built once (CUDA or HIP), has no Python in it, and is loaded only when JAX has such a
+// device, so this header must compile without a GPU toolkit.
+//
+// Operations and their parameters are those of kernels/launch.h, with device pointers; shapes and
+// semantics are the same. Everything is asynchronous: a launcher enqueues kernels on the stream,
+// allocates nothing, reads nothing back and never synchronises, so it may be captured in a graph
+// and replayed with other contents (and, captured anew, with other addresses).
+//
+// Errors: a launcher returns nullptr or a text that lives until the thread's next call. What a
+// kernel finds (a peer that is late, gone, or in another operation) cannot be returned; it goes to
+// RankConfig.status, this call and all later ones of the rank end within the limit, and their
+// outputs are poisoned: NaN in floats, -1 or 0 in integers, never a usable index.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/launch.h"
+
+namespace jax_ep::gpu {
+
+inline constexpr uint32_t kAbiVersion = 1;
+inline constexpr uint32_t kMaxNodeRanks = 64;  // ranks that load and store each other's memory
+
+using Stream = void*;  // cudaStream_t or hipStream_t
+
+// A failure that a kernel found, or a request to give up. In pinned host memory that the device
+// maps; one per rank, zero-initialised.
+struct alignas(64) RankStatus {
+  // Host -> device: not 0 ends every wait of this rank's kernels (a peer process is gone, ...).
+  std::atomic<uint32_t> abort;
+  // Device -> host: 0, or 1 once the fields below are written (system-scope release). First wins.
+  std::atomic<uint32_t> failed;
+  uint32_t kind;       // FailureKind
+  uint32_t operation;  // Operation
+  uint32_t peer;       // rank that was waited for, or this rank
+  uint32_t reserved;
+  uint64_t epoch;     // of the operation on this rank
+  uint64_t expected;  // value waited for
+  uint64_t actual;    // value seen last
+};
+
+enum class FailureKind : uint32_t {
+  kNone = 0,
+  kTimeout = 1,      // `peer` did not arrive within RankConfig.timeout_ns
+  kPeerFailed = 2,   // `peer` said that it gave up
+  kAborted = 3,      // RankStatus.abort
+  kBusy = 4,         // a second call of the group ran at the same time on this device
+  kWrongOrder = 5,   // `peer` is in another operation: programs differ between ranks
+  kTooManyOpen = 6,  // more than max_in_flight starts before a done
+  kStaleEpoch = 7,   // a done's slot set holds another start by now
+  kInvalidId = 8,    // debug: an expert id was out of range
+};
+
+enum class Operation : uint32_t {
+  kPlan = 0,
+  kDispatch = 1,
+  kCombine = 2,
+  kLlDispatch = 3,
+  kLlCombine = 4,
+  kDispatchStart = 5,
+  kDispatchDone = 6,
+  kCombineStart = 7,
+  kCombineDone = 8,
+  kLlDispatchStart = 9,
+  kLlDispatchDone = 10,
+  kLlCombineStart = 11,
+  kLlCombineDone = 12,
+};
+
+// Memory of one rank of this node as this process addresses it, from this rank's device.
+struct PeerMemory {
+  std::byte* heap = nullptr;   // GpuApi.heap_bytes bytes, zero-initialised at creation
+  std::byte* arena = nullptr;  // first byte of the peer's exported range, null: not mapped
+  uint64_t arena_bytes = 0;
+};
+
+struct RankConfig {
+  GroupShape shape;
+  uint32_t rank = 0;
+  int device = 0;  // the runtime's index in this process
+  // [shape.node_size] memory of this rank's node-mates, itself included, by local rank. A buffer
+  // inside one's own arena is published as an offset and read in place by peers; any other goes
+  // through the stage in the heap, call by call. Peers need no agreement about it.
+  const PeerMemory* peers = nullptr;
+  RankStatus* status = nullptr;  // pinned, mapped
+  uint64_t timeout_ns = 0;       // Config.timeout_s, bound of each wait
+  uint32_t max_sms = 24;         // blocks of HT kernels (JAX_EP_GPU_SMS)
+  bool use_tma = true;           // false: the path for devices without bulk copies
+  // For measurements; 0: the default. Bytes of one bulk copy at most, and copies in flight per
+  // warp.
+  uint32_t piece_bytes = 0;
+  uint32_t ring_slots = 0;
+  bool debug = false;  // expert ids out of range fail the call
+};
+
+struct RankHandle;  // one rank's launch state
+
+// Copied from device counters on demand (a small device-to-host copy; never while capturing).
+struct RankCountersSnapshot {
+  uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged;
+  uint64_t last_overflow, invalid_ids;
+};
+
+struct GpuApi {
+  uint32_t abi_version;
+
+  // Bytes of one rank's heap, a function of the shape alone.
+  uint64_t (*heap_bytes)(const GroupShape* shape);
+  // Copies the tables to the device, loads and warms every kernel there. Synchronous; the only
+  // place that allocates. The heaps must outlive the handle.
+  const char* (*create)(const RankConfig* config, RankHandle** out);
+  void (*destroy)(RankHandle* handle);  // the caller has drained the streams
+
+  const char* (*plan)(RankHandle* rank, const PlanParams* params, Stream stream);
+  const char* (*dispatch)(RankHandle* rank, const DispatchParams* params, Stream stream);
+  const char* (*ll_dispatch)(RankHandle* rank, const LlDispatchParams* params, Stream stream);
+  const char* (*combine)(RankHandle* rank, const CombineParams* params, Stream stream);  // HT, LL
+  // Halves: `epoch` is a device word (i32) that start writes and done reads.
+  const char* (*dispatch_start)(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
+                                Stream stream);
+  const char* (*dispatch_done)(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
+                               Stream stream);
+  const char* (*ll_dispatch_start)(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
+                                   Stream stream);
+  const char* (*ll_dispatch_done)(RankHandle* rank, const LlDispatchParams* params,
+                                  const int32_t* epoch, Stream stream);
+  const char* (*combine_start)(RankHandle* rank, const CombineParams* params, int32_t* epoch,
+                               Stream stream);
+  const char* (*combine_done)(RankHandle* rank, const CombineParams* params, const int32_t* epoch,
+                              Stream stream);
+
+  const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
+
+  // device_memory.h: heaps that other processes can map, arenas, pinned status words.
+  const struct DeviceMemoryApi* memory;
+};
+
+}  // namespace jax_ep::gpu
+
+// The library's only exported symbol.
+extern "C" const jax_ep::gpu::GpuApi* jax_ep_gpu_api();

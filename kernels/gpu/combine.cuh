@@ -1,0 +1,82 @@
+// What the two kernels of an HT combine share: parameters and the end of the operation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gpu/control.cuh"
+#include "kernels/gpu/launch_state.h"
+
+namespace jax_ep::gpu {
+
+struct CombineKernelParams {
+  DeviceRank device;
+  Layout layout;
+  uint32_t num_tokens;
+  uint32_t num_chunks;
+  uint32_t lag;  // chunks between a partial and its use; without bulk copies
+  int32_t recv_rows;
+  uint64_t row_bytes;
+  const std::byte* y;        // [R, H] or null
+  const float* row_weights;  // [R] or null
+  const float* ride;         // [R], rank_major [R * K], or null
+  const int32_t* send_slot;  // [T * K]
+  std::byte* out;            // [T, H] or null
+  float* ride_out;           // [T * K] or null
+  // Bulk copies only (combine_bulk.cu).
+  uint32_t piece_elems;  // that a ring slot holds
+  uint32_t num_teams;    // of a block
+  uint32_t summers;      // warps of a team that sum
+  uint32_t ring_slots;   // of a team
+  uint32_t slot_bytes;
+  uint32_t slot_words;  // of 16 bytes
+  uint32_t team_bytes;  // of shared memory
+};
+
+__device__ inline const uint64_t* ChunkFlag(const DeviceRank& device, uint32_t peer,
+                                            uint32_t chunk) {
+  return OwnHeapAt<uint64_t>(device, device.layout.chunk_flags) + peer * device.layout.num_chunks +
+         chunk;
+}
+// One warp waits until the partials of a chunk of all peers are here. flag_of(peer): its flag.
+template <typename FlagOf>
+__device__ inline bool WaitChunk(const DeviceRank& device, uint64_t value, FlagOf&& flag_of) {
+  bool is_ok = true;
+  for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
+    if (peer == device.rank) continue;
+    is_ok &= WaitFlag(device, flag_of(peer), peer, Operation::kCombine, value);
+  }
+  return AllLanes(is_ok);
+}
+// One lane, after a release by the warps that stored the partials of the chunk: publishes them.
+__device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, uint32_t chunk,
+                                    uint64_t value) {
+  StoreReleaseSys(HeapAt<uint64_t>(device, owner, device.layout.chunk_flags) +
+                      device.rank * device.layout.num_chunks + chunk,
+                  value);
+}
+
+// All threads of the block, as the last thing of a combine; `word` is shared.
+__device__ inline void FinishCombine(const CombineKernelParams& params, uint32_t* word) {
+  const DeviceRank& device = params.device;
+  if (!LastToArrive(device, word)) return;
+  if (HasFailed(device)) {
+    PoisonBytes(params.out, params.num_tokens * params.row_bytes);
+    PoisonBytes(params.ride_out,
+                static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
+  }
+  if (threadIdx.x == 0) {
+    Control* control = ControlOf(device);
+    control->combines += 1;
+    control->partials_taken = 0;
+    control->sums_taken = 0;
+    EndOperation(device);
+  }
+}
+
+const char* PrepareBulkCombineKernels(const RankHandle& rank);
+// Rows are made of 16-byte words, and the device has bulk copies.
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
+                              cudaStream_t stream);
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,118 @@
+// HT combine with bulk copies. The protocol is that of combine.cu; what differs is who does what.
+//
+// A block is made of teams. A team's rows stream through a ring in shared memory, many in flight:
+//   the scout   takes chunks: partials for other owners in the order that all ranks share, or the
+//               sums of this rank's own tokens once their partials are here; it writes one command
+//               per piece of a row, in the order in which they are summed;
+//   the issuer  turns commands into bulk loads, as slots of the ring become free;
+//   summers     each have their share of a piece in registers, add slot after slot, and store the
+//               result where the last command of a sum says;
+//   the herald  sends a chunk's flag when the summers are through with it.
+// A scout waits for flags only when all partials of this rank have been taken. Those never wait, so
+// every flag comes.
+#include <algorithm>
+
+#include "kernels/gpu/combine_scout.cuh"
+#include "kernels/gpu/combine_summer.cuh"
+#include "kernels/gpu/combine_team.cuh"
+
+namespace jax_ep::gpu {
+
+#if JAX_EP_BULK_COPIES
+namespace {
+
+using namespace team;
+
+template <typename Elem, typename Partial, uint32_t kDepth>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    CombineRowsInBulk(const __grid_constant__ CombineKernelParams params) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ uint32_t word;
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  const uint32_t team_warps = params.summers + kRoles;
+  const uint32_t warp = WarpId() % team_warps;
+  TeamState& team = TeamOf(params, WarpId() / team_warps);
+  if (warp == 0) {
+    if (LaneId() == 0) {
+      for (uint32_t i = 0; i < params.ring_slots; ++i) {
+        BarrierInit(&team.full[i], 1);
+        BarrierInit(&team.empty[i], params.summers);
+      }
+      FenceBarrierInit();
+      team.commands_written = team.commands_issued = team.tasks_written = team.tasks_sent = 0;
+    }
+    if (LaneId() < kMaxSummers) team.tasks_summed[LaneId()] = 0;
+  }
+  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
+                     FlagValue(sequence, Operation::kCombine), &word)) {
+    if (warp < params.summers) {
+      Summer<Elem, Partial, kDepth>::Run(params, team, warp);
+    } else if (warp == params.summers) {
+      if (LaneId() == 0) IssueLoads(params, team);
+    } else if (warp == params.summers + 1) {
+      Scout<Elem, Partial>(params, sequence, team).Run();
+    } else {
+      SendFlags(params, sequence, team);
+    }
+  }
+  FinishCombine(params, &word);
+#endif
+}
+
+using Kernel = void (*)(CombineKernelParams);
+
+template <typename Elem, typename Partial>
+Kernel KernelOf(uint32_t num_ranks) {
+  // One sum waits per level of the tree.
+  static_assert(kMaxNodeRanks <= 1u << 6);
+  if (num_ranks <= 1u << 2) return &CombineRowsInBulk<Elem, Partial, 2>;
+  if (num_ranks <= 1u << 3) return &CombineRowsInBulk<Elem, Partial, 3>;
+  return &CombineRowsInBulk<Elem, Partial, 6>;
+}
+
+Kernel KernelOf(const GroupShape& shape) {
+  return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
+    return KernelOf<Elem, Partial>(shape.num_ranks);
+  });
+}
+
+}  // namespace
+
+const char* PrepareBulkCombineKernels(const RankHandle& rank) {
+  return PrepareKernel(reinterpret_cast<const void*>(KernelOf(rank.device.shape)),
+                       rank.shared_bytes_per_block);
+}
+
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
+                              cudaStream_t stream) {
+  CombineKernelParams params = call;
+  const GroupShape& shape = rank.device.shape;
+  const auto divide_up = [](uint64_t value, uint64_t by) {
+    return static_cast<uint32_t>((value + by - 1) / by);
+  };
+  const uint64_t elem_bytes =
+      shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
+  constexpr uint64_t kElemUnit = 8;  // a 16-byte word of the smallest type
+  const uint32_t num_pieces = divide_up(shape.hidden, kMaxSummers * kWarpElems);
+  params.piece_elems =
+      static_cast<uint32_t>(AlignUp(divide_up(shape.hidden, num_pieces), kElemUnit));
+  params.summers = divide_up(params.piece_elems, kWarpElems);
+  params.num_teams = std::min(kMaxWarps / (params.summers + kRoles), kMaxTeams);
+  params.slot_bytes = static_cast<uint32_t>(AlignUp(params.piece_elems * elem_bytes, 128));
+  params.slot_words = params.slot_bytes / static_cast<uint32_t>(sizeof(uint4));
+  const uint32_t head_bytes = TeamHeadBytes(shape.top_k);
+  const uint32_t share = rank.shared_bytes_per_block / params.num_teams;
+  params.ring_slots = std::min((share - head_bytes) / params.slot_bytes, kMaxSlots);
+  params.team_bytes = head_bytes + params.ring_slots * params.slot_bytes;
+  const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
+  const auto blocks = static_cast<uint32_t>(
+      std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, rank.max_blocks));
+  const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
+  KernelOf(shape)<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
+  return LaunchResult("CombineRowsInBulk");
+}
+
+#endif
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,170 @@
+// How ranks wait for each other and how they give up. Every wait has a deadline; whoever gives up
+// tells its peers and the host, and stays failed.
+//
+// Operations of a rank run one after the other on its stream and are numbered alike on all ranks.
+// A flag carries the number and the kind of the operation that wrote it.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/gpu/device_rank.h"
+#include "kernels/gpu/memory_order.cuh"
+#include "kernels/gpu/warp.cuh"
+
+namespace jax_ep::gpu {
+
+template <typename T>
+__device__ inline T* HeapAt(const DeviceRank& rank, uint32_t owner, uint64_t offset) {
+  return reinterpret_cast<T*>(rank.peers[owner].heap + offset);
+}
+template <typename T>
+__device__ inline T* OwnHeapAt(const DeviceRank& rank, uint64_t offset) {
+  return HeapAt<T>(rank, rank.rank, offset);
+}
+__device__ inline Control* ControlOf(const DeviceRank& rank) {
+  return OwnHeapAt<Control>(rank, rank.layout.control);
+}
+// Number of the running operation. Plain load: only the last block of an operation changes it.
+__device__ inline uint64_t SequenceOf(const DeviceRank& rank) {
+  return ControlOf(rank)->sequence + 1;
+}
+__device__ inline bool HasFailed(const DeviceRank& rank) {
+  return LoadRelaxedGpu(&ControlOf(rank)->failed) != 0;
+}
+
+// One thread. The first failure of the rank is reported to the host and to all peers.
+__device__ inline void Fail(const DeviceRank& rank, FailureKind kind, Operation operation,
+                            uint32_t peer, uint64_t expected, uint64_t actual) {
+  if (atomicCAS(&ControlOf(rank)->failed, 0u, 1u) != 0) return;
+  RankStatus* status = rank.status;
+  status->kind = static_cast<uint32_t>(kind);
+  status->operation = static_cast<uint32_t>(operation);
+  status->peer = peer;
+  status->epoch = SequenceOf(rank);
+  status->expected = expected;
+  status->actual = actual;
+  // Publishes the fields above to the host.
+  StoreReleaseSys(reinterpret_cast<uint32_t*>(&status->failed), 1u);
+  for (uint32_t other = 0; other < rank.shape.num_ranks; ++other) {
+    if (other == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint32_t>(rank, other, rank.layout.peer_failed), rank.rank + 1);
+  }
+}
+
+// One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
+// False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
+__device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
+                                Operation operation, uint64_t wanted) {
+  constexpr uint32_t kSpinsPerCheck = 64;
+  constexpr uint32_t kSpinsPerRareCheck = 4096;
+  const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
+  uint64_t deadline = 0;  // reading the clock is slow, and most waits are short
+  for (uint32_t spins = 1;; ++spins) {
+    const uint64_t seen = LoadAcquireSys(flag);
+    const uint64_t seen_sequence = seen >> kOperationBits;
+    if (seen_sequence >= wanted >> kOperationBits) {
+      if (seen_sequence > wanted >> kOperationBits || seen == wanted) return true;
+      Fail(rank, FailureKind::kWrongOrder, operation, peer, wanted, seen);
+      return false;
+    }
+    if (spins % kSpinsPerCheck != 0) continue;
+    if (HasFailed(rank)) return false;
+    // Any peer: one that gave up may have sent the flag that is waited for.
+    if (const uint32_t failed = LoadRelaxedSys(peer_failed); failed != 0) {
+      Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, wanted, seen);
+      return false;
+    }
+    // The first block reads the host's word often, the others rarely: it may have ended.
+    if ((blockIdx.x == 0 || spins % kSpinsPerRareCheck == 0) &&
+        LoadRelaxedSys(reinterpret_cast<const uint32_t*>(&rank.status->abort)) != 0) {
+      Fail(rank, FailureKind::kAborted, operation, peer, wanted, seen);
+      return false;
+    }
+    const uint64_t now = ClockNs();
+    if (deadline == 0) deadline = now + rank.timeout_ns;
+    if (now > deadline) {
+      Fail(rank, FailureKind::kTimeout, operation, peer, wanted, seen);
+      return false;
+    }
+  }
+}
+
+// One warp waits for the flags [N] at `flags_offset` of all peers.
+__device__ inline bool WarpWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
+                                     Operation operation, uint64_t wanted) {
+  const uint64_t* flags = OwnHeapAt<uint64_t>(rank, flags_offset);
+  bool is_ok = !HasFailed(rank);
+  for (uint32_t peer = LaneId(); peer < rank.shape.num_ranks; peer += kWarpSize) {
+    if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
+  }
+  return AllLanes(is_ok);
+}
+
+// All threads of the block; `is_ok` is a shared word. Every thread may read what peers published.
+__device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
+                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+  if (WarpId() == 0) {
+    const bool waited = WarpWaitPeers(rank, flags_offset, operation, wanted);
+    if (LaneId() == 0) *is_ok = waited ? 1 : 0;
+  }
+  SyncBlock();
+  const bool result = *is_ok != 0;
+  SyncBlock();  // the word can be used again
+  return result;
+}
+
+// All threads of the block, after a SyncBlock that follows what is to be published (stores of
+// other blocks: after LastToArrive).
+__device__ inline void BlockSignalPeers(const DeviceRank& rank, uint64_t flags_offset,
+                                        uint64_t value) {
+  for (uint32_t peer = threadIdx.x; peer < rank.shape.num_ranks; peer += blockDim.x) {
+    if (peer == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+  }
+}
+
+// All threads of the block, once per kernel. True in the block that comes last: it sees what the
+// others wrote, and the counter is ready for the next kernel.
+__device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {
+  SyncBlock();
+  if (threadIdx.x == 0) {
+    uint32_t* arrivals = &ControlOf(rank)->arrivals;
+    *is_last = FetchAddAcqRelGpu(arrivals, 1u) == gridDim.x - 1 ? 1 : 0;
+    if (*is_last != 0) *arrivals = 0;
+  }
+  SyncBlock();
+  const bool result = *is_last != 0;
+  SyncBlock();  // the word can be used again
+  return result;
+}
+
+// One thread of the first block of an operation.
+__device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
+  const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
+  if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+}
+
+// One thread of the last block of an operation, at its end.
+__device__ inline void EndOperation(const DeviceRank& rank) {
+  Control* control = ControlOf(rank);
+  control->sequence += 1;
+  control->busy = 0;
+}
+
+// All threads of the block: what outputs hold after a failure.
+__device__ inline void PoisonBytes(void* array, uint64_t num_bytes) {
+  // 0xff bytes are NaN in every float type and -1 in integers.
+  auto* bytes = static_cast<uint8_t*>(array);
+  if (bytes == nullptr) return;
+  const uint64_t words = reinterpret_cast<uintptr_t>(array) % 16 == 0 ? num_bytes / 16 : 0;
+  const uint4 ones = {~0u, ~0u, ~0u, ~0u};
+  for (uint64_t i = threadIdx.x; i < words; i += blockDim.x) {
+    reinterpret_cast<uint4*>(bytes)[i] = ones;
+  }
+  for (uint64_t i = words * 16 + threadIdx.x; i < num_bytes; i += blockDim.x) bytes[i] = 0xff;
+}
+__device__ inline void ZeroInts(int32_t* array, uint64_t count) {
+  for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) array[i] = 0;
+}
+
+}  // namespace jax_ep::gpu

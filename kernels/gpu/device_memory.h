@@ -1,0 +1,48 @@
+// Memory that GPU kernels of several ranks share: heaps, XLA's arenas, pinned status words. Part of
+// the table in api.h; no CUDA types, so that xla_ffi can include it.
+//
+// Ranges are CUDA virtual-memory mappings, because only those travel between processes as file
+// descriptors, and because XLA's own allocator makes them (cudaIpcGetMemHandle refuses them).
+// Every function returns nullptr or a text that lives until the thread's next call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace jax_ep::gpu {
+
+// A mapping as this process addresses it. `bytes` 0: none.
+struct DeviceRange {
+  std::byte* base = nullptr;
+  uint64_t bytes = 0;
+};
+
+struct DeviceMemoryApi {
+  // Makes the device's context exist and this thread's current one for the calls below.
+  const char* (*use_device)(int device);
+  // Whether kernels on `device` can load and store memory of `peer`, both of this process.
+  const char* (*peer_access)(int device, int peer, bool* possible);
+  // `bytes` (rounded up) of zeroes on `device`, for every device of `accessors`; exportable.
+  const char* (*allocate)(int device, uint64_t bytes, const int* accessors, int num_accessors,
+                          DeviceRange* out);
+  // The mapping that contains a live pointer, if it is one exportable allocation that all of
+  // `accessors` (of this process) may read; else out->bytes is 0 and `reason` says why.
+  const char* (*find_arena)(const void* live, const int* accessors, int num_accessors,
+                            DeviceRange* out, const char** reason);
+  // A descriptor for `range` that another process can import. The caller closes it.
+  const char* (*export_fd)(DeviceRange range, int* fd);
+  // Maps what another process exported, for kernels of `accessors`. The descriptor stays open.
+  const char* (*import_fd)(int fd, uint64_t bytes, const int* accessors, int num_accessors,
+                           bool writable, DeviceRange* out);
+  // Unmaps what allocate or import_fd gave. No kernel may use it any more.
+  const char* (*release)(DeviceRange range);
+  // Pinned, zeroed, mapped host memory, valid on every device of the process.
+  const char* (*allocate_pinned)(uint64_t bytes, void** out);
+  const char* (*release_pinned)(void* memory);
+  // Waits until `device` is idle.
+  const char* (*synchronize)(int device);
+};
+
+const DeviceMemoryApi* GetDeviceMemoryApi();
+
+}  // namespace jax_ep::gpu

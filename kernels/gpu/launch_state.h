@@ -1,0 +1,80 @@
+// A rank's host-side state and the launchers behind the table of api.h, one file per operation.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernels/gpu/api.h"
+#include "kernels/gpu/device_rank.h"
+#include "kernels/gpu/vendor.h"
+
+namespace jax_ep::gpu {
+
+struct RankHandle {
+  DeviceRank device;
+  int device_index = 0;
+  uint32_t max_blocks = 24;  // of HT kernels
+  uint32_t ll_blocks = 64;   // of LL kernels
+  bool use_bulk_copies = false;
+  uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
+  uint32_t piece_bytes = 0;             // most bytes of one bulk copy
+  uint32_t ring_slots = 0;              // pieces in flight per warp
+};
+
+// A text that lives until the thread's next call.
+const char* KeepText(std::string text);
+// nullptr, or what the last launch of this thread said.
+const char* LaunchResult(const char* kernel);
+
+// Allows `kernel` its dynamic shared memory and loads it on the current device.
+const char* PrepareKernel(const void* kernel, uint32_t shared_bytes);
+
+const char* PreparePlanKernels(const RankHandle& rank);
+const char* PrepareEntryKernels(const RankHandle& rank);
+const char* PrepareDispatchKernels(const RankHandle& rank);
+const char* PrepareWeightedDispatchKernels(const RankHandle& rank);
+const char* PrepareCombineKernels(const RankHandle& rank);
+const char* PrepareDispatchStartKernels(const RankHandle& rank);
+const char* PrepareLlDispatchKernels(const RankHandle& rank);
+const char* PreparePushCombineKernels(const RankHandle& rank);
+
+const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);
+// `epoch`: null, or that of the start whose slot set has the rows.
+const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const int32_t* epoch,
+                           cudaStream_t stream);
+const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& params, int32_t* epoch,
+                                cudaStream_t stream);
+// The pull of a dispatch with row_weights or y.
+struct PullParams;
+const char* LaunchWeightedPull(RankHandle& rank, const PullParams& params, cudaStream_t stream);
+// Mode ll and the halves. `plan` is null where the caller brings one; of the epochs a start has the
+// second, a done the first.
+enum class Part : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
+const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
+                             Part part, const int32_t* epoch_in, int32_t* epoch_out,
+                             cudaStream_t stream);
+const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part part,
+                              const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
+const char* LaunchCombine(RankHandle& rank, const CombineParams& params, cudaStream_t stream);
+
+// Index of recv_src, stage copies and the entry flag: the first kernel of dispatch and combine.
+struct EntryParams {
+  DeviceRank device;
+  Operation operation;
+  const int32_t* recv_src;
+  uint64_t recv_rows;
+  uint64_t num_tokens;
+  // What peers will read, null when the call has none.
+  const std::byte* x;
+  const float* weights;
+  // dispatch_done: peers read the slot set of this start instead; else null.
+  const int32_t* epoch;
+};
+const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream);
+
+// Checks the spans of a call: empty, or what is wrong.
+std::string CheckPlan(const GroupShape& shape, const PlanParams& params);
+std::string CheckDispatch(const GroupShape& shape, const DispatchParams& params);
+std::string CheckCombine(const GroupShape& shape, const CombineParams& params);
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,243 @@
+// LL dispatch: every rank pushes its rows into the slot [source][token] of each destination's set,
+// once per destination rank; the destination packs them to the layout. With routing aboard each
+// rank gets all expert ids and makes the plan from them, so there is no other exchange.
+//
+//   One kernel. The first blocks send: ids and weights to each peer, with one flag, then pieces of
+//   rows, each with a flag. The other blocks receive: they wait for the ids of all peers, make the
+//   plan, and wait for the flag of each piece before they place it. Senders wait for nobody but
+//   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
+//   start is a kernel of senders, done one of receivers. A whole call reads its own rows in place;
+//   a start pushes them to its own set as well.
+#include <algorithm>
+
+#include "kernels/gpu/ll_receive.cuh"
+#include "kernels/gpu/ll_rows.cuh"
+#include "kernels/gpu/ll_send.cuh"
+
+namespace jax_ep::gpu {
+namespace {
+
+using namespace ll;
+
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
+  __shared__ CallSlot slot;
+  __shared__ uint32_t word;
+  __shared__ ItemRows items[kWarps];
+  const DeviceRank& device = params.device;
+  if (threadIdx.x == 0) {
+    const bool has_failed = HasFailed(device);
+    slot = params.part == Part::kDone
+               ? FindOpenSet(device, kKind, params.operation, *params.epoch_in)
+               : FindFreeSet(device, kKind, params.operation);
+    if (has_failed) slot.is_ok = 0;  // one answer for the whole block
+  }
+  BeginSetOperation(device, kKind, params.part, params.operation);
+  SyncBlock();
+  if (slot.is_ok != 0) {
+    if (blockIdx.x >= params.num_send_blocks) {
+      Receive<Rows>(params, slot, items, &word);
+    } else if (WaitReusable(device, kKind, params.operation, slot, &word)) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+      if (params.num_bulk_warps > 0) {
+        SendInBulk(params, slot);
+      } else {
+        Send<typename Rows::Word>(params, slot);
+      }
+#else
+      Send<typename Rows::Word>(params, slot);
+#endif
+    }
+  }
+  if (!LastToArrive(device, &word)) return;
+  if (HasFailed(device)) {
+    if (params.part != Part::kStart) Poison(params);
+  } else if (params.part == Part::kDone) {
+    SayConsumed(device, kKind, SequenceOf(device));
+  }
+  SyncBlock();
+  if (threadIdx.x != 0) return;
+  if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+  if (params.part != Part::kStart) ControlOf(device)->dispatches += 1;
+  UpdateSet(device, kKind, params.part, slot);
+  EndOperation(device);
+}
+
+using Kernel = void (*)(LlDispatchKernelParams);
+
+template <typename Elem>
+Kernel WeightedKernelOf(bool is_vectorised) {
+  return is_vectorised ? &LlDispatch<WeightedRows<Elem, true>>
+                       : &LlDispatch<WeightedRows<Elem, false>>;
+}
+
+Kernel KernelOf(ElemType type, bool is_vectorised, bool is_weighted) {
+  if (!is_weighted) {
+    if (is_vectorised) return &LlDispatch<PlainRows<uint4>>;
+    return type == ElemType::kF32 ? &LlDispatch<PlainRows<uint32_t>>
+                                  : &LlDispatch<PlainRows<uint16_t>>;
+  }
+  return WithElem(type, [&]<typename Elem>() { return WeightedKernelOf<Elem>(is_vectorised); });
+}
+
+// Bytes of dynamic shared memory that a block may have beside the kernel's static ones.
+uint64_t MostSharedBytes(const RankHandle& rank) {
+  return rank.shared_bytes_per_block - kWarps * (sizeof(ItemRows) + sizeof(uint64_t)) -
+         sizeof(int32_t) * 3 * kMaxNodeRanks;
+}
+
+uint32_t HistogramsOf(const RankHandle& rank) {
+  const uint32_t experts = rank.device.shape.num_experts;
+  for (uint32_t count = kWarps; count > 0; --count) {
+    if (LlPlanSharedInts(experts, count) * sizeof(int32_t) <= MostSharedBytes(rank)) return count;
+  }
+  return 0;
+}
+
+// Warps of a block that have a row's place in shared memory; one warp is left for the ids.
+uint32_t BulkWarpsOf(const RankHandle& rank) {
+  const GroupShape& shape = rank.device.shape;
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  if (!rank.use_bulk_copies || row_bytes % kWireUnitBytes != 0) return 0;
+  constexpr uint64_t kMostBulkWarps = 8;
+  return static_cast<uint32_t>(std::min(MostSharedBytes(rank) / row_bytes, kMostBulkWarps));
+}
+
+uint32_t SharedBytes(const RankHandle& rank, uint32_t num_bulk_warps) {
+  const GroupShape& shape = rank.device.shape;
+  const uint64_t plan_bytes =
+      LlPlanSharedInts(shape.num_experts, HistogramsOf(rank)) * sizeof(int32_t);
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  return static_cast<uint32_t>(std::max(plan_bytes, num_bulk_warps * row_bytes));
+}
+
+}  // namespace
+
+const char* PrepareLlDispatchKernels(const RankHandle& rank) {
+  const GroupShape& shape = rank.device.shape;
+  if (shape.ll_tokens == 0) return nullptr;
+  if (HistogramsOf(rank) == 0) {
+    return KeepText("got " + std::to_string(shape.num_experts) +
+                    " experts, more than this device's shared memory has room for in mode ll");
+  }
+  const uint32_t most_bytes = SharedBytes(rank, BulkWarpsOf(rank));
+  for (const bool is_vectorised : {false, true}) {
+    for (const bool is_weighted : {false, true}) {
+      const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);
+      if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), most_bytes)) {
+        return error;
+      }
+    }
+  }
+  return nullptr;
+}
+
+const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
+                             Part part, const int32_t* epoch_in, int32_t* epoch_out,
+                             cudaStream_t stream) {
+  const GroupShape& shape = rank.device.shape;
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  const auto is_aligned = [](const void* array) {
+    return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
+  };
+  const bool is_vectorised = row_bytes % sizeof(uint4) == 0 && is_aligned(call.x) &&
+                             is_aligned(call.recv_x) && is_aligned(call.y);
+  const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
+  constexpr uint64_t kPieceBytes = 4096;
+  const Pieces pieces = CutRow(shape, row_bytes, kPieceBytes, word_bytes);
+
+  LlDispatchKernelParams params{.device = rank.device,
+                                .part = part,
+                                .is_routed = plan != nullptr,
+                                .zero_padding = call.zero_padding,
+                                .pieces = pieces,
+                                .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
+                                .row_bytes = row_bytes,
+                                .x = call.x,
+                                .weights = call.weights.empty() ? nullptr : call.weights.data(),
+                                .given_slots = call.send_slot.data(),
+                                .epoch_in = epoch_in,
+                                .epoch_out = epoch_out};
+  const bool is_start = part == Part::kStart;
+  params.operation = part == Part::kWhole ? Operation::kLlDispatch
+                     : is_start           ? Operation::kLlDispatchStart
+                                          : Operation::kLlDispatchDone;
+  params.start_operation =
+      part == Part::kWhole ? Operation::kLlDispatch : Operation::kLlDispatchStart;
+  params.has_rows = is_start ? call.x != nullptr : call.recv_x != nullptr;
+  params.has_weights = is_start ? !call.weights.empty() : !call.recv_weights.empty();
+  LlPlanParams& out = params.plan;
+  out.layout = plan != nullptr ? plan->layout : call.layout;
+  out.num_tokens = static_cast<uint32_t>(call.num_tokens);
+  out.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
+  out.num_histograms = static_cast<uint32_t>(std::clamp<uint64_t>(
+      call.num_tokens * shape.top_k * shape.num_ranks / kWarpSize, 1, HistogramsOf(rank)));
+  if (!is_start) {
+    params.recv_x = call.recv_x;
+    params.recv_weights = call.recv_weights.empty() ? nullptr : call.recv_weights.data();
+    params.y = call.y;
+    params.row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data();
+    params.recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data();
+    // A given plan is only read.
+    out.recv_src = const_cast<int32_t*>(call.recv_src.data());
+    out.recv_topk_idx = const_cast<int32_t*>(call.recv_topk_idx.data());
+  }
+  if (plan != nullptr) {
+    params.topk_idx = plan->topk_idx.data();
+    const PlanOutputs& outputs = plan->out;
+    out.group_sizes = outputs.group_sizes.data();
+    out.group_counts = outputs.group_counts.data();
+    out.send_slot = outputs.send_slot.data();
+    out.recv_src = outputs.recv_src.data();
+    out.send_counts = outputs.send_counts.data();
+    out.recv_counts = outputs.recv_counts.data();
+    out.num_dropped = outputs.num_dropped;
+    out.overflow = outputs.overflow;
+    out.recv_topk_idx = outputs.recv_topk_idx.data();
+  }
+
+  // Measured: bulk copies win in whole calls of up to 32 tokens, lanes that store from 128 on and
+  // in most halves.
+  constexpr int64_t kMostBulkTokens = 64;
+  if (is_vectorised && part == Part::kWhole && call.num_tokens <= kMostBulkTokens) {
+    params.num_bulk_warps = BulkWarpsOf(rank);
+  }
+  const uint64_t num_dests = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
+  // Bulk senders take a token each.
+  const uint64_t row_items = params.num_bulk_warps > 0 ? static_cast<uint64_t>(call.num_tokens) *
+                                                             kWarps / params.num_bulk_warps
+                                                       : call.num_tokens * num_dests * pieces.count;
+  const uint64_t send_items = num_dests + (params.has_rows ? row_items : 0);
+  const uint64_t receive_items =
+      std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,
+                         static_cast<uint64_t>(out.recv_rows) / kWarpSize);
+  const auto blocks_for = [](uint64_t items, uint32_t most) {
+    return static_cast<uint32_t>(std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, most));
+  };
+  // Measured: bench_ll on 4x H200.
+  constexpr uint32_t kSendShare = 3;  // of 8 blocks
+  constexpr uint32_t kShares = 8;
+  const uint32_t most_senders = std::max(rank.ll_blocks * kSendShare / kShares, 1u);
+  uint32_t blocks = 0;
+  switch (part) {
+    case Part::kWhole:
+      params.num_send_blocks = num_dests == 0 ? 1 : blocks_for(send_items, most_senders);
+      blocks = params.num_send_blocks +
+               blocks_for(receive_items, std::max(rank.ll_blocks - most_senders, 1u));
+      break;
+    case Part::kStart:
+      params.num_send_blocks = blocks = blocks_for(send_items, rank.ll_blocks);
+      break;
+    case Part::kDone:
+      blocks = blocks_for(receive_items, rank.ll_blocks);
+      break;
+  }
+  const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
+  KernelOf(
+      shape.elem_type, is_vectorised,
+      is_weighted)<<<blocks, kThreads, SharedBytes(rank, params.num_bulk_warps), stream>>>(params);
+  return LaunchResult("LlDispatch");
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,321 @@
+// What the kernels that pull rows share: where the sources' rows are, which rows a warp handles,
+// the padding, and the end of the operation.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/pull.h"
+#include "kernels/gpu/row_index.cuh"
+#include "kernels/gpu/slot_sets.cuh"
+
+namespace jax_ep::gpu {
+
+inline constexpr uint32_t kEntriesPerLane = kMaxTopK / kWarpSize;
+
+// An array that `peer` published for this operation.
+__device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint32_t peer,
+                                                  uint64_t place) {
+  const PeerMemory& memory = device.peers[peer];
+  return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
+}
+
+// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped.
+__device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
+  const DeviceRank& device = params.device;
+  const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
+  for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
+    const PeerMemory& memory = device.peers[peer];
+    const auto check = [&](uint64_t place, uint64_t num_bytes) {
+      if ((place & 1) == 0 || num_bytes == 0) return;
+      if (memory.arena != nullptr && (place >> 1) + num_bytes <= memory.arena_bytes) return;
+      Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, peer, memory.arena_bytes,
+           (place >> 1) + num_bytes);
+      *is_ok = 0;
+    };
+    if (params.recv_x != nullptr) check(records[peer].x, params.num_tokens * params.row_bytes);
+    if (params.recv_weights != nullptr) {
+      check(records[peer].weights, params.num_tokens * device.shape.top_k * sizeof(float));
+    }
+  }
+  SyncBlock();
+  return *is_ok != 0;
+}
+
+// The (source, token) pairs of one warp that have rows here, with the next pair's index entries
+// always on their way.
+class ItemCursor {
+ public:
+  __device__ ItemCursor(const PullParams& params, uint64_t sequence, uint32_t warp,
+                        uint32_t num_warps)
+      : index_(params.device, sequence, params.num_tokens),
+        num_ranks_(params.device.shape.num_ranks),
+        own_rank_(params.device.rank),
+        top_k_(params.device.shape.top_k),
+        num_items_(params.device.shape.num_ranks * params.num_tokens),
+        position_(warp),
+        step_(num_warps) {
+    Load();
+  }
+
+  // Moves to the next pair with rows and writes them to `rows` [K], in the order of k.
+  __device__ bool Next(int32_t* rows) {
+    while (position_ < num_items_) {
+      source_ = next_source_;
+      token_ = next_token_;
+      uint32_t count = 0;
+      SyncWarp();
+#pragma unroll
+      for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+        const int32_t row = entries_[i] == 0 ? kNoRow : index_.RowOf(entries_[i]);
+        const LaneMask with_row = Ballot(row >= 0);
+        if (row >= 0) rows[count + CountLanes(with_row & LanesBelow())] = row;
+        count += CountLanes(with_row);
+      }
+      position_ += step_;
+      Load();
+      if (count == 0) continue;
+      SyncWarp();
+      num_rows_ = count;
+      return true;
+    }
+    return false;
+  }
+
+  __device__ uint32_t source() const { return source_; }
+  __device__ uint64_t token() const { return token_; }
+  __device__ uint32_t num_rows() const { return num_rows_; }
+  // Pairs that this warp has looked at.
+  __device__ uint64_t steps() const { return position_ / step_; }
+
+ private:
+  __device__ void Load() {
+    if (position_ >= num_items_) return;
+    next_token_ = position_ / num_ranks_;
+    next_source_ = static_cast<uint32_t>(
+        (position_ % num_ranks_ + own_rank_ + Scatter(next_token_)) % num_ranks_);
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t k = i * kWarpSize + LaneId();
+      entries_[i] = k < top_k_ ? index_.Entry(next_source_, next_token_, k) : 0;
+    }
+  }
+
+  RowIndex index_;
+  uint32_t num_ranks_, own_rank_, top_k_;
+  uint64_t num_items_, position_;
+  uint32_t step_;
+  uint64_t entries_[kEntriesPerLane];
+  uint32_t next_source_ = 0, source_ = 0;
+  uint64_t next_token_ = 0, token_ = 0;
+  uint32_t num_rows_ = 0;
+};
+
+// How far the pulling warps of a block are, for the one that zeroes padding: zeroes that come all
+// at once would hold up the pulled rows.
+class Progress {
+ public:
+  // `steps` [num_warps] is shared and zero.
+  __device__ Progress(const PullParams& params, uint32_t* steps, uint32_t num_warps)
+      : steps_(steps), num_warps_(num_warps) {
+    const uint64_t step = static_cast<uint64_t>(gridDim.x) * num_warps;
+    const uint64_t num_items = params.device.shape.num_ranks * params.num_tokens;
+    steps_per_warp_ = static_cast<uint32_t>((num_items + step - 1) / step);
+  }
+  // One lane of a pulling warp.
+  __device__ void Set(uint64_t steps) const {
+    StoreReleaseBlock(steps_ + WarpId(),
+                      static_cast<uint32_t>(min(steps, static_cast<uint64_t>(steps_per_warp_))));
+  }
+  __device__ void SetDone() const { Set(steps_per_warp_); }
+  // One warp: until the pulling warps have done a share of number / total, a little less so that
+  // they are not waited for in the end.
+  __device__ void WaitFor(uint32_t number, uint32_t total) const {
+    const uint64_t all = static_cast<uint64_t>(steps_per_warp_) * num_warps_ * 7 / 8;
+    while (true) {
+      int32_t done = 0;
+      for (uint32_t warp = LaneId(); warp < num_warps_; warp += kWarpSize) {
+        done += static_cast<int32_t>(LoadAcquireBlock(steps_ + warp));
+      }
+      if (static_cast<uint64_t>(WarpSum(done)) * total >= all * number) return;
+      SleepBriefly();
+    }
+  }
+
+ private:
+  uint32_t* steps_;
+  uint32_t num_warps_;
+  uint32_t steps_per_warp_;
+};
+
+// One warp of each block: weights of the received rows, and zeroes in what no row fills.
+// zero_row(row, number, total) is called by the whole warp for each row of padding.
+template <typename ZeroRow>
+__device__ void FillRest(const PullParams& params, ZeroRow&& zero_row) {
+  const DeviceRank& device = params.device;
+  const uint32_t top_k = device.shape.top_k;
+  const uint64_t source_codes = device.shape.max_tokens * top_k;
+  const uint64_t source_cells = params.num_tokens * top_k;
+  const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
+  const auto weight_of = [&](uint32_t source, uint64_t code) {
+    const std::byte* weights = PublishedArray(device, source, records[source].weights);
+    return reinterpret_cast<const float*>(weights)[code];
+  };
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  const bool has_row_weights = params.recv_weights != nullptr && !is_rank_major;
+  const uint64_t begin = static_cast<uint64_t>(blockIdx.x) * kWarpSize;
+  const uint64_t step = static_cast<uint64_t>(gridDim.x) * kWarpSize;
+  const auto is_used = [&](int32_t src, uint32_t* source, uint64_t* code) {
+    *source = static_cast<uint32_t>(src / static_cast<int64_t>(source_codes));
+    *code = static_cast<uint32_t>(src) % source_codes;
+    return src >= 0 && *source < device.shape.num_ranks && *code < source_cells;
+  };
+  int32_t num_used = 0;
+  int32_t num_padding = 0;
+  constexpr uint32_t kInFlight = 4;
+  for (uint64_t first = begin + LaneId(); first < params.recv_rows; first += kInFlight * step) {
+    int32_t srcs[kInFlight];
+    float weights[kInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint64_t row = first + i * step;
+      srcs[i] = row < params.recv_rows ? params.recv_src[row] : -1;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      uint32_t source;
+      uint64_t code;
+      const bool used = is_used(srcs[i], &source, &code);
+      num_used += used;
+      num_padding += !used && first + i * step < params.recv_rows;
+      weights[i] = used && has_row_weights ? weight_of(source, code) : 0.0f;
+      if (!used) srcs[i] = -1;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint64_t row = first + i * step;
+      if (row >= params.recv_rows) continue;
+      if (has_row_weights) params.recv_weights[row] = weights[i];
+      if (srcs[i] < 0 && params.recv_dots != nullptr) params.recv_dots[row] = 0.0f;
+    }
+  }
+  if (params.recv_weights != nullptr && is_rank_major) {
+    const uint64_t num_cells = params.recv_rows * top_k;
+    for (uint64_t cell = begin + LaneId(); cell < num_cells; cell += step) {
+      const bool is_here = params.recv_topk_idx[cell] >= 0;
+      params.recv_weights[cell] =
+          is_here ? weight_of(static_cast<uint32_t>(cell / source_cells), cell % source_cells)
+                  : 0.0f;
+    }
+  }
+  SyncWarp();
+  num_used = WarpSum(num_used);
+  if (LaneId() == 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->rows_received),
+              static_cast<unsigned long long>(num_used));
+  }
+  if (params.recv_x == nullptr || !params.zero_padding) return;
+  const auto total = static_cast<uint32_t>(WarpSum(num_padding));
+  uint32_t number = 0;
+  for (uint64_t base = begin; base < params.recv_rows && number < total; base += step) {
+    const uint64_t row = base + LaneId();
+    uint32_t source;
+    uint64_t code;
+    LaneMask padding =
+        Ballot(row < params.recv_rows && !is_used(params.recv_src[row], &source, &code));
+    for (uint32_t lane = 0; padding != 0; ++lane, padding >>= 1) {
+      if ((padding & 1) != 0) zero_row(base + lane, number++, total);
+    }
+  }
+}
+
+// Without bulk copies: one warp zeroes one row.
+__device__ inline void ZeroRowByWarp(const PullParams& params, uint64_t row) {
+  std::byte* to = params.recv_x + row * params.row_bytes;
+  if (params.is_vectorised) {
+    for (uint64_t i = LaneId(); i < params.row_bytes / sizeof(uint4); i += kWarpSize) {
+      reinterpret_cast<uint4*>(to)[i] = uint4{0, 0, 0, 0};
+    }
+  } else {
+    for (uint64_t i = LaneId(); i < params.row_bytes / sizeof(uint16_t); i += kWarpSize) {
+      reinterpret_cast<uint16_t*>(to)[i] = 0;
+    }
+  }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// One warp zeroes one row from the block's zeroes.
+__device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned char* zeroes,
+                                     uint64_t row) {
+  std::byte* to = params.recv_x + row * params.row_bytes;
+  const uint64_t step = static_cast<uint64_t>(kWarpSize) * params.zero_bytes;
+  for (uint64_t done = static_cast<uint64_t>(LaneId()) * params.zero_bytes; done < params.row_bytes;
+       done += step) {
+    const uint64_t rest = params.row_bytes - done;
+    BulkStore(to + done, zeroes,
+              rest < params.zero_bytes ? static_cast<uint32_t>(rest) : params.zero_bytes);
+  }
+  BulkCommit();
+}
+#endif
+
+// All threads of the block, as the last thing of a dispatch; `word` is shared. Sources may reuse
+// their arrays when this kernel ends, so all ranks leave together.
+__device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
+                                  uint32_t* word) {
+  const DeviceRank& device = params.device;
+  if (LaneId() == 0 && num_pulled > 0) {
+    atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->bytes_pulled),
+              static_cast<unsigned long long>(num_pulled * params.row_bytes));
+  }
+  if (!LastToArrive(device, word)) return;
+  const uint64_t value = FlagValue(sequence, Operation::kDispatch);
+  if (!HasFailed(device)) BlockSignalPeers(device, device.layout.tail_flags, value);
+  if (!BlockWaitPeers(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
+    const uint64_t rows = params.recv_rows;
+    const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
+    PoisonBytes(params.recv_x, rows * params.row_bytes);
+    PoisonBytes(params.recv_weights, rows * cells * sizeof(float));
+    PoisonBytes(params.recv_dots, rows * sizeof(float));
+  }
+  if (threadIdx.x == 0) {
+    ControlOf(device)->dispatches += 1;
+    if (params.epoch != nullptr) {
+      const Operation operation = Operation::kDispatchDone;
+      UpdateSet(device, SetKind::kDispatch, Part::kDone,
+                FindOpenSet(device, SetKind::kDispatch, operation, *params.epoch));
+    }
+    EndOperation(device);
+  }
+}
+
+// A kernel that pulls without bulk copies: pull(sequence, num_warps) runs on all warps of a block
+// but the last, which fills what no row fills, and returns the remote rows that it read.
+template <typename Pull>
+__device__ inline void RunPull(const PullParams& params, Pull&& pull) {
+  __shared__ uint32_t word;
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  const uint32_t num_warps = blockDim.x / kWarpSize - 1;
+  uint64_t num_pulled = 0;
+  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
+                     FlagValue(sequence, Operation::kDispatch), &word) &&
+      CheckRecords(params, &word)) {
+    if (WarpId() == num_warps) {
+      FillRest(params, [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });
+    } else {
+      num_pulled = pull(sequence, num_warps);
+    }
+  }
+  FinishPull(params, sequence, num_pulled, &word);
+}
+
+// Blocks of `num_warps` pulling warps that a call is worth.
+inline uint32_t PullBlocks(const RankHandle& rank, const PullParams& params, uint32_t num_warps) {
+  const uint64_t num_items = params.device.shape.num_ranks * params.num_tokens;
+  const uint64_t wanted = std::max((num_items + num_warps - 1) / num_warps,
+                                   (params.recv_rows + kWarpSize - 1) / kWarpSize);
+  return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
+}
+
+}  // namespace jax_ep::gpu

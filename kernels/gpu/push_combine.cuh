@@ -1,0 +1,87 @@
+// What the parts of a combine through slot sets share: parameters, types, sums of local rows.
+#pragma once
+
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/local_rows.cuh"
+#include "kernels/gpu/push.cuh"
+
+namespace jax_ep::gpu::slots {
+
+inline constexpr uint32_t kThreads = 512;
+inline constexpr uint32_t kWarps = kThreads / kWarpSize;
+
+struct PushCombineParams {
+  DeviceRank device;
+  PushArea area;  // of the device's layout, by mode
+  SetKind kind;
+  Part part;
+  Layout layout;
+  Operation operation;        // this kernel's
+  Operation start_operation;  // the one whose flags are waited for
+  uint32_t num_send_blocks;
+  uint32_t num_tokens;
+  uint32_t rank_rows;  // slots of one rank in send_slot
+  Pieces pieces;
+  uint32_t row_words;
+  uint64_t row_bytes;
+  uint64_t recv_rows;
+  const std::byte* y;        // [R, H] or null
+  const float* row_weights;  // [R] or null
+  const float* ride;         // [R], rank_major [R * K], or null
+  const int32_t* recv_src;   // [R]
+  const int32_t* send_slot;  // [T * K]
+  std::byte* out;            // [T, H] or null
+  float* ride_out;           // [T * K] or null
+  const int32_t* epoch_in;   // done
+  int32_t* epoch_out;        // start
+};
+
+// Weighted sum of the local rows, words word + i * kWarpSize < end for i < kWords. The next row is
+// on its way while one is added.
+template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
+__device__ inline void SumLocalRows(const PushCombineParams& params, const LocalRows& local,
+                                    uint32_t count, uint32_t word, uint32_t end,
+                                    float (&sums)[kWords][kElems]) {
+  Word next[kWords];
+  const auto load = [&](uint32_t i) {
+    const auto* row = reinterpret_cast<const Word*>(
+        params.y + static_cast<uint64_t>(local.rows[i]) * params.row_bytes);
+#pragma unroll
+    for (uint32_t j = 0; j < kWords; ++j) {
+      if (word + j * kWarpSize < end) next[j] = row[word + j * kWarpSize];
+    }
+  };
+  load(0);
+  for (uint32_t i = 0; i < count; ++i) {
+    Word words[kWords];
+#pragma unroll
+    for (uint32_t j = 0; j < kWords; ++j) words[j] = next[j];
+    if (i + 1 < count) load(i + 1);
+    const float weight = local.weights[i];
+#pragma unroll
+    for (uint32_t j = 0; j < kWords; ++j) {
+      float values[kElems];
+      Unpack<Elem>(words[j], values);
+#pragma unroll
+      for (uint32_t e = 0; e < kElems; ++e) {
+        const float product = Multiply(weight, values[e]);
+        sums[j][e] = i == 0 ? product : Add(sums[j][e], product);
+      }
+    }
+  }
+}
+
+// kLevels: of the tree over ranks, num_ranks < 2^kLevels.
+template <typename E, typename P, bool kVectorised, uint32_t kLevelsOfTree>
+struct Types {
+  using Elem = E;
+  using Partial = P;
+  using Word = typename WordOf<E, kVectorised>::Type;
+  using Storage = typename P::Storage;
+  static constexpr uint32_t kElems = WordOf<E, kVectorised>::kElems;
+  static constexpr uint32_t kLevels = kLevelsOfTree;
+  static constexpr uint32_t kSendWords = 4;  // in flight per lane
+  static constexpr uint32_t kAddWords = sizeof(Storage) == 2 && kLevels <= 3 ? 2 : 1;
+};
+
+}  // namespace jax_ep::gpu::slots

@@ -1,0 +1,131 @@
+// Slot sets: where pushed or staged rows wait between the start of a call and its done. A kind has
+// shape.depth of them. A call takes a set that no open start holds, the one that has been free for
+// longest, so whole calls may run between a start and its done. All ranks execute the same calls in
+// the same order, hence all choose the same set.
+//
+// A set may be written again when every rank has read its previous use: each rank says so in the
+// consumed flags of its peers, when a done ends and, for whole calls, when the next start or whole
+// call of the kind begins.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/gpu/control.cuh"
+#include "kernels/gpu/launch_state.h"
+
+namespace jax_ep::gpu {
+
+// What a call knows of its set.
+struct CallSlot {
+  uint32_t is_ok;
+  uint32_t set;
+  uint64_t started;      // number of the operation that began it
+  uint64_t reusable_at;  // operation whose reading of the set must be over, 0: none
+};
+
+__device__ inline SetState* StateOf(const DeviceRank& rank, SetKind kind) {
+  return OwnHeapAt<SetState>(rank, rank.layout.set_states) + static_cast<uint32_t>(kind);
+}
+__device__ inline uint64_t ConsumedOffset(const DeviceRank& rank, SetKind kind) {
+  return rank.layout.consumed_flags +
+         static_cast<uint64_t>(kind) * rank.shape.num_ranks * sizeof(uint64_t);
+}
+
+// Epochs of the halves are the low bits of an operation's number.
+__device__ inline int32_t EpochOf(uint64_t sequence) {
+  constexpr uint64_t kEpochBits = 31;
+  return static_cast<int32_t>(sequence & ((uint64_t{1} << kEpochBits) - 1));
+}
+
+// One thread. The set that a start or whole call takes; fails the rank if all are open.
+__device__ inline CallSlot FindFreeSet(const DeviceRank& rank, SetKind kind, Operation operation) {
+  const SetState* state = StateOf(rank, kind);
+  CallSlot slot{.is_ok = 0, .set = 0, .started = SequenceOf(rank), .reusable_at = 0};
+  uint64_t done[kMaxDepth];
+  uint64_t is_open[kMaxDepth];
+#pragma unroll
+  for (uint32_t set = 0; set < kMaxDepth; ++set) {  // all loads at once
+    done[set] = state->sets[set].done;
+    is_open[set] = state->sets[set].is_open;
+  }
+  uint32_t num_open = 0;
+#pragma unroll
+  for (uint32_t set = 0; set < kMaxDepth; ++set) {
+    if (set >= rank.shape.depth) continue;
+    num_open += is_open[set] != 0;
+    if (is_open[set] != 0 || (slot.is_ok != 0 && done[set] >= slot.reusable_at)) continue;
+    slot.is_ok = 1;
+    slot.set = set;
+    slot.reusable_at = done[set];
+  }
+  if (slot.is_ok == 0) {
+    Fail(rank, FailureKind::kTooManyOpen, operation, rank.rank, rank.shape.depth, num_open + 1);
+  }
+  return slot;
+}
+
+// One thread. The set that the start of `epoch` holds; fails the rank if none does.
+__device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Operation operation,
+                                       int32_t epoch) {
+  const SetState* state = StateOf(rank, kind);
+  uint64_t newest = 0;
+  for (uint32_t set = 0; set < rank.shape.depth; ++set) {
+    const SlotSet& candidate = state->sets[set];
+    newest = candidate.started > newest ? candidate.started : newest;
+    if (candidate.is_open == 0 || EpochOf(candidate.started) != epoch) continue;
+    return {.is_ok = 1, .set = set, .started = candidate.started, .reusable_at = 0};
+  }
+  Fail(rank, FailureKind::kStaleEpoch, operation, rank.rank, static_cast<uint32_t>(epoch), newest);
+  return {.is_ok = 0, .set = 0, .started = 0, .reusable_at = 0};
+}
+
+// Threads of one block. Says to all peers that this rank has read the sets of the kind up to the
+// operation `done`.
+__device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_t done) {
+  if (done == 0) return;
+  BlockSignalPeers(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
+}
+
+// All threads of every block, at the beginning of an operation with a set. One warp each, while the
+// first finds the set. A peer that has failed fails this rank, also if it waits for nothing more
+// from that peer.
+__device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, Part part,
+                                         Operation operation) {
+  if (blockIdx.x == 0 && threadIdx.x == kWarpSize) TakeBusyWord(rank, operation);
+  if (blockIdx.x == 0 && WarpId() == 2 && part != Part::kDone) {
+    const uint64_t done = StateOf(rank, kind)->last_done;
+    for (uint32_t peer = LaneId(); peer < rank.shape.num_ranks && done != 0; peer += kWarpSize) {
+      if (peer == rank.rank) continue;
+      StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
+                      FlagValue(done, Operation{}));
+    }
+  }
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 3 * kWarpSize) {
+    const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed));
+    if (failed != 0) Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, 0, failed);
+  }
+}
+
+// All threads of the block; `word` is shared. True: the set may be written at every peer.
+__device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
+                                    const CallSlot& slot, uint32_t* word) {
+  if (slot.reusable_at == 0) return true;
+  return BlockWaitPeers(rank, ConsumedOffset(rank, kind), operation,
+                        FlagValue(slot.reusable_at, Operation{}), word);
+}
+
+// One thread of the last block, at the end of an operation with a set.
+__device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, Part part,
+                                 const CallSlot& slot) {
+  if (slot.is_ok == 0) return;
+  const uint64_t sequence = SequenceOf(rank);
+  SetState* state = StateOf(rank, kind);
+  SlotSet& set = state->sets[slot.set];
+  set.started = slot.started;
+  set.is_open = part == Part::kStart ? 1 : 0;
+  if (part == Part::kStart) return;
+  set.done = sequence;
+  state->last_done = sequence;
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,227 @@
+// The weighted pull with bulk copies (weighted_dispatch.cu).
+#pragma once
+
+#include "kernels/gpu/weighted_pull.cuh"
+
+namespace jax_ep::gpu::weighted {
+
+#if JAX_EP_BULK_COPIES
+// Shared memory of a block with bulk copies: zeroes, then for each warp two rows, a ring of pieces
+// of y, the places of two rows' copies, and barriers.
+struct BulkShared {
+  static constexpr uint32_t kPieceBytes = 2048;
+  uint32_t row_stride, places_offset, barriers_offset, warp_bytes;
+
+  __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k, uint32_t ring_slots) {
+    row_stride = static_cast<uint32_t>(AlignUp(row_bytes, 128));
+    places_offset = 2 * row_stride + ring_slots * kPieceBytes;
+    barriers_offset =
+        places_offset + static_cast<uint32_t>(AlignUp(2 * top_k * sizeof(int32_t), 8));
+    warp_bytes =
+        static_cast<uint32_t>(AlignUp(barriers_offset + (2 + ring_slots) * sizeof(uint64_t), 128));
+  }
+};
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+template <typename Elem>
+class BulkPuller {
+ public:
+  __device__ BulkPuller(const PullParams& params, uint64_t sequence, uint32_t num_warps,
+                        const Progress& progress)
+      : params_(params),
+        device_(params.device),
+        progress_(progress),
+        shared_(params.row_bytes, params.device.shape.top_k, params.ring_slots),
+        bytes_(shared_bytes + params.zero_bytes +
+               static_cast<uint64_t>(WarpId()) * shared_.warp_bytes),
+        places_(reinterpret_cast<int32_t*>(bytes_ + shared_.places_offset)),
+        row_barriers_(reinterpret_cast<uint64_t*>(bytes_ + shared_.barriers_offset)),
+        barriers_(row_barriers_ + 2),
+        pieces_per_row_(static_cast<uint32_t>((params.row_bytes + BulkShared::kPieceBytes - 1) /
+                                              BulkShared::kPieceBytes)),
+        items_(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps) {
+    if (LaneId() != 0) return;
+    for (uint32_t i = 0; i < 2 + params.ring_slots; ++i) BarrierInit(row_barriers_ + i, 1);
+    FenceBarrierInit();
+  }
+
+  // Remote rows read.
+  __device__ uint64_t Run() {
+    SyncWarp();
+    LoadRow();
+    for (uint32_t number = 0; number < rows_loaded_; ++number) {
+      LoadRow();  // its buffer was read by row number - 1
+      FillRing();
+      const uint32_t buffer = number % 2;
+      BarrierWait(row_barriers_ + buffer, number / 2 % 2);
+      const int32_t* places = places_ + buffer * device_.shape.top_k;
+      for (uint32_t copy = 0; copy < num_copies_[0]; ++copy) {
+        SendCopy(bytes_ + buffer * shared_.row_stride, static_cast<uint64_t>(places[copy]));
+      }
+      SyncWarp();
+      num_copies_[0] = num_copies_[1];
+    }
+    if (LaneId() == 0) progress_.SetDone();
+    return num_pulled_;
+  }
+
+ private:
+  static constexpr uint32_t kElems = WordOf<Elem, true>::kElems;
+  static constexpr uint32_t kRoundWords = kDotLanes / kElems / kWarpSize;  // per lane
+  static constexpr uint32_t kPieceWords = BulkShared::kPieceBytes / sizeof(uint4) / kWarpSize;
+  static_assert(kPieceWords % kRoundWords == 0);
+
+  // Starts to load the next row, if there is one.
+  __device__ void LoadRow() {
+    const uint32_t buffer = rows_loaded_ % 2;
+    if (!items_.Next(places_ + buffer * device_.shape.top_k)) return;
+    num_copies_[rows_loaded_ == 0 ? 0 : 1] = items_.num_rows();
+    num_pulled_ += items_.source() != device_.rank;
+    if (LaneId() == 0) {
+      const auto* records = OwnHeapAt<DispatchRecord>(device_, device_.layout.records);
+      const std::byte* from = PublishedArray(device_, items_.source(), records[items_.source()].x) +
+                              items_.token() * params_.row_bytes;
+      BarrierExpectBytes(row_barriers_ + buffer, static_cast<uint32_t>(params_.row_bytes));
+      BulkLoad(bytes_ + buffer * shared_.row_stride, from, static_cast<uint32_t>(params_.row_bytes),
+               row_barriers_ + buffer);
+      progress_.Set(items_.steps());
+    }
+    ++rows_loaded_;
+  }
+
+  // Starts to load pieces of y, as far ahead as the ring has room and rows are known.
+  __device__ void FillRing() {
+    if (params_.recv_dots == nullptr) return;
+    while (issued_ - used_ < params_.ring_slots && y_row_ < rows_loaded_) {
+      const uint32_t slot = issued_ % params_.ring_slots;
+      if (LaneId() == 0) {
+        const auto row = static_cast<uint64_t>(places_[y_row_ % 2 * device_.shape.top_k + y_copy_]);
+        const uint64_t begin = static_cast<uint64_t>(y_piece_) * BulkShared::kPieceBytes;
+        const auto num_bytes = static_cast<uint32_t>(
+            min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
+        BarrierExpectBytes(barriers_ + slot, num_bytes);
+        BulkLoad(RingAt(slot), params_.y + row * params_.row_bytes + begin, num_bytes,
+                 barriers_ + slot);
+      }
+      ++issued_;
+      if (++y_piece_ < pieces_per_row_) continue;
+      y_piece_ = 0;
+      // Two rows at most are known: the current one, and one more. After the last, both are that.
+      const bool is_newest = y_row_ + 1 == rows_loaded_ && rows_loaded_ > 1;
+      if (++y_copy_ < (is_newest ? num_copies_[1] : num_copies_[0])) continue;
+      y_copy_ = 0;
+      ++y_row_;
+    }
+  }
+
+  __device__ unsigned char* RingAt(uint32_t slot) const {
+    return bytes_ + 2 * shared_.row_stride + slot * BulkShared::kPieceBytes;
+  }
+
+  __device__ static void AddProducts(const float (&values)[kElems], uint4 word,
+                                     float (&sums)[kElems]) {
+    float others[kElems];
+    Unpack<Elem>(word, others);
+#pragma unroll
+    for (uint32_t e = 0; e < kElems; ++e) sums[e] = Add(sums[e], Multiply(values[e], others[e]));
+  }
+
+  // Scales the row to its place, and takes its dot product with y there.
+  __device__ void SendCopy(const unsigned char* row, uint64_t place) {
+    const float weight = params_.row_weights != nullptr ? params_.row_weights[place] : 1.0f;
+    const auto* from = reinterpret_cast<const uint4*>(row);
+    auto* to = reinterpret_cast<uint4*>(params_.recv_x + place * params_.row_bytes);
+    const auto num_words = static_cast<uint32_t>(params_.row_bytes / sizeof(uint4));
+    const bool has_dots = params_.recv_dots != nullptr;
+    float sums[kRoundWords][kElems] = {};
+    for (uint32_t piece = 0; piece < pieces_per_row_; ++piece) {
+      const uint32_t first = piece * kPieceWords * kWarpSize + LaneId();
+      const uint4* y = nullptr;
+      if (has_dots) {
+        FillRing();
+        const uint32_t slot = used_ % params_.ring_slots;
+        BarrierWait(barriers_ + slot, used_ / params_.ring_slots % 2);
+        y = reinterpret_cast<const uint4*>(RingAt(slot));
+      }
+      const bool is_whole = (piece + 1) * kPieceWords * kWarpSize <= num_words;
+      if (is_whole && has_dots && params_.row_weights != nullptr) {
+        // Loads first: stores might be to the same memory for all that the compiler knows.
+        uint4 words[kPieceWords], others[kPieceWords];
+#pragma unroll
+        for (uint32_t i = 0; i < kPieceWords; ++i) {
+          words[i] = from[first + i * kWarpSize];
+          others[i] = y[i * kWarpSize + LaneId()];
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kPieceWords; ++i) {
+          float values[kElems];
+          Unpack<Elem>(words[i], values);
+          AddProducts(values, others[i], sums[i % kRoundWords]);
+#pragma unroll
+          for (uint32_t e = 0; e < kElems; ++e) values[e] = Multiply(weight, values[e]);
+          words[i] = Pack<Elem, uint4>(values);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kPieceWords; ++i) to[first + i * kWarpSize] = words[i];
+      } else {
+#pragma unroll
+        for (uint32_t i = 0; i < kPieceWords; ++i) {
+          const uint32_t word = first + i * kWarpSize;
+          if (word >= num_words) continue;
+          float values[kElems];
+          Unpack<Elem>(from[word], values);
+          if (has_dots) AddProducts(values, y[i * kWarpSize + LaneId()], sums[i % kRoundWords]);
+          if (params_.row_weights == nullptr) {
+            to[word] = from[word];
+            continue;
+          }
+#pragma unroll
+          for (uint32_t e = 0; e < kElems; ++e) values[e] = Multiply(weight, values[e]);
+          to[word] = Pack<Elem, uint4>(values);
+        }
+      }
+      if (has_dots) {
+        SyncWarp();  // the slot has been read
+        ++used_;
+      }
+    }
+    if (!has_dots) return;
+    // Dot lane (i * kWarpSize + lane) * kElems + e is in sums[i][e].
+#pragma unroll
+    for (uint32_t e = 0; e < kElems; ++e) {
+      float sum = sums[0][e];
+      if constexpr (kRoundWords == 2) sum = Add(sum, sums[1][e]);
+#pragma unroll
+      for (uint32_t width = kWarpSize / 2; width > 0; width /= 2) {
+        sum = Add(sum, FromLaneXor(sum, width));
+      }
+      sums[0][e] = sum;
+    }
+#pragma unroll
+    for (uint32_t width = kElems / 2; width > 0; width /= 2) {
+#pragma unroll
+      for (uint32_t e = 0; e < width; ++e) sums[0][e] = Add(sums[0][e], sums[0][e + width]);
+    }
+    if (LaneId() == 0) params_.recv_dots[place] = sums[0][0];
+  }
+
+  const PullParams& params_;
+  const DeviceRank& device_;
+  const Progress& progress_;
+  BulkShared shared_;
+  unsigned char* bytes_;
+  int32_t* places_;         // [2][K]
+  uint64_t* row_barriers_;  // [2]
+  uint64_t* barriers_;      // [ring_slots]
+  uint32_t pieces_per_row_;
+  ItemCursor items_;
+  uint32_t num_copies_[2] = {0, 0};  // of the current row and the one after it
+  uint32_t rows_loaded_ = 0;
+  uint32_t issued_ = 0, used_ = 0;                 // pieces of y
+  uint32_t y_row_ = 0, y_copy_ = 0, y_piece_ = 0;  // next one to issue
+  uint64_t num_pulled_ = 0;
+};
+#endif
+#endif
+
+}  // namespace jax_ep::gpu::weighted

@@ -1,0 +1,420 @@
+// The ofi transport. Each rank has one endpoint per rail; every write takes the next rail, so a
+// flow may arrive in any order, which the protocol allows. See loopback.cc for what each method
+// owes.
+#include "proxy/transport/ofi.h"
+
+#include <string>
+
+#include "proxy/base/env.h"
+
+#if __has_include(<rdma/fabric.h>)
+
+#include <errno.h>
+#include <rdma/fi_errno.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "proxy/abi/command.h"
+#include "proxy/base/blob.h"
+#include "proxy/base/log.h"
+#include "proxy/transport/ofi_library.h"
+#include "proxy/transport/ofi_rail.h"
+#include "proxy/transport/sent_queue.h"
+#include "proxy/transport/waker.h"
+#include "proxy/transport/write_bounds.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kAddressMagic = 0x3149464f4c504541;
+constexpr uint64_t kKeyMagic = 0x3259454b49464f4a;
+constexpr size_t kBatchEntries = 16;
+constexpr size_t kSignalBytes = 64;
+constexpr uint64_t kMaxRails = 16;
+
+// Errors that say "the peer, or the way to it, is gone" and not "we did something wrong".
+bool IsPeerGone(int error) {
+  switch (std::abs(error)) {
+    case ECONNRESET:
+    case ECONNREFUSED:
+    case ECONNABORTED:
+    case ENOTCONN:
+    case ESHUTDOWN:
+    case EPIPE:
+    case ECANCELED:
+    case ETIMEDOUT:
+    case EHOSTUNREACH:
+    case ENETUNREACH:
+    case EHOSTDOWN:
+    case EIO:  // verbs: the peer's queue pair is gone
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string Describe(const OfiLibrary& library, const std::vector<OfiInfo>& rails) {
+  std::string text = "libfabric " + std::to_string(FI_MAJOR(library.version())) + "." +
+                     std::to_string(FI_MINOR(library.version())) + ", provider " +
+                     rails.front()->fabric_attr->prov_name + " on";
+  for (const OfiInfo& rail : rails) text += " " + std::string(rail->domain_attr->name);
+  return text;
+}
+
+class OfiTransport : public Transport {
+ public:
+  static Result<std::unique_ptr<Transport>> Create(const TransportOptions& options) {
+    JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
+    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+    // Only a wrapper that splits writes needs to know when bytes have arrived; it costs a message.
+    const bool delivery_complete = options.faulty_spec.find("split") != std::string::npos;
+    JAX_EP_ASSIGN_OR_RETURN(std::vector<OfiInfo> infos,
+                            ChooseOfiRails(*library, env, delivery_complete));
+    if (IsLogged(LogLevel::kInfo)) {
+      LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + Describe(*library, infos));
+    }
+    auto transport = std::unique_ptr<OfiTransport>(new OfiTransport(*library, options, infos));
+    for (OfiInfo& info : infos) {
+      JAX_EP_ASSIGN_OR_RETURN(
+          std::unique_ptr<OfiRail> rail,
+          OfiRail::Create(*library, std::move(info), /*must_wake=*/options.bell != nullptr));
+      transport->rails_.push_back(std::move(rail));
+    }
+    JAX_EP_RETURN_IF_ERROR(transport->Start(options));
+    return std::unique_ptr<Transport>(std::move(transport));
+  }
+
+  const TransportCaps& Caps() const override { return caps_; }
+
+  std::string LocalAddress() const override {
+    BlobWriter writer;
+    writer.U64(kAddressMagic).U64(rank_).Text(provider_).U64(rails_.size());
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      writer.Text(rails_[i]->address()).U64(signal_[i].remote.base).U64(signal_[i].remote.key);
+    }
+    return writer.Take();
+  }
+
+  // Connections are made by the provider at the first message; nothing is waited for here.
+  Result<uint32_t> Connect(std::string_view address, Deadline /*deadline*/) override {
+    BlobReader reader(address);
+    const uint64_t magic = reader.U64();
+    Peer peer;
+    peer.rank = reader.U64();
+    const std::string_view provider = reader.Text();
+    const uint64_t num_rails = reader.U64();
+    if (!reader.ok() || magic != kAddressMagic || num_rails > kMaxRails) {
+      return InvalidArgument("ofi: not an ofi address (" + std::to_string(address.size()) +
+                             " bytes)");
+    }
+    if (provider != provider_ || num_rails != rails_.size()) {
+      return InvalidArgument("ofi: rank " + std::to_string(peer.rank) + " has " +
+                             std::to_string(num_rails) + " rails of provider " +
+                             std::string(provider) + ", this rank " +
+                             std::to_string(rails_.size()) + " of " + provider_ +
+                             "; set JAX_EP_OFI_PROVIDER and JAX_EP_OFI_DOMAIN or "
+                             "JAX_EP_SOCKET_IFNAME alike everywhere");
+    }
+    std::vector<std::string_view> names;
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      names.push_back(reader.Text());
+      const uint64_t base = reader.U64();
+      const uint64_t key = reader.U64();
+      peer.signal.push_back({.base = base, .key = key});
+    }
+    if (!reader.finished()) {
+      return InvalidArgument("ofi: the address of rank " + std::to_string(peer.rank) +
+                             " is damaged");
+    }
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      JAX_EP_ASSIGN_OR_RETURN(const fi_addr_t handle, rails_[i]->AddPeer(names[i]));
+      peer.addresses.push_back(handle);
+    }
+    peers_.push_back(std::move(peer));
+    return bounds_.AddPeer();
+  }
+
+  Result<LocalRegion> Register(const MemoryRegion& region) override {
+    if (region.bytes.empty()) return InvalidArgument("ofi: an empty region");
+    BlobWriter key;
+    key.U64(kKeyMagic).U64(region.bytes.size()).U64(rails_.size());
+    std::vector<OfiLocal> locals;
+    for (const auto& rail : rails_) {
+      JAX_EP_ASSIGN_OR_RETURN(const OfiLocal local, rail->Register(region.bytes, region.device));
+      key.U64(local.remote.base).U64(local.remote.key);
+      locals.push_back(local);
+    }
+    regions_.push_back(std::move(locals));
+    return LocalRegion{.handle = bounds_.AddLocal(region.bytes.size()), .key = key.Take()};
+  }
+
+  Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) override {
+    JAX_EP_RETURN_IF_ERROR(bounds_.CheckPeer(peer));
+    BlobReader reader(key);
+    const uint64_t magic = reader.U64();
+    const uint64_t num_bytes = reader.U64();
+    const uint64_t num_rails = reader.U64();
+    if (!reader.ok() || magic != kKeyMagic || num_rails != rails_.size()) {
+      return InvalidArgument("ofi: not a region key of ofi");
+    }
+    std::vector<OfiRemote> remotes;
+    for (size_t i = 0; i < rails_.size(); ++i) {
+      const uint64_t base = reader.U64();
+      remotes.push_back({.base = base, .key = reader.U64()});
+    }
+    if (!reader.finished()) return InvalidArgument("ofi: a damaged region key");
+    peers_[peer].regions.push_back(std::move(remotes));
+    return bounds_.AddRemote(peer, num_bytes);
+  }
+
+  Status PostWrite(const WriteRequest& request) override {
+    JAX_EP_RETURN_IF_ERROR(bounds_.Check(request));
+    Peer& peer = peers_[request.peer];
+    if (peer.is_gone) return Unavailable("ofi: " + peer.why_gone);
+    if (sent_.full()) return Full();
+    const size_t index = next_rail_;
+    next_rail_ = index + 1 == rails_.size() ? 0 : index + 1;
+    OfiRail::Write write{.to = peer.addresses[index],
+                         .peer = request.peer,
+                         .local = &signal_[index],
+                         .remote = peer.signal[index],
+                         .has_immediate = request.has_immediate,
+                         .immediate = request.immediate,
+                         .token = request.token};
+    if (request.length_bytes > 0) {
+      write.local = &regions_[request.local_region][index];
+      write.local_offset = request.local_offset;
+      write.remote = peer.regions[request.remote_region][index];
+      write.remote_offset = request.remote_offset;
+      write.length_bytes = request.length_bytes;
+    }
+    bool is_done = false;
+    const ssize_t rc = rails_[index]->Post(write, &is_done);
+    if (rc == -FI_EAGAIN) return Full();
+    if (rc != 0) {
+      const std::string what = library_.Describe("posting a write", rc);
+      if (!IsPeerGone(static_cast<int>(rc))) {
+        return Internal("ofi: to rank " + std::to_string(peer.rank) + ": " + what);
+      }
+      MarkGone(peer, what);
+      return Unavailable("ofi: " + peer.why_gone);
+    }
+    if (is_done) sent_.Push(request.token);
+    return Status::Ok();
+  }
+
+  // An arrival is reported when its bytes are in host memory. GPU memory would need a read back;
+  // this version's heaps are host memory, as Caps says.
+  Result<bool> Flush(uint64_t /*token*/) override { return true; }
+
+  Result<size_t> Poll(std::span<TransportEvent> events) override {
+    size_t count = sent_.PopInto(events);
+    for (size_t i = 0; i < rails_.size() && count < events.size(); ++i) {
+      OfiRail& rail = *rails_[first_polled_rail_];
+      first_polled_rail_ = first_polled_rail_ + 1 == rails_.size() ? 0 : first_polled_rail_ + 1;
+      JAX_EP_RETURN_IF_ERROR(PollRail(rail, events, &count));
+      JAX_EP_RETURN_IF_ERROR(rail.RepostReceives());
+    }
+    if (waker_ != nullptr) ArmWhenIdle(count > 0);
+    return count;
+  }
+
+  void AppendState(std::string* text) const override {
+    *text += "    ofi: provider " + provider_;
+    for (const auto& rail : rails_) {
+      *text += "; rail " + std::string(rail->info().domain_attr->name) + ": " +
+               std::to_string(rail->num_messages()) + " messages, " +
+               std::to_string(rail->num_bytes()) + " bytes posted";
+    }
+    *text += "\n";
+  }
+
+ private:
+  struct Peer {
+    uint64_t rank = 0;
+    std::vector<fi_addr_t> addresses;             // by rail
+    std::vector<OfiRemote> signal;                // by rail; target of empty writes
+    std::vector<std::vector<OfiRemote>> regions;  // by handle and rail
+    bool is_gone = false;
+    std::string why_gone;
+  };
+
+  OfiTransport(const OfiLibrary& library, const TransportOptions& options,
+               const std::vector<OfiInfo>& infos)
+      : library_(library),
+        rank_(options.rank),
+        provider_(infos.front()->fabric_attr->prov_name),
+        caps_(MakeCaps(infos)),
+        bounds_("ofi", caps_.max_message_bytes) {}
+
+  static TransportCaps MakeCaps(const std::vector<OfiInfo>& infos) {
+    TransportCaps caps{.arrival_implies_visible = true,
+                       .gpu_direct = true,
+                       .delivery_complete = true,
+                       .needs_registration = true,
+                       .max_message_bytes = kMaxCommandBytes,
+                       .immediate_bits = 32};
+    for (const OfiInfo& info : infos) {
+      caps.gpu_direct = caps.gpu_direct && (info->caps & FI_HMEM) != 0;
+      caps.delivery_complete =
+          caps.delivery_complete && (info->tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0;
+      caps.max_message_bytes =
+          std::min<uint64_t>(caps.max_message_bytes, info->ep_attr->max_msg_size);
+    }
+    return caps;
+  }
+
+  Status Start(const TransportOptions& options) {
+    for (const auto& rail : rails_) {
+      JAX_EP_ASSIGN_OR_RETURN(const OfiLocal local, rail->Register(signal_bytes_, /*device=*/-1));
+      signal_.push_back(local);
+    }
+    if (options.bell == nullptr) return Status::Ok();
+    bell_ = options.bell;
+    std::vector<int> fds;
+    for (const auto& rail : rails_) {
+      if (rail->wait_fd() >= 0) fds.push_back(rail->wait_fd());
+    }
+    if (fds.size() < rails_.size()) fds.clear();
+    JAX_EP_ASSIGN_OR_RETURN(waker_, Waker::Create(bell_, std::move(fds)));
+    return Status::Ok();
+  }
+
+  // Short enough for the small-string buffer: this is the hot path's only error.
+  static Status Full() { return ResourceExhausted("queue full"); }
+
+  static void MarkGone(Peer& peer, const std::string& why) {
+    if (peer.is_gone) return;
+    peer.is_gone = true;
+    peer.why_gone = "rank " + std::to_string(peer.rank) + " cannot be reached: " + why;
+    LogDebug("ofi: " + peer.why_gone);
+  }
+
+  Status PollRail(OfiRail& rail, std::span<TransportEvent> events, size_t* count) {
+    std::array<fi_cq_data_entry, kBatchEntries> entries;
+    while (*count < events.size()) {
+      const size_t room = std::min(events.size() - *count, entries.size());
+      const ssize_t num_read = rail.ReadCompletions(std::span(entries).first(room));
+      if (num_read == -FI_EAGAIN) return Status::Ok();
+      if (num_read == -FI_EAVAIL) {
+        JAX_EP_RETURN_IF_ERROR(TakeError(rail, events, count));
+        continue;
+      }
+      if (num_read < 0) return Internal("ofi: " + library_.Describe("fi_cq_read", num_read));
+      for (ssize_t i = 0; i < num_read; ++i) {
+        const fi_cq_data_entry& entry = entries[static_cast<size_t>(i)];
+        auto* const operation = static_cast<OfiOperation*>(entry.op_context);
+        // Not by FI_RMA: some providers do not set it.
+        if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
+          events[(*count)++] = {.kind = TransportEvent::Kind::kArrived,
+                                .immediate = static_cast<uint32_t>(entry.data)};
+          if (operation != nullptr) rail.Finish(operation);
+        } else if (operation != nullptr) {
+          if (!operation->is_receive) {
+            events[(*count)++] = {.kind = TransportEvent::Kind::kSent, .token = operation->token};
+          }
+          rail.Finish(operation);
+        }
+      }
+    }
+    return Status::Ok();
+  }
+
+  // A write to a peer that is gone ends like any other: its bytes are free. That the peer is gone
+  // is told by the next PostWrite to it, or by its silence.
+  Status TakeError(OfiRail& rail, std::span<TransportEvent> events, size_t* count) {
+    fi_cq_err_entry error;
+    const ssize_t rc = rail.ReadError(&error);
+    if (rc == -FI_EAGAIN) return Status::Ok();
+    if (rc < 0) return Internal("ofi: " + library_.Describe("fi_cq_readerr", rc));
+    auto* const operation = static_cast<OfiOperation*>(error.op_context);
+    const std::string what = rail.DescribeError(error);
+    if (!IsPeerGone(error.err)) {
+      const bool is_write = operation != nullptr && !operation->is_receive;
+      return Internal(
+          "ofi: " +
+          (is_write ? "writing to rank " + std::to_string(peers_[operation->peer].rank) + ": "
+                    : std::string()) +
+          what);
+    }
+    if (operation == nullptr) {
+      LogDebug("ofi: " + what);
+      return Status::Ok();
+    }
+    if (!operation->is_receive) {
+      MarkGone(peers_[operation->peer], what);
+      events[(*count)++] = {.kind = TransportEvent::Kind::kSent, .token = operation->token};
+      rail.Finish(operation);
+    }
+    return Status::Ok();
+  }
+
+  void ArmWhenIdle(bool did_work) {
+    if (did_work) return idle_.SawWork();
+    if (!idle_.SawNothing() || waker_->is_armed()) return;
+    const bool may_wait = std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) {
+      return rail->wait_fd() < 0 || rail->MayWait();
+    });
+    if (may_wait) {
+      waker_->Arm();
+    } else {
+      bell_->Ring();
+    }
+  }
+
+  const OfiLibrary& library_;
+  const uint32_t rank_;
+  const std::string provider_;
+  const TransportCaps caps_;
+  WriteBounds bounds_;
+  alignas(64) std::array<std::byte, kSignalBytes> signal_bytes_{};  // never written
+  std::vector<std::unique_ptr<OfiRail>> rails_;
+  std::vector<OfiLocal> signal_;                // signal_bytes_ by rail
+  std::vector<std::vector<OfiLocal>> regions_;  // by handle and rail
+  std::vector<Peer> peers_;
+  SentQueue sent_;  // of writes that needed no completion
+  size_t next_rail_ = 0;
+  size_t first_polled_rail_ = 0;
+  Doorbell* bell_ = nullptr;
+  IdleCounter idle_;
+  std::unique_ptr<Waker> waker_;  // last: its thread uses the rails' descriptors
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> MakeOfiTransport(const TransportOptions& options) {
+  return OfiTransport::Create(options);
+}
+
+Status ProbeOfi(std::string* description) {
+  JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
+  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+  JAX_EP_ASSIGN_OR_RETURN(const std::vector<OfiInfo> rails,
+                          ChooseOfiRails(*library, env, /*delivery_complete=*/false));
+  *description = Describe(*library, rails);
+  return Status::Ok();
+}
+
+}  // namespace jax_ep
+
+#else  // without libfabric's headers
+
+namespace jax_ep {
+
+Result<std::unique_ptr<Transport>> MakeOfiTransport(const TransportOptions& /*options*/) {
+  std::string description;
+  return ProbeOfi(&description);
+}
+
+Status ProbeOfi(std::string* /*description*/) {
+  return Unimplemented(
+      "this build has no libfabric: install its headers (Debian: libfabric-dev) and build again");
+}
+
+}  // namespace jax_ep
+
+#endif

@@ -1,0 +1,164 @@
+#if __has_include(<rdma/fabric.h>)
+
+#include "proxy/transport/ofi_library.h"
+
+#include <dlfcn.h>
+#include <netinet/in.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "proxy/transport/interfaces.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint32_t kApiVersion = FI_VERSION(1, 17);
+constexpr size_t kImmediateBytes = 4;
+// Best first. Providers that join only processes of one host ("shm") must be asked for by name:
+// joined with another host's they show no error, they only answer "again" for ever.
+constexpr const char* kPreferred[] = {"efa", "cxi", "verbs;ofi_rxm", "tcp"};
+
+// Providers whose endpoints have an IP address take the address of the interface to use.
+bool HasIpAddresses(std::string_view provider) {
+  for (const std::string_view prefix : {"tcp", "net", "sockets", "udp", "verbs"}) {
+    if (provider.starts_with(prefix)) return true;
+  }
+  return false;
+}
+
+struct Wanted {
+  std::string provider = {};
+  std::string source = {};  // numeric address, or "" for any
+  std::string domain = {};  // or "" for any
+  bool delivery_complete = false;
+  bool hmem = false;
+};
+
+// The best entry for one rail, or null.
+OfiInfo Query(const OfiLibrary& library, const Wanted& wanted) {
+  const OfiInfo hints(library.dupinfo(nullptr), {&library});
+  if (hints == nullptr) return nullptr;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->caps = FI_MSG | FI_RMA;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  // All that we can obey; the provider answers with those that it needs.
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (wanted.hmem) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->cq_data_size = kImmediateBytes;
+  if (wanted.delivery_complete) hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
+  hints->fabric_attr->prov_name = strdup(wanted.provider.c_str());  // fi_freeinfo frees it
+  fi_info* found = nullptr;
+  const bool has_source = !wanted.source.empty();
+  if (library.getinfo(kApiVersion, has_source ? wanted.source.c_str() : nullptr, nullptr,
+                      has_source ? FI_SOURCE : 0, hints.get(), &found) != 0) {
+    return nullptr;
+  }
+  const OfiInfo all(found, {&library});
+  for (const bool must_be_ipv4 : {true, false}) {
+    for (const fi_info* info = all.get(); info != nullptr; info = info->next) {
+      if (info->domain_attr->cq_data_size < kImmediateBytes) continue;
+      if (!wanted.domain.empty() && wanted.domain != info->domain_attr->name) continue;
+      // Where every address of a NIC is an entry, IPv4 ones are the least surprising.
+      const bool is_ipv4 = info->src_addr == nullptr ||
+                           static_cast<const sockaddr*>(info->src_addr)->sa_family == AF_INET;
+      if (must_be_ipv4 && HasIpAddresses(wanted.provider) && !is_ipv4) continue;
+      return OfiInfo(library.dupinfo(info), {&library});
+    }
+  }
+  return nullptr;
+}
+
+std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wanted wanted,
+                                const std::vector<Interface>& interfaces) {
+  std::vector<OfiInfo> rails;
+  const std::vector<std::string> domains = SplitNames(env.ofi_domain);
+  // RDMA NICs are chosen by domain, or by interface where the user names one.
+  const bool by_interface = domains.empty() && HasIpAddresses(wanted.provider) &&
+                            (!wanted.provider.starts_with("verbs") || !env.socket_ifname.empty());
+  const size_t num_rails = by_interface ? interfaces.size() : std::max<size_t>(domains.size(), 1);
+  for (size_t rail = 0; rail < num_rails; ++rail) {
+    wanted.source = by_interface ? interfaces[rail].address : "";
+    wanted.domain = domains.empty() ? "" : domains[rail];
+    OfiInfo info = Query(library, wanted);
+    if (info == nullptr) return {};
+    rails.push_back(std::move(info));
+  }
+  return rails;
+}
+
+template <typename Function>
+bool Load(void* handle, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(handle, name));
+  return *function != nullptr;
+}
+
+Result<const OfiLibrary*> Open() {
+  void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    return Unavailable("libfabric is not installed (Debian: libfabric1): " +
+                       std::string(dlerror()));
+  }
+  static OfiLibrary library;
+  if (!Load(handle, "fi_getinfo", &library.getinfo) ||
+      !Load(handle, "fi_freeinfo", &library.freeinfo) ||
+      !Load(handle, "fi_dupinfo", &library.dupinfo) ||
+      !Load(handle, "fi_fabric", &library.fabric) ||
+      !Load(handle, "fi_strerror", &library.strerror) ||
+      !Load(handle, "fi_version", &library.version)) {
+    return Unavailable("libfabric.so.1 lacks a function: " + std::string(dlerror()));
+  }
+  if (FI_VERSION_LT(library.version(), kApiVersion)) {
+    return Unavailable("libfabric " + std::to_string(FI_MAJOR(library.version())) + "." +
+                       std::to_string(FI_MINOR(library.version())) +
+                       " is too old; 1.17 or newer is needed");
+  }
+  return &library;
+}
+
+}  // namespace
+
+Result<const OfiLibrary*> OfiLibrary::Get() {
+  static const Result<const OfiLibrary*> opened = Open();
+  return opened;
+}
+
+std::string OfiLibrary::Describe(const char* operation, long error) const {
+  const int number = static_cast<int>(std::abs(error));
+  return std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
+}
+
+Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
+                                            bool delivery_complete) {
+  JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
+                          ChooseInterfaces(env.socket_ifname));
+  Wanted wanted{.delivery_complete = delivery_complete, .hmem = env.ofi_hmem != 0};
+  std::vector<std::string> candidates(std::begin(kPreferred), std::end(kPreferred));
+  if (!env.ofi_provider.empty()) candidates = {env.ofi_provider};
+  std::string tried;
+  for (const std::string& provider : candidates) {
+    wanted.provider = provider;
+    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces);
+    if (!rails.empty()) return rails;
+    tried += (tried.empty() ? "" : ", ") + provider;
+  }
+  std::string on;
+  if (!env.ofi_domain.empty()) on = " on JAX_EP_OFI_DOMAIN=" + env.ofi_domain;
+  if (!env.socket_ifname.empty()) on += " on JAX_EP_SOCKET_IFNAME=" + env.socket_ifname;
+  return Unavailable(
+      "libfabric has no provider" + on +
+      " with reliable datagrams, RMA and 4 bytes of remote CQ data; tried: " + tried);
+}
+
+}  // namespace jax_ep
+
+#endif  // has libfabric

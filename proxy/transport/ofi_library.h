@@ -1,0 +1,44 @@
+// libfabric as this process finds it: the library, opened at run time, and the provider and domains
+// ("rails") that the environment and the hardware choose. Only included where <rdma/fabric.h> is.
+#pragma once
+
+#include <rdma/fabric.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "proxy/base/env.h"
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// The exported functions; everything else of libfabric is called through its objects.
+struct OfiLibrary {
+  decltype(&::fi_getinfo) getinfo = nullptr;
+  decltype(&::fi_freeinfo) freeinfo = nullptr;
+  decltype(&::fi_dupinfo) dupinfo = nullptr;
+  decltype(&::fi_fabric) fabric = nullptr;
+  decltype(&::fi_strerror) strerror = nullptr;
+  decltype(&::fi_version) version = nullptr;
+
+  // Opens it once per process, for good.
+  // \error kUnavailable  not installed, or too old
+  static Result<const OfiLibrary*> Get();
+
+  // "fi_x: Resource temporarily unavailable (11)"; `error` may have either sign.
+  std::string Describe(const char* operation, long error) const;
+};
+
+struct OfiInfoDeleter {
+  const OfiLibrary* library;
+  void operator()(fi_info* info) const { library->freeinfo(info); }
+};
+using OfiInfo = std::unique_ptr<fi_info, OfiInfoDeleter>;
+
+// What the endpoint of each rail will be made of, in rail order; all of one provider.
+// `delivery_complete`: completions must mean that the bytes are at the target.
+Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
+                                            bool delivery_complete);
+
+}  // namespace jax_ep

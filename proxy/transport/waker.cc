@@ -1,0 +1,65 @@
+#include "proxy/transport/waker.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <string>
+#include <utility>
+
+namespace jax_ep {
+namespace {
+
+// How late an event is seen where the network library gives no descriptor to wait for.
+constexpr timespec kNap{.tv_sec = 0, .tv_nsec = 50'000};
+
+}  // namespace
+
+Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, std::vector<int> fds) {
+  const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (stop_fd < 0) return Internal(std::string("eventfd: ") + strerror(errno));
+  return std::unique_ptr<Waker>(new Waker(bell, std::move(fds), stop_fd));
+}
+
+Waker::Waker(Doorbell* bell, std::vector<int> fds, int stop_fd)
+    : bell_(bell), fds_(std::move(fds)), stop_fd_(stop_fd) {
+  thread_ = std::thread([this] { Run(); });
+}
+
+Waker::~Waker() {
+  state_.store(kStopped, std::memory_order_release);
+  state_.notify_all();
+  const uint64_t one = 1;
+  // It cannot fail: the counter of an eventfd that is written once does not overflow.
+  [[maybe_unused]] const ssize_t num_written = write(stop_fd_, &one, sizeof(one));
+  thread_.join();
+  close(stop_fd_);
+}
+
+void Waker::Arm() {
+  uint32_t expected = kIdle;
+  if (state_.compare_exchange_strong(expected, kArmed, std::memory_order_release,
+                                     std::memory_order_relaxed)) {
+    state_.notify_one();
+  }
+}
+
+void Waker::Run() {
+  std::vector<pollfd> waited{{.fd = stop_fd_, .events = POLLIN, .revents = 0}};
+  for (const int fd : fds_) waited.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+  while (true) {
+    state_.wait(kIdle, std::memory_order_acquire);
+    if (state_.load(std::memory_order_acquire) == kStopped) return;
+    if (ppoll(waited.data(), waited.size(), fds_.empty() ? &kNap : nullptr, nullptr) < 0 &&
+        errno != EINTR) {
+      return;  // the proxy still looks every kMaxSleep
+    }
+    uint32_t expected = kArmed;
+    if (!state_.compare_exchange_strong(expected, kIdle, std::memory_order_relaxed)) continue;
+    bell_->Ring();
+  }
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,20 @@
+"""Files that CMake (bazel/sources.cmake) and Bazel both compile."""
+
+# What the tests share.
+TESTING = [
+    "exchange.cc",
+    "network.cc",
+    "oracle.cc",
+    "team.cc",
+]
+
+# One executable each.
+TESTS = [
+    "exchange_test.cc",
+    "failure_test.cc",
+    "huge_pages_test.cc",
+    "layout_test.cc",
+    "rows_test.cc",
+    "tree_test.cc",
+    "zones_test.cc",
+]

@@ -1,0 +1,204 @@
+// Times mode ll on all GPUs of one process, without JAX: plan and dispatch in one call, combine,
+// and both halves of each. Graphs of many calls; median over launches of the slowest rank.
+//
+//   bench_ll [plain] [tokens...]    DeepSeek-V3 shape, layout expert_batched, padding undefined;
+//                                   plain: without bulk copies
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/kernels_gpu/scenario.h"
+
+namespace jax_ep::testing {
+namespace {
+
+constexpr int kCallsPerGraph = 40;
+constexpr int kLaunches = 11;
+
+// Microseconds per call of what launch(rank) enqueues.
+template <typename Launch>
+double Time(GpuTeam& team, Launch&& launch) {
+  const uint32_t num_ranks = team.num_ranks();
+  std::vector<cudaGraphExec_t> graphs(num_ranks);
+  std::vector<cudaEvent_t> begin(num_ranks), end(num_ranks);
+  for (uint32_t r = 0; r < num_ranks; ++r) {
+    team.UseDeviceOf(r);
+    CheckCuda(cudaEventCreate(&begin[r]), "event");
+    CheckCuda(cudaEventCreate(&end[r]), "event");
+    cudaGraph_t graph;
+    CheckCuda(cudaStreamBeginCapture(team.stream(r), cudaStreamCaptureModeThreadLocal), "capture");
+    for (int i = 0; i < kCallsPerGraph; ++i) {
+      if (const char* error = launch(r)) {
+        std::fprintf(stderr, "%s\n", error);
+        std::exit(1);
+      }
+    }
+    CheckCuda(cudaStreamEndCapture(team.stream(r), &graph), "capture");
+    CheckCuda(cudaGraphInstantiate(&graphs[r], graph, 0), "instantiate");
+    CheckCuda(cudaGraphUpload(graphs[r], team.stream(r)), "upload");
+    CheckCuda(cudaGraphDestroy(graph), "destroy");
+  }
+  team.Synchronize();
+  std::vector<double> times;
+  for (int i = 0; i < kLaunches; ++i) {
+    for (uint32_t r = 0; r < num_ranks; ++r) {
+      team.UseDeviceOf(r);
+      CheckCuda(cudaEventRecord(begin[r], team.stream(r)), "record");
+      CheckCuda(cudaGraphLaunch(graphs[r], team.stream(r)), "launch");
+      CheckCuda(cudaEventRecord(end[r], team.stream(r)), "record");
+    }
+    team.Synchronize();
+    double slowest = 0;
+    for (uint32_t r = 0; r < num_ranks; ++r) {
+      float ms = 0;
+      CheckCuda(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
+      slowest = std::max(slowest, static_cast<double>(ms) * 1000 / kCallsPerGraph);
+    }
+    times.push_back(slowest);
+  }
+  for (uint32_t r = 0; r < num_ranks; ++r) {
+    CheckCuda(cudaGraphExecDestroy(graphs[r]), "destroy");
+    CheckCuda(cudaEventDestroy(begin[r]), "event");
+    CheckCuda(cudaEventDestroy(end[r]), "event");
+    const gpu::RankStatus& status = team.status(r);
+    if (status.failed.load() == 0) continue;
+    std::fprintf(stderr, "rank %u failed: kind %u operation %u peer %u\n", r, status.kind,
+                 status.operation, status.peer);
+    std::exit(1);
+  }
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+
+void Run(int64_t num_tokens, bool use_tma) {
+  Scenario s;
+  s.shape.num_ranks = s.shape.node_size = static_cast<uint32_t>(NumDevices());
+  s.shape.num_experts = 256;
+  s.shape.top_k = 8;
+  s.shape.hidden = 7168;
+  s.shape.max_tokens = s.shape.ll_tokens = static_cast<uint64_t>(num_tokens);
+  s.shape.elem_type = ElemType::kBf16;
+  s.shape.f32_partials = false;
+  s.shape.has_ht = false;
+  s.layout = Layout::kExpertBatched;
+  s.num_tokens = num_tokens;
+  s.recv_rows = WorstRecvRows(s.shape, s.layout, num_tokens);
+  const uint64_t rows_bytes = static_cast<uint64_t>(s.recv_rows) * s.shape.hidden * 2;
+  GpuTeam team({.shape = s.shape,
+                .use_tma = use_tma,
+                .max_sms = 24,
+                .arena_bytes = 2 * rows_bytes + (uint64_t{64} << 20)});
+  std::mt19937 random(5);
+  const auto topk = DrawTopk(s.shape, num_tokens, Draw::kUniform, random);
+  std::vector<DeviceArrays> arrays;
+  std::vector<DeviceArray<int32_t>> epochs;
+  int64_t most_remote = 0;
+  for (uint32_t r = 0; r < s.shape.num_ranks; ++r) {
+    const auto cells = static_cast<size_t>(num_tokens) * s.shape.top_k;
+    const auto rows = static_cast<size_t>(s.recv_rows);
+    int64_t remote = 0;
+    for (size_t t = 0; t < static_cast<size_t>(num_tokens); ++t) {
+      uint64_t dests = 0;
+      for (size_t k = 0; k < s.shape.top_k; ++k) {
+        const auto expert = static_cast<uint32_t>(topk[r][t * s.shape.top_k + k]);
+        dests |= uint64_t{1} << (expert / s.shape.experts_per_rank());
+      }
+      remote += __builtin_popcountll(dests & ~(uint64_t{1} << r));
+    }
+    most_remote = std::max(most_remote, remote);
+    const std::vector<std::byte> x(static_cast<size_t>(num_tokens) * s.shape.hidden * 2,
+                                   std::byte{0x3f});
+    const std::vector<float> weights(cells, 0.5f);
+    DeviceArrays d;
+    d.topk_idx = DeviceArray<int32_t>::Input(team, r, topk[r]);
+    d.x = DeviceArray<std::byte>::Input(team, r, x);
+    d.weights = DeviceArray<float>::Input(team, r, weights);
+    d.group_sizes = DeviceArray<int32_t>::Output(team, r, s.shape.experts_per_rank());
+    d.group_counts = DeviceArray<int32_t>::Output(team, r, s.shape.experts_per_rank());
+    d.send_slot = DeviceArray<int32_t>::Output(team, r, cells);
+    d.recv_src = DeviceArray<int32_t>::Output(team, r, rows);
+    d.send_counts = DeviceArray<int32_t>::Output(team, r, s.shape.num_ranks);
+    d.recv_counts = DeviceArray<int32_t>::Output(team, r, s.shape.num_ranks);
+    d.recv_topk_idx = DeviceArray<int32_t>::Output(team, r, 0);
+    d.num_dropped = DeviceArray<int32_t>::Output(team, r, 1);
+    d.overflow = DeviceArray<int32_t>::Output(team, r, 1);
+    d.recv_x[0] = DeviceArray<std::byte>::Output(team, r, rows_bytes);
+    d.recv_weights[0] = DeviceArray<float>::Output(team, r, rows);
+    d.row_weights = d.recv_weights[0];
+    d.y = d.recv_x[0];
+    d.out[1] = DeviceArray<std::byte>::Output(team, r, x.size());
+    d.out[0] = d.out[1];
+    arrays.push_back(d);
+    epochs.push_back(DeviceArray<int32_t>::Output(team, r, 1));
+    CheckCuda(cudaDeviceSynchronize(), "upload");
+  }
+
+  const auto dispatch_params = [&](uint32_t r) {
+    LlDispatchParams params = LlDispatchOf(s, arrays[r]);
+    params.dispatch.zero_padding = false;
+    return params;
+  };
+  const auto combine_params = [&](uint32_t r) {
+    CombineParams params = CombineOf(s, arrays[r], 1);
+    params.row_weights = arrays[r].row_weights.span();
+    return params;
+  };
+  const auto dispatch = [&](uint32_t r) {
+    const LlDispatchParams params = dispatch_params(r);
+    return Api().ll_dispatch(team.handle(r), &params, team.stream(r));
+  };
+  const auto combine = [&](uint32_t r) {
+    const CombineParams params = combine_params(r);
+    return Api().combine(team.handle(r), &params, team.stream(r));
+  };
+  const double dispatch_us = Time(team, dispatch);
+  const double combine_us = Time(team, combine);
+  const double both_us = Time(team, [&](uint32_t r) {
+    const char* error = dispatch(r);
+    return error != nullptr ? error : combine(r);
+  });
+  const double halves_us = Time(team, [&](uint32_t r) {
+    const LlDispatchParams params = dispatch_params(r);
+    const char* error =
+        Api().ll_dispatch_start(team.handle(r), &params, epochs[r].data(), team.stream(r));
+    return error != nullptr
+               ? error
+               : Api().ll_dispatch_done(team.handle(r), &params, epochs[r].data(), team.stream(r));
+  });
+  const double combine_halves_us = Time(team, [&](uint32_t r) {
+    const CombineParams params = combine_params(r);
+    const char* error =
+        Api().combine_start(team.handle(r), &params, epochs[r].data(), team.stream(r));
+    return error != nullptr
+               ? error
+               : Api().combine_done(team.handle(r), &params, epochs[r].data(), team.stream(r));
+  });
+  const double wire = static_cast<double>(most_remote) * static_cast<double>(s.shape.hidden) * 2;
+  std::printf(
+      "%stokens %ld: %ld remote rows; dispatch %.1f us (%.0f GB/s) combine %.1f us (%.0f GB/s) "
+      "both "
+      "%.1f us; start+done: dispatch %.1f us combine %.1f us\n",
+      use_tma ? "" : "plain ", num_tokens, most_remote, dispatch_us, wire / dispatch_us / 1e3,
+      combine_us, wire / combine_us / 1e3, both_us, halves_us, combine_halves_us);
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace jax_ep::testing
+
+int main(int argc, char** argv) {
+  using namespace jax_ep::testing;
+  if (NumDevices() == 0) {
+    std::fprintf(stderr, "bench_ll needs a CUDA device\n");
+    return 2;
+  }
+  std::vector<int64_t> tokens;
+  const bool is_plain = argc > 1 && std::string(argv[1]) == "plain";
+  for (int i = is_plain ? 2 : 1; i < argc; ++i) tokens.push_back(std::atoll(argv[i]));
+  if (tokens.empty()) tokens = {1, 8, 32, 64, 128, 256, 512};
+  for (const int64_t count : tokens) Run(count, !is_plain);
+  return 0;
+}

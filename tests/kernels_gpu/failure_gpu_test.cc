@@ -1,0 +1,189 @@
+// A rank that is late, gone, or in another operation: every wait ends, every rank learns of it, and
+// no output looks valid.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "tests/kernels_gpu/gpu_team.h"
+
+namespace jax_ep::testing {
+namespace {
+
+const gpu::GpuApi& Api() { return *jax_ep_gpu_api(); }
+
+class GpuFailure : public ::testing::Test {
+ protected:
+  static constexpr int64_t kTokens = 32;
+  static constexpr int64_t kRows = 128;
+
+  void SetUp() override {
+    if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
+    GroupShape shape;
+    shape.num_ranks = shape.node_size = 4;
+    shape.num_experts = 8;
+    shape.top_k = 2;
+    shape.align = 4;
+    shape.hidden = 64;
+    shape.max_tokens = kTokens;
+    shape_ = shape;
+    team_ = std::make_unique<GpuTeam>(
+        GpuTeamOptions{.shape = shape, .debug = true, .timeout_ns = 300'000'000});
+    for (uint32_t r = 0; r < 4; ++r) {
+      std::vector<int32_t> topk(kTokens * 2);
+      for (size_t i = 0; i < topk.size(); ++i) topk[i] = static_cast<int32_t>((i * 5 + r) % 8);
+      Arrays a;
+      a.topk = DeviceArray<int32_t>::Input(*team_, r, topk);
+      const std::vector<float> x(kTokens * 64, 1.5f);
+      a.x = DeviceArray<float>::Input(*team_, r, x);
+      a.send_slot = DeviceArray<int32_t>::Output(*team_, r, kTokens * 2);
+      a.recv_src = DeviceArray<int32_t>::Output(*team_, r, kRows);
+      a.group_sizes = DeviceArray<int32_t>::Output(*team_, r, 2);
+      a.group_counts = DeviceArray<int32_t>::Output(*team_, r, 2);
+      a.send_counts = DeviceArray<int32_t>::Output(*team_, r, 4);
+      a.recv_counts = DeviceArray<int32_t>::Output(*team_, r, 4);
+      a.words = DeviceArray<int32_t>::Output(*team_, r, 2);
+      a.recv_x = DeviceArray<float>::Output(*team_, r, kRows * 64);
+      a.out = DeviceArray<float>::Output(*team_, r, kTokens * 64);
+      arrays_.push_back(a);
+      CheckCuda(cudaDeviceSynchronize(), "upload");
+    }
+  }
+
+  struct Arrays {
+    DeviceArray<int32_t> topk, send_slot, recv_src, group_sizes, group_counts, send_counts,
+        recv_counts, words;
+    DeviceArray<float> x, recv_x, out;
+  };
+
+  const char* Plan(uint32_t r) {
+    const Arrays& a = arrays_[r];
+    PlanParams params;
+    params.num_tokens = kTokens;
+    params.recv_rows = kRows;
+    params.topk_idx = a.topk.span();
+    params.out.group_sizes = a.group_sizes.span();
+    params.out.group_counts = a.group_counts.span();
+    params.out.send_slot = a.send_slot.span();
+    params.out.recv_src = a.recv_src.span();
+    params.out.send_counts = a.send_counts.span();
+    params.out.recv_counts = a.recv_counts.span();
+    params.out.num_dropped = a.words.data();
+    params.out.overflow = a.words.data() + 1;
+    return Api().plan(team_->handle(r), &params, team_->stream(r));
+  }
+  const char* Dispatch(uint32_t r) {
+    const Arrays& a = arrays_[r];
+    DispatchParams params;
+    params.num_tokens = kTokens;
+    params.recv_rows = kRows;
+    params.x = reinterpret_cast<const std::byte*>(a.x.data());
+    params.send_slot = a.send_slot.span();
+    params.recv_src = a.recv_src.span();
+    params.recv_x = reinterpret_cast<std::byte*>(a.recv_x.data());
+    return Api().dispatch(team_->handle(r), &params, team_->stream(r));
+  }
+  const char* Combine(uint32_t r) {
+    const Arrays& a = arrays_[r];
+    CombineParams params;
+    params.num_tokens = kTokens;
+    params.recv_rows = kRows;
+    params.y = reinterpret_cast<const std::byte*>(a.recv_x.data());
+    params.send_slot = a.send_slot.span();
+    params.recv_src = a.recv_src.span();
+    params.out = reinterpret_cast<std::byte*>(a.out.data());
+    return Api().combine(team_->handle(r), &params, team_->stream(r));
+  }
+
+  void ExpectKind(uint32_t r, std::initializer_list<gpu::FailureKind> kinds) {
+    const gpu::RankStatus& status = team_->status(r);
+    EXPECT_EQ(status.failed.load(), 1u) << "rank " << r;
+    const auto kind = static_cast<gpu::FailureKind>(status.kind);
+    EXPECT_TRUE(std::find(kinds.begin(), kinds.end(), kind) != kinds.end())
+        << "rank " << r << " kind " << status.kind << " peer " << status.peer;
+  }
+  static void ExpectNan(const DeviceArray<float>& array) {
+    for (const float value : array.Download()) ASSERT_TRUE(std::isnan(value)) << value;
+    EXPECT_TRUE(array.HasCanary());
+  }
+  static void ExpectAll(const DeviceArray<int32_t>& array, int32_t want) {
+    for (const int32_t value : array.Download()) ASSERT_EQ(value, want);
+  }
+
+  GroupShape shape_;
+  std::unique_ptr<GpuTeam> team_;
+  std::vector<Arrays> arrays_;
+};
+
+using enum gpu::FailureKind;
+
+TEST_F(GpuFailure, ARankThatDoesNotComeEndsThePlanOfAllOthers) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 1 ? nullptr : Plan(r); }), "");
+  for (const uint32_t r : {0u, 2u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectAll(arrays_[r].recv_src, -1);
+    ExpectAll(arrays_[r].send_slot, -1);
+    ExpectAll(arrays_[r].group_sizes, 0);
+  }
+  EXPECT_EQ(team_->status(1).failed.load(), 0u);
+  // The late rank learns of it at once, and so does every later call.
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  for (uint32_t r = 0; r < 4; ++r) ExpectKind(r, {kTimeout, kPeerFailed});
+}
+
+TEST_F(GpuFailure, ARankThatDoesNotComePoisonsDispatch) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 2 ? nullptr : Dispatch(r); }), "");
+  for (const uint32_t r : {0u, 1u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectNan(arrays_[r].recv_x);
+  }
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Combine(r); }), "");
+  for (uint32_t r = 0; r < 4; ++r) ExpectNan(arrays_[r].out);
+}
+
+TEST_F(GpuFailure, ARankThatDoesNotComePoisonsCombine) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Dispatch(r); }), "");
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 0 ? nullptr : Combine(r); }), "");
+  for (const uint32_t r : {1u, 2u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectNan(arrays_[r].out);
+  }
+}
+
+TEST_F(GpuFailure, RanksInDifferentOperationsAreFound) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 3 ? Combine(r) : Dispatch(r); }), "");
+  bool is_named = false;
+  for (uint32_t r = 0; r < 4; ++r) {
+    ExpectKind(r, {kWrongOrder, kPeerFailed});
+    is_named |= static_cast<gpu::FailureKind>(team_->status(r).kind) == kWrongOrder;
+  }
+  EXPECT_TRUE(is_named);
+  ExpectNan(arrays_[3].out);
+  for (const uint32_t r : {0u, 1u, 2u}) ExpectNan(arrays_[r].recv_x);
+}
+
+TEST_F(GpuFailure, AnAbortEndsAllWaits) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  team_->status(0).abort.store(1);
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 2 ? nullptr : Dispatch(r); }), "");
+  ExpectKind(0, {kAborted});
+  for (const uint32_t r : {1u, 3u}) ExpectKind(r, {kPeerFailed});
+  for (const uint32_t r : {0u, 1u, 3u}) ExpectNan(arrays_[r].recv_x);
+}
+
+TEST_F(GpuFailure, DebugFindsAnInvalidId) {
+  std::vector<int32_t> topk(kTokens * 2, 0);
+  topk[5] = 8;
+  team_->UseDeviceOf(1);
+  arrays_[1].topk.Upload(topk);
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  ExpectKind(1, {kInvalidId});
+  for (const uint32_t r : {0u, 2u, 3u}) ExpectKind(r, {kPeerFailed, kTimeout});
+}
+
+}  // namespace
+}  // namespace jax_ep::testing

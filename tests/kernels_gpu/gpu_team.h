@@ -1,0 +1,129 @@
+// A team of GPU ranks in one test process, spread over the devices that there are (several ranks
+// may share a device), and device arrays with poison inside and a canary behind.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kernels/gpu/api.h"
+
+namespace jax_ep::testing {
+
+inline void CheckCuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::fprintf(stderr, "%s: %s\n", what, cudaGetErrorString(error));
+  std::abort();
+}
+
+int NumDevices();
+
+struct GpuTeamOptions {
+  GroupShape shape;
+  bool in_place = true;  // peers read x and weights in the arena, not in the stage
+  bool use_tma = true;
+  bool debug = false;
+  uint32_t max_sms = 16;
+  uint32_t piece_bytes = 0;
+  uint32_t ring_slots = 0;
+  uint64_t timeout_ns = 20'000'000'000;
+  uint64_t arena_bytes = uint64_t{256} << 20;
+};
+
+class GpuTeam {
+ public:
+  explicit GpuTeam(const GpuTeamOptions& options);
+  ~GpuTeam();
+  GpuTeam(const GpuTeam&) = delete;
+  GpuTeam& operator=(const GpuTeam&) = delete;
+
+  uint32_t num_ranks() const { return options_.shape.num_ranks; }
+  gpu::RankHandle* handle(uint32_t rank) { return ranks_[rank].handle; }
+  cudaStream_t stream(uint32_t rank) { return ranks_[rank].stream; }
+  gpu::RankStatus& status(uint32_t rank) { return *ranks_[rank].status; }
+  void UseDeviceOf(uint32_t rank) { CheckCuda(cudaSetDevice(ranks_[rank].device), "set device"); }
+
+  // Memory of the rank's arena until the next Reset, at `misalignment` bytes past 256.
+  std::byte* Allocate(uint32_t rank, uint64_t bytes, uint64_t misalignment = 0);
+  void Reset();
+
+  // launch(rank) returns an error text or null; then waits for all streams.
+  std::string Run(const std::function<const char*(uint32_t rank)>& launch);
+  void Synchronize();
+
+ private:
+  struct RankState {
+    int device = 0;
+    cudaStream_t stream = nullptr;
+    std::byte* heap = nullptr;
+    std::byte* arena = nullptr;
+    uint64_t arena_used = 0;
+    gpu::RankStatus* status = nullptr;
+    gpu::RankHandle* handle = nullptr;
+  };
+  GpuTeamOptions options_;
+  std::vector<RankState> ranks_;
+};
+
+// A device copy of a host array.
+template <typename T>
+class DeviceArray {
+ public:
+  DeviceArray() = default;
+  // Input: what `host` holds.
+  static DeviceArray Input(GpuTeam& team, uint32_t rank, std::span<const T> host,
+                           uint64_t misalignment = 0) {
+    DeviceArray array(team, rank, host.size(), misalignment);
+    array.Upload(host);
+    return array;
+  }
+  // Output: poison, and a canary behind it.
+  static DeviceArray Output(GpuTeam& team, uint32_t rank, size_t count, uint64_t misalignment = 0) {
+    DeviceArray array(team, rank, count, misalignment);
+    array.Poison();
+    return array;
+  }
+  void Upload(std::span<const T> host) {
+    CheckCuda(cudaMemcpy(data_, host.data(), host.size_bytes(), cudaMemcpyHostToDevice), "upload");
+  }
+  void Poison() {
+    CheckCuda(cudaMemset(data_, kPoison, count_ * sizeof(T) + kCanaryBytes), "poison");
+  }
+  std::vector<T> Download() const {
+    std::vector<T> host(count_);
+    CheckCuda(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost),
+              "download");
+    return host;
+  }
+  bool HasCanary() const {
+    std::vector<unsigned char> canary(kCanaryBytes);
+    CheckCuda(cudaMemcpy(canary.data(), reinterpret_cast<std::byte*>(data_) + count_ * sizeof(T),
+                         kCanaryBytes, cudaMemcpyDeviceToHost),
+              "canary");
+    for (const unsigned char byte : canary) {
+      if (byte != kPoison) return false;
+    }
+    return true;
+  }
+  T* data() const { return data_; }
+  std::span<T> span() const { return {data_, count_}; }
+
+ private:
+  static constexpr unsigned char kPoison = 0xa5;
+  static constexpr size_t kCanaryBytes = 512;
+  DeviceArray(GpuTeam& team, uint32_t rank, size_t count, uint64_t misalignment) : count_(count) {
+    data_ =
+        reinterpret_cast<T*>(team.Allocate(rank, count * sizeof(T) + kCanaryBytes, misalignment));
+  }
+  T* data_ = nullptr;
+  size_t count_ = 0;
+};
+
+}  // namespace jax_ep::testing

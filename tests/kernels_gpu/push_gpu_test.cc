@@ -1,0 +1,548 @@
+// Mode ll and the start and done halves on GPUs: bit for bit what the CPU kernels (which are
+// checked against the oracle) make of the same inputs, in any order of halves, with ranks that are
+// late, under graph replay; and what must fail does.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <thread>
+
+#include "tests/kernels_gpu/scenario.h"
+
+namespace jax_ep::testing {
+namespace {
+
+uint32_t NumSeeds() {
+  const char* text = std::getenv("JAX_EP_TEST_SEEDS");
+  return text != nullptr ? static_cast<uint32_t>(std::atoi(text)) : 60;
+}
+
+// Makes the stream of a rank late.
+void Delay(GpuTeam& team, uint32_t rank) {
+  const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::microseconds(300)); };
+  CheckCuda(cudaLaunchHostFunc(team.stream(rank), sleep, nullptr), "delay");
+}
+
+class Calls {
+ public:
+  Calls(const Scenario& scenario, GpuTeam& team, uint32_t rank)
+      : scenario_(scenario), team_(team), rank_(rank) {}
+
+  const char* error() const { return error_.empty() ? nullptr : error_.c_str(); }
+
+  void Plan(DeviceArrays& to) {
+    const PlanParams params = PlanOf(scenario_, to);
+    Check(Api().plan(handle(), &params, stream()));
+  }
+  void LlDispatch(DeviceArrays& to) {
+    const LlDispatchParams params = LlDispatchOf(scenario_, to);
+    Check(Api().ll_dispatch(handle(), &params, stream()));
+  }
+  void Dispatch(DeviceArrays& to, int number) {
+    const DispatchParams params = DispatchOf(scenario_, to, number);
+    Check(Api().dispatch(handle(), &params, stream()));
+  }
+  void Combine(DeviceArrays& to, int number) {
+    const CombineParams params = CombineOf(scenario_, to, number);
+    Check(Api().combine(handle(), &params, stream()));
+  }
+
+  // Halves: a start reads `from`, a done writes `to` and gets no address of what a start reads.
+  void LlDispatchStart(DeviceArrays& from, int32_t* epoch) {
+    LlDispatchParams params = LlDispatchOf(scenario_, from);
+    params.dispatch.recv_x = nullptr;
+    params.dispatch.recv_weights = {};
+    params.plan.out = {};
+    params.plan.recv_rows = 0;
+    Check(Api().ll_dispatch_start(handle(), &params, epoch, stream()));
+  }
+  void LlDispatchDone(DeviceArrays& to, const int32_t* epoch) {
+    LlDispatchParams params = LlDispatchOf(scenario_, to);
+    params.dispatch.x = nullptr;
+    params.dispatch.weights = {};
+    Check(Api().ll_dispatch_done(handle(), &params, epoch, stream()));
+  }
+  void DispatchStart(DeviceArrays& from, int number, int32_t* epoch) {
+    DispatchParams params = DispatchOf(scenario_, from, number);
+    params.recv_x = nullptr;
+    params.recv_weights = {};
+    Check(Api().dispatch_start(handle(), &params, epoch, stream()));
+  }
+  void DispatchDone(DeviceArrays& to, int number, const int32_t* epoch) {
+    DispatchParams params = DispatchOf(scenario_, to, number);
+    params.x = nullptr;
+    params.weights = {};
+    Check(Api().dispatch_done(handle(), &params, epoch, stream()));
+  }
+  void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
+    CombineParams params = CombineOf(scenario_, from, number);
+    params.out = nullptr;
+    params.ride_out = {};
+    Check(Api().combine_start(handle(), &params, epoch, stream()));
+  }
+  void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
+    CombineParams params = CombineOf(scenario_, to, number);
+    params.y = nullptr;
+    params.ride = {};
+    params.row_weights = {};
+    Check(Api().combine_done(handle(), &params, epoch, stream()));
+  }
+  // The caller's buffers go when a start's kernel has ended.
+  template <typename T>
+  void Clobber(DeviceArray<T>& array) {
+    CheckCuda(cudaMemsetAsync(array.data(), 0xff, array.span().size_bytes(), team_.stream(rank_)),
+              "clobber");
+  }
+
+ private:
+  gpu::RankHandle* handle() { return team_.handle(rank_); }
+  cudaStream_t stream() { return team_.stream(rank_); }
+  void Check(const char* error) {
+    if (error != nullptr && error_.empty()) error_ = error;
+  }
+
+  const Scenario& scenario_;
+  GpuTeam& team_;
+  uint32_t rank_;
+  std::string error_;
+};
+
+// All calls of the scenario, whole. `planned` gets a plan beforehand.
+void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& planned) {
+  if (s.mode == Mode::kLl) {
+    calls.LlDispatch(d);
+  } else {
+    calls.Plan(d);
+    calls.Dispatch(d, 0);
+  }
+  calls.Plan(planned);
+  for (int i = 0; i < HostArrays::kDispatches; ++i) calls.Dispatch(planned, i);
+  for (int i = 0; i < HostArrays::kCombines; ++i) calls.Combine(d, i);
+}
+
+// The same in halves. Depth 2 or more: two starts are open at a time, ended in either order, and
+// with a set to spare a whole call runs between them.
+void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,
+               int32_t* epochs, bool ends_in_order) {
+  int32_t* first = epochs;
+  int32_t* second = epochs + 1;
+  const bool has_spare = s.shape.depth > 2;
+  if (s.mode == Mode::kLl) {
+    calls.LlDispatchStart(from, first);
+    calls.Plan(d);  // for the planned start
+    calls.DispatchStart(d, 1, second);
+    calls.Clobber(from.topk_idx);
+  } else {
+    calls.Plan(d);
+    calls.DispatchStart(from, 0, first);
+    calls.DispatchStart(from, 1, second);
+  }
+  calls.Clobber(from.x);
+  calls.Clobber(from.weights);
+  if (has_spare) calls.Dispatch(d, 3);
+  const auto end_first = [&] {
+    s.mode == Mode::kLl ? calls.LlDispatchDone(d, first) : calls.DispatchDone(d, 0, first);
+  };
+  if (ends_in_order) end_first();
+  calls.DispatchDone(d, 1, second);
+  if (!ends_in_order) end_first();
+
+  // The starts read the plan of `d`, which stays, and the rows of `from`, which do not.
+  DeviceArrays rows = d;
+  rows.y = from.y;
+  rows.ride = from.ride;
+  rows.row_weights = from.row_weights;
+  calls.CombineStart(rows, 0, first);
+  calls.CombineStart(rows, 1, second);
+  calls.Clobber(from.y);
+  calls.Clobber(from.ride);
+  calls.Clobber(from.row_weights);
+  if (has_spare) calls.Combine(d, 2);
+  if (ends_in_order) calls.CombineDone(d, 0, first);
+  calls.CombineDone(d, 1, second);
+  if (!ends_in_order) calls.CombineDone(d, 0, first);
+}
+
+class GpuPush : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
+  }
+
+  static void RunScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& random) {
+    SCOPED_TRACE(s.Name());
+    const std::vector<HostArrays> host = RunOnCpu(s, cpu, random);
+    if (HasFailure()) return;
+    const uint32_t num_ranks = team.num_ranks();
+    team.Reset();
+    std::vector<DeviceArrays> whole, planned, halves, from;
+    std::vector<DeviceArray<int32_t>> epochs;
+    for (uint32_t r = 0; r < num_ranks; ++r) {
+      for (auto* arrays : {&whole, &planned, &halves, &from}) {
+        arrays->push_back(Upload(s, team, r, host[r]));
+      }
+      epochs.push_back(DeviceArray<int32_t>::Output(team, r, 2));
+    }
+    const bool ends_in_order = random() % 2 == 0;
+    const bool has_halves = s.shape.depth > 1;
+    const auto late_rank = static_cast<uint32_t>(random() % (2 * num_ranks));
+    const std::string error = team.Run([&](uint32_t r) -> const char* {
+      static thread_local std::string text;
+      Calls calls(s, team, r);
+      if (r == late_rank) Delay(team, r);
+      RunWhole(s, calls, whole[r], planned[r]);
+      if (r == (late_rank + 1) % num_ranks) Delay(team, r);
+      if (has_halves) {
+        RunHalves(s, calls, from[r], halves[r], epochs[r].data(), ends_in_order);
+      }
+      if (calls.error() == nullptr) return nullptr;
+      text = calls.error();
+      return text.c_str();
+    });
+    ASSERT_EQ(error, "");
+    ExpectNoFailure(team);
+    for (uint32_t r = 0; r < num_ranks && !HasFailure(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      ExpectPlan(whole[r], host[r]);
+      ExpectPlan(planned[r], host[r]);
+      ExpectDispatch(whole[r], host[r], 0);
+      for (int i = 0; i < HostArrays::kDispatches; ++i) ExpectDispatch(planned[r], host[r], i);
+      for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(whole[r], host[r], i);
+      if (!has_halves) continue;
+      SCOPED_TRACE("halves");
+      ExpectPlan(halves[r], host[r]);
+      ExpectDispatch(halves[r], host[r], 0);
+      ExpectDispatch(halves[r], host[r], 1);
+      ExpectCombine(halves[r], host[r], 0);
+      ExpectCombine(halves[r], host[r], 1);
+      if (s.shape.depth < 3) continue;
+      ExpectDispatch(halves[r], host[r], 3);
+      ExpectCombine(halves[r], host[r], 2);
+    }
+  }
+};
+
+TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
+  for (uint32_t seed = 0; seed < NumSeeds() && !HasFailure(); ++seed) {
+    std::mt19937 random(seed + 1000);
+    GroupShape shape;
+    shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 4, 8});
+    shape.node_size = shape.num_ranks;
+    shape.num_experts = shape.num_ranks * Pick<uint32_t>(random, {1, 3, 4, 40});
+    shape.top_k = std::min(Pick<uint32_t>(random, {1, 2, 6, 8, 8, 64}), shape.num_experts);
+    shape.align = Pick<uint32_t>(random, {1, 4, 24});
+    shape.elem_type = Pick(random, {ElemType::kF32, ElemType::kBf16, ElemType::kF16});
+    shape.hidden = Pick<uint64_t>(random, {8, 136, 513, 1024, 7168});
+    shape.max_tokens = Pick<uint64_t>(random, {1, 20, 130, 300});
+    if (shape.hidden > 1000 && shape.top_k * shape.max_tokens > 1000) shape.max_tokens = 20;
+    if (shape.num_experts * shape.max_tokens * shape.hidden > 10'000'000) shape.max_tokens = 3;
+    shape.ll_tokens = shape.max_tokens;
+    shape.f32_partials = random() % 2 == 0;
+    shape.depth = Pick<uint32_t>(random, {1, 2, 2, 3});
+    GpuTeamOptions options{.shape = shape};
+    options.in_place = random() % 4 != 0;
+    options.use_tma = random() % 3 != 0;
+    options.max_sms = Pick<uint32_t>(random, {3, 16, 24});
+    if (shape.num_ranks > 4) options.max_sms = 3;
+    options.arena_bytes = uint64_t{2} << 30;
+    Team cpu({.shape = shape});
+    GpuTeam team(options);
+    for (int round = 0; round < 3 && !HasFailure(); ++round) {
+      SCOPED_TRACE("seed " + std::to_string(seed) + (options.in_place ? "" : " staged"));
+      Scenario s{.shape = shape};
+      s.mode = random() % 3 == 0 ? Mode::kHt : Mode::kLl;
+      s.layout = Pick(random, {Layout::kExpertMajor, Layout::kExpertBatched, Layout::kExpertBatched,
+                               Layout::kRankMajor});
+      s.num_tokens =
+          static_cast<int64_t>(round == 0 ? shape.max_tokens : random() % (shape.max_tokens + 1));
+      s.draw = Pick(random, {Draw::kUniform, Draw::kZipf, Draw::kOneExpert, Draw::kIdleRank,
+                             Draw::kMessy, Draw::kMessy});
+      s.recv_rows = DrawRecvRows(s, random);
+      if (random() % 5 == 0) s.misalignment = ElemBytes(shape.elem_type);
+      RunScenario(s, cpu, team, random);
+    }
+  }
+}
+
+GroupShape SmallShape() {
+  GroupShape shape;
+  shape.num_ranks = shape.node_size = 4;
+  shape.num_experts = 32;
+  shape.top_k = 4;
+  shape.align = 4;
+  shape.hidden = 256;
+  shape.max_tokens = shape.ll_tokens = 64;
+  shape.elem_type = ElemType::kBf16;
+  return shape;
+}
+
+// One graph per rank with whole calls and halves, replayed while the routing changes: sets and
+// epochs are found on the device.
+TEST_F(GpuPush, GraphReplaysFollowTheirInputs) {
+  for (const Mode mode : {Mode::kLl, Mode::kHt}) {
+    Scenario s{.shape = SmallShape(), .mode = mode, .layout = Layout::kExpertBatched};
+    s.shape.depth = 3;
+    s.num_tokens = 64;
+    s.recv_rows = WorstRecvRows(s.shape, s.layout, s.num_tokens);
+    Team cpu({.shape = s.shape});
+    GpuTeam team({.shape = s.shape, .arena_bytes = uint64_t{1} << 30});
+    std::mt19937 random(9);
+    std::vector<HostArrays> host = RunOnCpu(s, cpu, random);
+    std::vector<DeviceArrays> whole, planned, halves, from;
+    std::vector<DeviceArray<int32_t>> epochs;
+    std::vector<cudaGraphExec_t> graphs(4);
+    for (uint32_t r = 0; r < 4; ++r) {
+      for (auto* arrays : {&whole, &planned, &halves, &from}) {
+        arrays->push_back(Upload(s, team, r, host[r]));
+      }
+      epochs.push_back(DeviceArray<int32_t>::Output(team, r, 2));
+      CheckCuda(cudaDeviceSynchronize(), "upload");
+      cudaGraph_t graph;
+      CheckCuda(cudaStreamBeginCapture(team.stream(r), cudaStreamCaptureModeThreadLocal),
+                "capture");
+      Calls calls(s, team, r);
+      RunWhole(s, calls, whole[r], planned[r]);
+      RunHalves(s, calls, from[r], halves[r], epochs[r].data(), /*ends_in_order=*/false);
+      CheckCuda(cudaStreamEndCapture(team.stream(r), &graph), "capture");
+      ASSERT_EQ(calls.error(), nullptr) << calls.error();
+      CheckCuda(cudaGraphInstantiate(&graphs[r], graph, 0), "instantiate");
+      CheckCuda(cudaGraphDestroy(graph), "destroy");
+    }
+    for (int round = 0; round < 40 && !HasFailure(); ++round) {
+      SCOPED_TRACE("round " + std::to_string(round));
+      s.draw = round % 2 == 0 ? Draw::kMessy : Draw::kZipf;
+      if (round % 4 == 0) host = RunOnCpu(s, cpu, random);
+      for (uint32_t r = 0; r < 4; ++r) {
+        Refresh(team, r, whole[r], host[r]);
+        Refresh(team, r, planned[r], host[r]);
+        Refresh(team, r, halves[r], host[r]);
+        Refresh(team, r, from[r], host[r]);
+      }
+      for (uint32_t r = 0; r < 4; ++r) {
+        team.UseDeviceOf(r);
+        CheckCuda(cudaGraphLaunch(graphs[r], team.stream(r)), "launch");
+      }
+      team.Synchronize();
+      ExpectNoFailure(team);
+      if (round % 4 != 0) continue;
+      for (uint32_t r = 0; r < 4 && !HasFailure(); ++r) {
+        ExpectPlan(whole[r], host[r]);
+        ExpectDispatch(whole[r], host[r], 0);
+        ExpectDispatch(halves[r], host[r], 0);
+        for (int i = 0; i < HostArrays::kCombines; ++i) {
+          ExpectCombine(whole[r], host[r], i);
+          ExpectCombine(halves[r], host[r], i);
+        }
+      }
+    }
+    for (cudaGraphExec_t graph : graphs) CheckCuda(cudaGraphExecDestroy(graph), "destroy");
+  }
+}
+
+// Many whole calls one behind the other while ranks are late in turn: a set is not written before
+// all have read its last use. Each call has inputs of its own.
+TEST_F(GpuPush, LateRanksKeepTheirSets) {
+  for (const uint32_t depth : {1u, 2u}) {
+    Scenario s{.shape = SmallShape(), .layout = Layout::kExpertBatched};
+    s.shape.depth = depth;
+    s.num_tokens = 64;
+    s.recv_rows = WorstRecvRows(s.shape, s.layout, s.num_tokens);
+    Team cpu({.shape = s.shape});
+    GpuTeam team({.shape = s.shape, .arena_bytes = uint64_t{2} << 30});
+    std::mt19937 random(3);
+    constexpr int kCalls = 12;
+    std::vector<std::vector<HostArrays>> host;
+    std::vector<std::vector<DeviceArrays>> device(kCalls);
+    for (int call = 0; call < kCalls; ++call) {
+      host.push_back(RunOnCpu(s, cpu, random));
+      for (uint32_t r = 0; r < 4; ++r) {
+        device[call].push_back(Upload(s, team, r, host[call][r]));
+      }
+    }
+    const std::string error = team.Run([&](uint32_t r) -> const char* {
+      static thread_local std::string text;
+      Calls calls(s, team, r);
+      for (int call = 0; call < kCalls; ++call) {
+        if (call % 4 == static_cast<int>(r)) Delay(team, r);
+        calls.LlDispatch(device[call][r]);
+        if (call % 3 == static_cast<int>(r)) Delay(team, r);
+        calls.Combine(device[call][r], 0);
+      }
+      if (calls.error() == nullptr) return nullptr;
+      text = calls.error();
+      return text.c_str();
+    });
+    ASSERT_EQ(error, "");
+    ExpectNoFailure(team);
+    for (int call = 0; call < kCalls && !HasFailure(); ++call) {
+      for (uint32_t r = 0; r < 4; ++r) {
+        ExpectPlan(device[call][r], host[call][r]);
+        ExpectDispatch(device[call][r], host[call][r], 0);
+        ExpectCombine(device[call][r], host[call][r], 0);
+      }
+    }
+  }
+}
+
+// What must fail, on a small group with a short limit.
+class GpuPushFailure : public GpuPush {
+ protected:
+  void SetUp() override {
+    GpuPush::SetUp();
+    if (IsSkipped()) return;
+    s_.shape = SmallShape();
+    s_.shape.elem_type = ElemType::kF32;
+    s_.layout = Layout::kExpertBatched;
+    s_.num_tokens = 64;
+    s_.recv_rows = WorstRecvRows(s_.shape, s_.layout, s_.num_tokens);
+    team_ = std::make_unique<GpuTeam>(GpuTeamOptions{
+        .shape = s_.shape, .timeout_ns = 300'000'000, .arena_bytes = uint64_t{1} << 30});
+    Team cpu({.shape = s_.shape});
+    std::mt19937 random(1);
+    const std::vector<HostArrays> host = RunOnCpu(s_, cpu, random);
+    for (uint32_t r = 0; r < 4; ++r) {
+      arrays_.push_back(Upload(s_, *team_, r, host[r]));
+      epochs_.push_back(DeviceArray<int32_t>::Output(*team_, r, 4));
+    }
+  }
+
+  void Run(const std::function<void(uint32_t rank, Calls& calls)>& body) {
+    const std::string error = team_->Run([&](uint32_t r) -> const char* {
+      static thread_local std::string text;
+      Calls calls(s_, *team_, r);
+      body(r, calls);
+      if (calls.error() == nullptr) return nullptr;
+      text = calls.error();
+      return text.c_str();
+    });
+    ASSERT_EQ(error, "");
+  }
+
+  void ExpectKind(uint32_t r, std::initializer_list<gpu::FailureKind> kinds) {
+    const gpu::RankStatus& status = team_->status(r);
+    EXPECT_EQ(status.failed.load(), 1u) << "rank " << r;
+    const auto kind = static_cast<gpu::FailureKind>(status.kind);
+    EXPECT_TRUE(std::find(kinds.begin(), kinds.end(), kind) != kinds.end())
+        << "rank " << r << " kind " << status.kind << " peer " << status.peer;
+  }
+  void ExpectPoisonedDispatch(uint32_t r) {
+    ExpectBytes(arrays_[r].recv_x[0]);
+    for (const float weight : arrays_[r].recv_weights[0].Download()) {
+      ASSERT_TRUE(std::isnan(weight));
+    }
+    for (const int32_t src : arrays_[r].recv_src.Download()) ASSERT_EQ(src, -1);
+    for (const int32_t slot : arrays_[r].send_slot.Download()) ASSERT_EQ(slot, -1);
+    for (const int32_t size : arrays_[r].group_sizes.Download()) ASSERT_EQ(size, 0);
+  }
+  static void ExpectBytes(const DeviceArray<std::byte>& array) {
+    for (const std::byte value : array.Download()) ASSERT_EQ(value, std::byte{0xff});
+    EXPECT_TRUE(array.HasCanary());
+  }
+
+  Scenario s_;
+  std::unique_ptr<GpuTeam> team_;
+  std::vector<DeviceArrays> arrays_;
+  std::vector<DeviceArray<int32_t>> epochs_;
+};
+
+using enum gpu::FailureKind;
+
+TEST_F(GpuPushFailure, ARankThatDoesNotComePoisonsLlDispatch) {
+  Run([&](uint32_t r, Calls& calls) {
+    if (r != 1) calls.LlDispatch(arrays_[r]);
+  });
+  for (const uint32_t r : {0u, 2u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectPoisonedDispatch(r);
+  }
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
+  ExpectKind(1, {kPeerFailed, kTimeout});
+  ExpectPoisonedDispatch(1);
+}
+
+TEST_F(GpuPushFailure, ARankThatDoesNotComePoisonsLlCombine) {
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
+  Run([&](uint32_t r, Calls& calls) {
+    if (r != 2) calls.Combine(arrays_[r], 0);
+  });
+  for (const uint32_t r : {0u, 1u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectBytes(arrays_[r].out[0]);
+  }
+}
+
+TEST_F(GpuPushFailure, RanksInDifferentOperationsAreFound) {
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
+  Run([&](uint32_t r, Calls& calls) {
+    r == 3 ? calls.LlDispatchStart(arrays_[r], epochs_[r].data()) : calls.LlDispatch(arrays_[r]);
+  });
+  for (const uint32_t r : {0u, 1u, 2u}) {
+    ExpectKind(r, {kWrongOrder, kPeerFailed});
+    ExpectPoisonedDispatch(r);
+  }
+}
+
+TEST_F(GpuPushFailure, AnAbortEndsAllWaits) {
+  team_->status(0).abort.store(1);
+  Run([&](uint32_t r, Calls& calls) {
+    if (r != 2) calls.LlDispatch(arrays_[r]);
+  });
+  ExpectKind(0, {kAborted});
+  for (const uint32_t r : {1u, 3u}) ExpectKind(r, {kPeerFailed});
+  for (const uint32_t r : {0u, 1u, 3u}) ExpectPoisonedDispatch(r);
+}
+
+TEST_F(GpuPushFailure, OneMoreStartThanSetsFailsAtOnce) {
+  for (const Mode mode : {Mode::kLl, Mode::kHt}) {
+    if (mode == Mode::kHt) {  // a fresh group: the first has failed
+      arrays_.clear();
+      epochs_.clear();
+      SetUp();
+      s_.mode = mode;
+    }
+    Run([&](uint32_t r, Calls& calls) {
+      calls.Plan(arrays_[r]);
+      for (uint32_t i = 0; i <= s_.shape.depth; ++i) {
+        calls.CombineStart(arrays_[r], 0, epochs_[r].data() + i);
+      }
+      for (uint32_t i = 0; i <= s_.shape.depth; ++i) {
+        calls.CombineDone(arrays_[r], 0, epochs_[r].data() + i);
+      }
+    });
+    for (uint32_t r = 0; r < 4; ++r) {
+      ExpectKind(r, {kTooManyOpen, kPeerFailed});
+      ExpectBytes(arrays_[r].out[0]);
+    }
+  }
+}
+
+TEST_F(GpuPushFailure, ASecondDoneOfOneStartFails) {
+  Run([&](uint32_t r, Calls& calls) {
+    calls.LlDispatchStart(arrays_[r], epochs_[r].data());
+    calls.LlDispatchDone(arrays_[r], epochs_[r].data());
+  });
+  ExpectNoFailure(*team_);
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatchDone(arrays_[r], epochs_[r].data()); });
+  for (uint32_t r = 0; r < 4; ++r) {
+    ExpectKind(r, {kStaleEpoch, kPeerFailed});
+    ExpectPoisonedDispatch(r);
+  }
+}
+
+TEST_F(GpuPushFailure, ADoneOfAnHtDispatchWithoutItsStartFails) {
+  s_.mode = Mode::kHt;
+  Run([&](uint32_t r, Calls& calls) {
+    calls.Plan(arrays_[r]);
+    calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
+    calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
+    calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
+  });
+  for (uint32_t r = 0; r < 4; ++r) {
+    ExpectKind(r, {kStaleEpoch, kPeerFailed, kTimeout});
+    ExpectBytes(arrays_[r].recv_x[0]);
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep::testing

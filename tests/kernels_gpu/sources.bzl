@@ -1,0 +1,12 @@
+"""Files of the GPU kernels' tests, compiled by CMake where there is a GPU compiler."""
+
+TESTING = [
+    "gpu_team.cc",
+    "scenario.cc",
+]
+
+TESTS = [
+    "exchange_gpu_test.cc",
+    "failure_gpu_test.cc",
+    "push_gpu_test.cc",
+]

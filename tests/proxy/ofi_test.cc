@@ -1,0 +1,129 @@
+// ofi over libfabric's TCP providers on this host's loopback interface. Other providers need their
+// hardware: tests/rdma_vm runs the same suite over verbs.
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "tests/proxy/rails.h"
+#include "tests/proxy/transport_conformance.h"
+
+namespace jax_ep {
+namespace {
+
+using EnvMap = std::map<std::string, std::string>;
+
+const EnvMap kTcp{{"JAX_EP_OFI_PROVIDER", "tcp"}, {"JAX_EP_SOCKET_IFNAME", "lo"}};
+const EnvMap kNet{{"JAX_EP_OFI_PROVIDER", "net"}, {"JAX_EP_SOCKET_IFNAME", "lo"}};
+const EnvMap kTwoRails{{"JAX_EP_OFI_PROVIDER", "tcp"}, {"JAX_EP_SOCKET_IFNAME", "lo,lo"}};
+constexpr const char* kEverything =
+    "seed=3,reorder=16,delay=4,duplicate=20,split=30,again=10,slow_completions=5";
+
+INSTANTIATE_TEST_SUITE_P(Ofi, TransportConformance,
+                         testing::Values(TransportParams{"tcp", "ofi", "", kTcp},
+                                         TransportParams{"net", "ofi", "", kNet},
+                                         TransportParams{"two_rails", "ofi", "", kTwoRails},
+                                         TransportParams{"tcp_everything", "ofi", kEverything,
+                                                         kTcp}),
+                         TransportParamsName);
+
+// The provider that the environment names, if it does (tests/rdma_vm/run: "verbs;ofi_rxm").
+std::vector<TransportParams> FromEnvironment() {
+  if (std::getenv("JAX_EP_OFI_PROVIDER") == nullptr) return {};
+  return {{"plain", "ofi", ""}, {"everything", "ofi", kEverything}};
+}
+INSTANTIATE_TEST_SUITE_P(OfiEnvironment, TransportConformance, testing::ValuesIn(FromEnvironment()),
+                         TransportParamsName);
+
+TEST(Ofi, rails_share_the_load) {
+  for (const TransportInfo& info : ListTransports()) {
+    if (info.name == "ofi" && !info.is_available) GTEST_SKIP() << info.reason;
+  }
+  for (const auto& [name, value] : kTwoRails) setenv(name.c_str(), value.c_str(), 1);
+  ExpectRailsShareTheLoad("ofi");
+  for (const auto& [name, value] : kTwoRails) unsetenv(name.c_str());
+}
+
+// Who has our endpoint's address but not the keys of our regions, which only readers of
+// jax.distributed's store have, can neither write nor signal; and does not disturb who can.
+TEST(Ofi, a_stranger_without_the_key_is_refused) {
+  for (const TransportInfo& info : ListTransports()) {
+    if (info.name == "ofi" && !info.is_available) GTEST_SKIP() << info.reason;
+  }
+  constexpr uint64_t kBytes = 1024;
+  constexpr uint32_t kForged = 666;
+  constexpr uint32_t kHonest = 7;
+  for (const auto& [name, value] : kTcp) setenv(name.c_str(), value.c_str(), 1);
+  for (const bool has_payload : {true, false}) {
+    Result<SharedMemory> memory = SharedMemory::Create(3 * kBytes, /*shareable=*/false);
+    ASSERT_TRUE(memory.ok());
+    std::unique_ptr<Transport> ends[3];  // the target, a stranger, a member
+    std::vector<LocalRegion> regions;
+    for (uint32_t i = 0; i < 3; ++i) {
+      auto made = MakeTransport("ofi", TransportOptions{.rank = i});
+      ASSERT_TRUE(made.ok()) << made.status().message();
+      ends[i] = std::move(*made);
+      const auto own = memory->bytes().subspan(i * kBytes, kBytes);
+      std::fill(own.begin(), own.end(), static_cast<std::byte>(i));
+      auto region = ends[i]->Register(MemoryRegion{.bytes = own});
+      ASSERT_TRUE(region.ok()) << region.status().message();
+      regions.push_back(*region);
+    }
+    const Deadline deadline = Deadline::After(std::chrono::seconds(30));
+    int num_honest = 0;
+    const auto poll = [&] {
+      for (auto& end : ends) {
+        TransportEvent event;
+        const Result<size_t> count = end->Poll({&event, 1});
+        if (&end == &ends[1]) continue;  // the stranger's own trouble
+        ASSERT_TRUE(count.ok()) << count.status().message();
+        if (*count == 0 || event.kind != TransportEvent::Kind::kArrived) continue;
+        EXPECT_EQ(event.immediate, kHonest);
+        ++num_honest;
+      }
+    };
+    const auto post = [&](uint32_t from, const std::string& address, const std::string& key,
+                          uint32_t immediate) {
+      const Result<uint32_t> peer = ends[from]->Connect(address, deadline);
+      ASSERT_TRUE(peer.ok()) << peer.status().message();
+      ASSERT_TRUE(ends[from]->ImportRemoteKey(*peer, key).ok());
+      const WriteRequest write{.peer = *peer,
+                               .length_bytes = has_payload ? kBytes : 0,
+                               .has_immediate = true,
+                               .immediate = immediate};
+      while (!ends[from]->PostWrite(write).ok()) {  // until the connection stands
+        ASSERT_FALSE(deadline.expired());
+        poll();
+      }
+    };
+    // Both texts end with a key: that of the region, and that of the target of empty writes.
+    const std::string address = ends[0]->LocalAddress();
+    const auto forge = [](std::string text) {
+      text.back() = static_cast<char>(text.back() ^ 1);
+      return text;
+    };
+    post(1, forge(address), forge(regions[0].key), kForged);
+    post(2, address, regions[0].key, kHonest);
+    const Deadline quiet = Deadline::After(std::chrono::milliseconds(500));
+    while (!quiet.expired() || (num_honest == 0 && !deadline.expired())) poll();
+    EXPECT_EQ(num_honest, 1);
+    const std::byte wanted{static_cast<unsigned char>(has_payload ? 2 : 0)};
+    for (const std::byte byte : memory->bytes().first(kBytes)) ASSERT_EQ(byte, wanted);
+  }
+  for (const auto& [name, value] : kTcp) unsetenv(name.c_str());
+}
+
+TEST(Ofi, an_unknown_provider_or_interface_is_explained) {
+  setenv("JAX_EP_OFI_PROVIDER", "nosuch", 1);
+  const Status provider = MakeTransport("ofi", TransportOptions{}).status();
+  unsetenv("JAX_EP_OFI_PROVIDER");
+  setenv("JAX_EP_SOCKET_IFNAME", "nosuch0", 1);
+  const Status interface = MakeTransport("ofi", TransportOptions{}).status();
+  unsetenv("JAX_EP_SOCKET_IFNAME");
+  if (provider.code() == StatusCode::kUnimplemented) GTEST_SKIP() << provider.message();
+  EXPECT_NE(provider.message().find("nosuch"), std::string::npos) << provider.message();
+  EXPECT_NE(interface.message().find("nosuch0"), std::string::npos) << interface.message();
+}
+
+}  // namespace
+}  // namespace jax_ep

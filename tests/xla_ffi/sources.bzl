@@ -1,0 +1,8 @@
+"""Files that CMake (bazel/sources.cmake) and Bazel both compile."""
+
+# One executable each.
+TESTS = [
+    "executor_test.cc",
+    "site_test.cc",
+    "worker_pool_test.cc",
+]

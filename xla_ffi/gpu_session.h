@@ -1,0 +1,108 @@
+// A GpuSession is one group on this process's GPUs: heaps and status words, the memory of
+// node-mates mapped here, the launch handle of each local rank, and the threads that watch for
+// failures. Kernels come from libjax_ep_gpu.so through kernels/gpu/api.h.
+//
+// Nothing here runs during a call: launchers only enqueue kernels, on XLA's stream.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/gpu/api.h"
+#include "kernels/gpu/device_memory.h"
+#include "proxy/base/shared_memory.h"
+#include "xla_ffi/monitor.h"
+#include "xla_ffi/session_options.h"
+
+namespace jax_ep {
+
+// The library's table, loaded once per process. `path` is the file beside the Python module.
+// \error kUnimplemented  it is not there (built without a GPU toolkit), with the loader's words
+Result<const gpu::GpuApi*> LoadGpuLibrary(const std::string& path);
+
+struct GpuOptions {
+  SessionOptions session;  // LocalRank.device_ordinal is the runtime's device index
+  std::string library_path;
+  // One live XLA buffer per local rank, to find the arena with; 0 forbids the in-place way.
+  std::vector<uint64_t> live_pointers;
+  uint64_t min_arena_bytes = 0;  // a smaller range is one of many and not worth exporting
+  bool require_arena = false;    // JAX_EP_ZERO_COPY=1: no arena is an error
+  uint32_t max_sms = 24;
+  bool use_tma = true;
+};
+
+// Life: Create -> LocalBlob, ExportFds, Connect -> Start -> (calls) -> Close.
+// Thread rule: Python's thread drives that life; the rest from any thread.
+class GpuSession {
+ public:
+  static Result<std::unique_ptr<GpuSession>> Create(GpuOptions options);
+  ~GpuSession();  // Close()
+  GpuSession(const GpuSession&) = delete;
+  GpuSession& operator=(const GpuSession&) = delete;
+
+  // What other processes need to know of this one's ranks; opaque.
+  std::string LocalBlob() const;
+  // Descriptors of this process's ranks for other processes, in the order in which LocalBlob names
+  // them: heap, then arena if there is one. The caller closes them.
+  Result<std::vector<int>> ExportFds() const;
+  // `blobs` and `fds` map every other process of the node to its LocalBlob and ExportFds.
+  Status Connect(const std::map<uint32_t, std::string>& blobs,
+                 const std::map<uint32_t, std::vector<int>>& fds);
+  // Why a mate's arena could not be mapped by Connect, or "". If any process of the group has such
+  // a reason, all call ForbidArenas before Start: an owner cannot know who reads its buffers.
+  const std::string& unmapped_arena() const { return unmapped_arena_; }
+  void ForbidArenas(const std::string& reason);
+  // Builds and warms the launch handles, starts the threads. All processes have connected before.
+  Status Start();
+  // The devices are idle (Python waited). Stops threads, unmaps, frees. Idempotent.
+  void Close();
+
+  // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
+  gpu::RankHandle* TakeHandle(int64_t device);
+  const gpu::GpuApi& api() const { return *api_; }
+  const SessionOptions& options() const { return options_.session; }
+  FailureLatch& failure() { return *failure_; }
+  uint64_t heap_bytes() const;  // device bytes of this process's ranks together
+  // "in place", or "staged: REASON" if any local rank's arena cannot be read by its mates.
+  std::string data_path() const;
+  struct Counters {
+    LocalRank id;
+    uint64_t
+        launches;  // calls whose handler ran: fewer than were executed where graphs replay them
+    gpu::RankCountersSnapshot device;
+  };
+  Result<std::vector<Counters>> counters() const;
+  std::string DumpState() const;
+
+ private:
+  struct Member;
+  struct PeerRecord;
+
+  explicit GpuSession(GpuOptions options, const gpu::GpuApi* api);
+  Status AllocateMember(size_t index);
+  Status ConnectMember(Member& member,
+                       const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records);
+  std::vector<int> Devices() const;
+  void WatchStatus();
+  std::string Describe(const Member& member) const;
+
+  const GpuOptions options_;
+  const gpu::GpuApi* const api_;
+  std::unique_ptr<FailureLatch> failure_;
+  std::vector<std::unique_ptr<Member>> members_;
+  std::string unmapped_arena_;
+  std::unique_ptr<Monitor> monitor_;
+  std::thread watch_;
+  std::mutex watch_mutex_;
+  std::condition_variable watch_wake_;
+  bool stopping_ = false;  // guarded by watch_mutex_
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace jax_ep

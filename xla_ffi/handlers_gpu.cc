@@ -1,0 +1,178 @@
+// GPU platforms: each handler enqueues kernels on XLA's stream and returns. Nothing is allocated,
+// waited for or read back, so the calls may be captured in command buffers and replayed.
+#include "xla_ffi/handlers_gpu.h"
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "xla_ffi/error.h"
+#include "xla_ffi/gpu_session.h"
+#include "xla_ffi/session_table.h"
+#include "xla_ffi/signatures.h"
+
+namespace jax_ep {
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+struct GpuContext {
+  gpu::Stream stream = nullptr;
+  int32_t device = 0;
+};
+
+// What a launch needs besides its parameters.
+struct Target {
+  const gpu::GpuApi& api;
+  gpu::RankHandle* rank;
+  gpu::Stream stream;
+};
+
+struct GpuPlatform {
+  using Context = GpuContext;
+  using Outcome = ffi::Error;
+
+  template <typename Make, typename Run>
+  static Outcome Submit(const Context& context, int64_t session_id, const char* operation,
+                        Make make, Run run) {
+    Result<std::shared_ptr<GpuSession>> session =
+        SessionTable<GpuSession>::Instance().Find(session_id);
+    if (!session.ok()) return ToFfiError(session.status());
+    GpuSession& group = **session;
+    if (group.failure().failed()) return ToFfiError(group.failure().status());
+    const std::string& name = group.options().name;
+    gpu::RankHandle* rank = group.TakeHandle(context.device);
+    if (rank == nullptr) {
+      return ToFfiError(FailedPrecondition(
+          "group " + name + ": " + operation + " runs on GPU " + std::to_string(context.device) +
+          ", which is not in the group's mesh; use the mesh that create_group got"));
+    }
+    const auto params = make(group.options().shape);
+    if (!params.ok()) return ToFfiError(params.status());
+    const char* error = run(Target{group.api(), rank, context.stream}, *params);
+    if (error == nullptr) return ffi::Error::Success();
+    return ToFfiError(Internal("group " + name + ": " + operation + " on GPU " +
+                               std::to_string(context.device) + ": " + error));
+  }
+
+  struct RunPlan {
+    const char* operator()(const Target& t, const PlanParams& p) const {
+      return t.api.plan(t.rank, &p, t.stream);
+    }
+  };
+  struct RunDispatch {
+    const char* operator()(const Target& t, const DispatchParams& p) const {
+      return t.api.dispatch(t.rank, &p, t.stream);
+    }
+  };
+  struct RunLlDispatch {
+    const char* operator()(const Target& t, const LlDispatchParams& p) const {
+      return t.api.ll_dispatch(t.rank, &p, t.stream);
+    }
+  };
+  struct RunCombine {
+    const char* operator()(const Target& t, const CombineParams& p) const {
+      return t.api.combine(t.rank, &p, t.stream);
+    }
+  };
+  // In the halves `epoch` is a word of device memory.
+  struct StartDispatch {
+    int32_t* epoch;
+    const char* operator()(const Target& t, const DispatchParams& p) const {
+      return t.api.dispatch_start(t.rank, &p, epoch, t.stream);
+    }
+  };
+  struct FinishDispatch {
+    const int32_t* epoch;
+    const char* operator()(const Target& t, const DispatchParams& p) const {
+      return t.api.dispatch_done(t.rank, &p, epoch, t.stream);
+    }
+  };
+  struct StartLlDispatch {
+    int32_t* epoch;
+    const char* operator()(const Target& t, const LlDispatchParams& p) const {
+      return t.api.ll_dispatch_start(t.rank, &p, epoch, t.stream);
+    }
+  };
+  struct FinishLlDispatch {
+    const int32_t* epoch;
+    const char* operator()(const Target& t, const LlDispatchParams& p) const {
+      return t.api.ll_dispatch_done(t.rank, &p, epoch, t.stream);
+    }
+  };
+  struct StartCombine {
+    int32_t* epoch;
+    const char* operator()(const Target& t, const CombineParams& p) const {
+      return t.api.combine_start(t.rank, &p, epoch, t.stream);
+    }
+  };
+  struct FinishCombine {
+    const int32_t* epoch;
+    const char* operator()(const Target& t, const CombineParams& p) const {
+      return t.api.combine_done(t.rank, &p, epoch, t.stream);
+    }
+  };
+};
+
+}  // namespace
+}  // namespace jax_ep
+
+namespace xla::ffi {
+template <>
+struct CtxDecoding<jax_ep::GpuContext> {
+  using Type = jax_ep::GpuContext;
+  static std::optional<Type> Decode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* context,
+                                    DiagnosticEngine& diagnostic) {
+    const auto stream = CtxDecoding<PlatformStream<void*>>::Decode(api, context, diagnostic);
+    const auto device = CtxDecoding<DeviceOrdinal>::Decode(api, context, diagnostic);
+    if (!stream || !device) return std::nullopt;
+    return Type{*stream, *device};
+  }
+};
+}  // namespace xla::ffi
+
+namespace jax_ep {
+namespace {
+
+using Ops = Operations<GpuPlatform>;
+constexpr auto kReplayable = {ffi::Traits::kCmdBufferCompatible};
+
+XLA_FFI_DEFINE_HANDLER(kPlan, Ops::Plan, signatures::Plan<GpuContext>(), kReplayable);
+XLA_FFI_DEFINE_HANDLER(kDispatch, Ops::Dispatch, signatures::Dispatch<GpuContext>(), kReplayable);
+XLA_FFI_DEFINE_HANDLER(kLlDispatch, Ops::LlDispatch, signatures::LlDispatch<GpuContext>(),
+                       kReplayable);
+XLA_FFI_DEFINE_HANDLER(kCombine, Ops::Combine, signatures::Combine<GpuContext>(), kReplayable);
+XLA_FFI_DEFINE_HANDLER(kDispatchStart, Ops::DispatchStart, signatures::DispatchStart<GpuContext>(),
+                       kReplayable);
+XLA_FFI_DEFINE_HANDLER(kDispatchDone, Ops::DispatchDone, signatures::DispatchDone<GpuContext>(),
+                       kReplayable);
+XLA_FFI_DEFINE_HANDLER(kLlDispatchStart, Ops::LlDispatchStart,
+                       signatures::LlDispatchStart<GpuContext>(), kReplayable);
+XLA_FFI_DEFINE_HANDLER(kLlDispatchDone, Ops::LlDispatchDone,
+                       signatures::LlDispatchDone<GpuContext>(), kReplayable);
+XLA_FFI_DEFINE_HANDLER(kCombineStart, Ops::CombineStart, signatures::CombineStart<GpuContext>(),
+                       kReplayable);
+XLA_FFI_DEFINE_HANDLER(kCombineDone, Ops::CombineDone, signatures::CombineDone<GpuContext>(),
+                       kReplayable);
+
+}  // namespace
+
+std::span<const HandlerRegistration> GpuHandlers() {
+  static const std::array<HandlerRegistration, 10> kHandlers{{
+      {"jax_ep_plan", nullptr, kPlan},
+      {"jax_ep_dispatch", nullptr, kDispatch},
+      {"jax_ep_ll_dispatch", nullptr, kLlDispatch},
+      {"jax_ep_combine", nullptr, kCombine},
+      {"jax_ep_dispatch_start", nullptr, kDispatchStart},
+      {"jax_ep_dispatch_done", nullptr, kDispatchDone},
+      {"jax_ep_ll_dispatch_start", nullptr, kLlDispatchStart},
+      {"jax_ep_ll_dispatch_done", nullptr, kLlDispatchDone},
+      {"jax_ep_combine_start", nullptr, kCombineStart},
+      {"jax_ep_combine_done", nullptr, kCombineDone},
+  }};
+  return kHandlers;
+}
+
+}  // namespace jax_ep

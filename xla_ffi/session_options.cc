@@ -1,0 +1,22 @@
+#include "xla_ffi/session_options.h"
+
+namespace jax_ep {
+
+Status CheckOptions(const SessionOptions& options) {
+  const GroupShape& shape = options.shape;
+  if (shape.num_ranks == 0 || shape.node_size == 0 || shape.num_ranks % shape.node_size != 0) {
+    return InvalidArgument("group " + options.name + ": node_size " +
+                           std::to_string(shape.node_size) + " does not divide the " +
+                           std::to_string(shape.num_ranks) + " ranks of the group");
+  }
+  for (const LocalRank& local : options.local_ranks) {
+    if (local.team >= options.team_processes.size() ||
+        local.rank >= options.team_processes[local.team].size() ||
+        options.team_processes[local.team].size() != shape.num_ranks) {
+      return InvalidArgument("group " + options.name + ": rank table and shape disagree");
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace jax_ep

@@ -1,0 +1,40 @@
+// What both kinds of session are created from.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/layout.h"
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// A rank of this process: which device runs it, and its place in the group.
+struct LocalRank {
+  int64_t device_ordinal = 0;  // as the FFI reports it (a global, sparse id on CPU)
+  uint32_t team = 0;
+  uint32_t rank = 0;
+};
+
+struct SessionOptions {
+  int64_t session_id = 0;
+  std::string name;  // for messages
+  GroupShape shape;
+  // team_processes[team][rank] = index of the process that owns the rank's device.
+  std::vector<std::vector<uint32_t>> team_processes;
+  std::vector<LocalRank> local_ranks;
+  uint32_t process_index = 0;
+  std::string transport;  // "none" (one node), or a name of proxy/transport/registry.h
+  std::chrono::nanoseconds timeout{};
+  std::chrono::nanoseconds peer_timeout{};
+  int threads_per_rank = 1;
+  bool huge_pages = true;  // hint for large results on CPU (kernels/cpu/huge_pages.h)
+  bool debug = false;      // expert ids out of range fail the call that has them
+};
+
+// \error kInvalidArgument  the rank table and the shape disagree
+Status CheckOptions(const SessionOptions& options);
+
+}  // namespace jax_ep

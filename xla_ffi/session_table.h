@@ -1,0 +1,65 @@
+// SessionTable: id -> open session, or the name of the group that was closed under that id. The
+// tables (one per kind of session) and the site numbering are the only process-wide mutable state.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+// S has `options()` with session_id and name. Thread rule: any thread.
+template <typename S>
+class SessionTable {
+ public:
+  static SessionTable& Instance() {
+    static SessionTable* const table = new SessionTable();  // lives until the process ends
+    return *table;
+  }
+
+  Status Add(std::shared_ptr<S> session) {
+    std::lock_guard lock(mutex_);
+    const int64_t id = session->options().session_id;
+    if (!sessions_.emplace(id, session).second) {
+      return FailedPrecondition("group " + session->options().name +
+                                " exists already in this process");
+    }
+    closed_.erase(id);
+    return Status::Ok();
+  }
+
+  // Keeps a tombstone, so that a late execution gets "group NAME is closed".
+  void Remove(int64_t session_id) {
+    std::lock_guard lock(mutex_);
+    const auto it = sessions_.find(session_id);
+    if (it == sessions_.end()) return;
+    closed_[session_id] = it->second->options().name;
+    sessions_.erase(it);
+  }
+
+  Result<std::shared_ptr<S>> Find(int64_t session_id) const {
+    std::lock_guard lock(mutex_);
+    const auto it = sessions_.find(session_id);
+    if (it != sessions_.end()) return it->second;
+    const auto closed = closed_.find(session_id);
+    if (closed != closed_.end()) {
+      return FailedPrecondition("group " + closed->second +
+                                " is closed; create a new one with jax_ep.create_group");
+    }
+    return FailedPrecondition(
+        "group id " + std::to_string(session_id) +
+        " is unknown in this process: create_group must run, in the same order on every process, "
+        "before a program that uses the group");
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<S>> sessions_;
+  std::map<int64_t, std::string> closed_;
+};
+
+}  // namespace jax_ep

@@ -1,0 +1,22 @@
+"""Files that CMake (bazel/sources.cmake) and Bazel both compile."""
+
+# No XLA, no Python.
+SESSION = [
+    "continuation_watch.cc",
+    "executor.cc",
+    "gpu_session.cc",
+    "monitor.cc",
+    "order.cc",
+    "session.cc",
+    "session_options.cc",
+    "worker_pool.cc",
+]
+
+# The Python module _core.
+EXTENSION = [
+    "buffers.cc",
+    "handlers_cpu.cc",
+    "handlers_gpu.cc",
+    "module.cc",
+    "module_gpu.cc",
+]
