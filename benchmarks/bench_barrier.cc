@@ -1,7 +1,9 @@
 // A futex barrier between processes: the yardstick for an LL round trip on a machine with fewer
 // cores than processes. Prints one JSON line with the median of the requested rounds.
 //   bench_barrier [processes = 4] [rounds = 1000]
+// Process i of n runs on the core that `python -m jax_ep launch --bind-to core` gives it.
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -36,6 +38,19 @@ struct Barrier {
   }
 };
 
+void BindToCore(uint32_t index, uint32_t num_processes) {
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &allowed)) cores.push_back(core);
+  }
+  cpu_set_t mine;
+  CPU_ZERO(&mine);
+  CPU_SET(cores[index * cores.size() / num_processes], &mine);
+  sched_setaffinity(0, sizeof(mine), &mine);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -45,13 +60,11 @@ int main(int argc, char** argv) {
       mmap(nullptr, sizeof(Barrier), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED || num_processes < 1 || rounds < 1) return 1;
   auto* barrier = static_cast<Barrier*>(memory);  // zero bytes are a fresh barrier
-  bool is_first = true;
-  for (uint32_t i = 1; i < num_processes; ++i) {
-    if (fork() == 0) {
-      is_first = false;
-      break;
-    }
+  uint32_t index = 0;
+  for (uint32_t i = 1; i < num_processes && index == 0; ++i) {
+    if (fork() == 0) index = i;
   }
+  BindToCore(index, num_processes);
   std::vector<double> microseconds;
   for (int round = 0; round < rounds + 100; ++round) {  // 100 to warm up
     const auto start = std::chrono::steady_clock::now();
@@ -59,7 +72,7 @@ int main(int argc, char** argv) {
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
     if (round >= 100) microseconds.push_back(took.count());
   }
-  if (!is_first) return 0;
+  if (index != 0) return 0;
   while (wait(nullptr) > 0) {
   }
   std::sort(microseconds.begin(), microseconds.end());

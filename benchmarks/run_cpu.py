@@ -40,8 +40,8 @@ def worker_result(text):
     return json.loads(re.search(r"RESULT (\{.*\})", text).group(1))
 
 
-def launched(processes, *options, devices=1):
-    command = [sys.executable, "-m", "jax_ep", "launch", "-n", processes]
+def launched(processes, *options, devices=1, bind_to="none"):
+    command = [sys.executable, "-m", "jax_ep", "launch", "-n", processes, "--bind-to", bind_to]
     command += ["--devices-per-process", devices, HERE / "exchange_worker.py", *options]
     return worker_result(run(command))
 
@@ -68,6 +68,15 @@ def commit():
     return text.strip()
 
 
+def stamp():
+    """What every results file begins with."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "commit": commit(),
+    }
+
+
 def plot(results, path):
     import matplotlib
 
@@ -92,11 +101,7 @@ def main():
     parser.add_argument("--build", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     args = parser.parse_args()
-    results = {
-        "date": datetime.date.today().isoformat(),
-        "machine": machine(),
-        "commit": commit(),
-    }
+    results = stamp()
     has_mpi = shutil.which("mpirun") and importlib.util.find_spec("mpi4jax")
     if not has_mpi:
         print("mpi4jax is left out: mpirun or the mpi4jax package is not installed")
@@ -105,10 +110,12 @@ def main():
     results["virtual_devices"] = launched(1, "--spec", "train", "--calls", "8", devices=8)
     barrier = [args.build / "benchmarks" / "bench_barrier", "4", "20000"]
     before = json.loads(run(barrier))
-    # A scan of 1,000 round trips at a time: one alone would time the start of an execution.
+    # A scan of 1,000 round trips at a time: one alone would time the start of an execution. Ranks
+    # and barrier processes are bound: where three of four share a core both take twice as long.
     ll = ["--spec", "decode", "--mode", "ll", "--calls", "1000", "--repeats", "15"]
     ll += ["--only", "jax_ep"]
-    results["ll"] = launched(4, *ll)
+    results["ll"] = launched(4, *ll, bind_to="core")
+    results["ll, not bound"] = launched(4, *ll)
     after = json.loads(run(barrier))
     results["barrier"] = [before, after]
     results["ring"] = json.loads(run([args.build / "benchmarks" / "bench_ring"]))

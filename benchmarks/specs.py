@@ -13,11 +13,19 @@ class Spec:
     num_experts: int
     dtype: str = "float32"
     capacity_factor: float | None = 1.25
+    expert_hidden: int = 0  # inner size of an expert's FFN, where a whole layer is measured
 
 
 SPECS = {
     # The shape that the speed targets are stated for.
     "train": Spec(tokens=1024, hidden=2048, top_k=4, num_experts=32),
     "decode": Spec(tokens=8, hidden=1024, top_k=2, num_experts=8, capacity_factor=None),
+    # Published expert layouts, as GPU benchmarks use them; tokens per rank are given by the run.
+    "deepseek-v3": Spec(
+        tokens=4096, hidden=7168, top_k=8, num_experts=256, dtype="bfloat16", expert_hidden=2048
+    ),
+    "qwen3-235b": Spec(
+        tokens=4096, hidden=4096, top_k=8, num_experts=128, dtype="bfloat16", expert_hidden=1536
+    ),
     "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16),
 }

@@ -1,0 +1,179 @@
+"""Exchanges on this machine's GPUs, one process, inside jit; prints one JSON line per case.
+
+Times are of one call in a `lax.scan` of many, over all GPUs: the slowest rank decides. Every
+method's round trip is checked (identity experts: every token comes back) before it is timed.
+"""
+
+import argparse
+import json
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from baselines import AllGather, DenseAllToAll, RaggedAllToAll, Sizes
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from specs import SPECS
+
+import jax_ep
+from jax_ep.testing import make_routing
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--spec", default="deepseek-v3", choices=sorted(SPECS))
+parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
+parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
+parser.add_argument("--methods", nargs="+", default=["jax_ep", "dense", "ragged", "all_gather"])
+parser.add_argument("--calls", type=int, default=50, help="calls inside one scan")
+parser.add_argument("--repeats", type=int, default=7)
+parser.add_argument("--ranks", type=int, default=0, help="0: every GPU")
+args = parser.parse_args()
+
+N = args.ranks or jax.device_count()
+spec = SPECS[args.spec]
+mesh = Mesh(np.array(jax.devices()[:N]), ("ep",))
+sharding = NamedSharding(mesh, P("ep"))
+dtype = jnp.dtype(spec.dtype)
+
+
+class Ours:
+    def __init__(self, group):
+        self.group = group
+
+    def dispatch(self, x, idx, weights):
+        pad = "undefined" if args.mode == "ll" else "zero"
+        layout = "expert_batched" if args.mode == "ll" else "expert_major"
+        recv = jax_ep.dispatch(self.group, x, idx, weights, mode=args.mode, layout=layout, pad=pad)
+        return recv.x, recv
+
+    def combine(self, rows, recv, weights):
+        del weights
+        return jax_ep.combine(self.group, rows, recv.plan, weights=recv.weights)
+
+
+def per_rank(function):
+    """`function` of local arrays, jitted over arrays [N, ...]."""
+
+    def local(*arrays):
+        outs = function(*jax.tree.map(lambda a: a[0], arrays))
+        return jax.tree.map(lambda a: a[None], outs)
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    )
+
+
+def touch(tree):
+    """One element of every float leaf: enough to keep the whole result."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
+
+
+def looped(body):
+    """Calls `body(arrays)` many times, each after the one before; arrays do not change."""
+
+    def run(*arrays):
+        def step(carry, _):
+            held, _ = lax.optimization_barrier((arrays, carry))
+            return touch(body(*held)), None
+
+        return lax.scan(step, jnp.float32(0), None, length=args.calls)[0]
+
+    return per_rank(run)
+
+
+def measure(run, *arrays):
+    run(*arrays).block_until_ready()
+    seconds = []
+    for _ in range(args.repeats):
+        start = time.perf_counter()
+        run(*arrays).block_until_ready()
+        seconds.append((time.perf_counter() - start) / args.calls)
+    return float(np.median(seconds)) * 1e6
+
+
+def methods_for(sizes, group):
+    every = {
+        "jax_ep": Ours(group),
+        "dense": DenseAllToAll(sizes),
+        "ragged": RaggedAllToAll(sizes),
+        "all_gather": AllGather(sizes),
+    }
+    return {name: every[name] for name in args.methods}
+
+
+def inputs(tokens):
+    idx = make_routing(
+        args.routing,
+        num_ranks=N,
+        num_tokens=tokens,
+        top_k=spec.top_k,
+        num_experts=spec.num_experts,
+        seed=0,
+    ).reshape(N, tokens, spec.top_k)
+    rng = np.random.default_rng(1)
+    weights = rng.random((N, tokens, spec.top_k)).astype(np.float32)
+    weights /= weights.sum(axis=2, keepdims=True)
+    x = jax.random.normal(jax.random.key(0), (N, tokens, spec.hidden), jnp.float32).astype(dtype)
+    return [jax.device_put(a, sharding) for a in (x, idx.astype(np.int32), weights)]
+
+
+def report(tokens):
+    x, idx, weights = inputs(tokens)
+    owners = np.asarray(idx) // (spec.num_experts // N)
+    loads = np.stack([np.bincount(o.ravel(), minlength=N) for o in owners])  # [source, owner]
+    sizes = Sizes(
+        N, tokens, spec.hidden, spec.top_k, spec.num_experts, math.ceil(loads.max() / 8) * 8
+    )
+    reached = np.stack([(owners == rank).any(axis=2) for rank in range(N)])  # [owner, source, t]
+    remote = sum(int(reached[r, s].sum()) for r in range(N) for s in range(N) if r != s) / N
+    # Capacity 1.25, or what the fullest rank needs with its experts' zones aligned: nothing drops.
+    align = 128
+    counts = np.bincount(np.asarray(idx).ravel(), minlength=spec.num_experts)
+    zones = -(-counts // align) * align
+    needed = zones.reshape(N, -1).sum(axis=1).max()
+    rows = max(int(needed), math.ceil(1.25 * tokens * spec.top_k / align) * align)
+    config = jax_ep.Config(
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        hidden=spec.hidden,
+        max_tokens=tokens,
+        dtype=dtype,
+        mode=args.mode,
+        align=align,
+        recv_rows=rows if args.mode == "ht" else None,
+    )
+    result = {
+        "spec": args.spec,
+        "mode": args.mode,
+        "routing": args.routing,
+        "tokens": tokens,
+        "ranks": N,
+        "recv_rows": rows,
+        "remote_rows_per_rank": remote,
+        "remote_bytes_per_rank": remote * spec.hidden * dtype.itemsize,
+        "calls_per_scan": args.calls,
+        "us": {},
+    }
+    with jax_ep.create_group(mesh, "ep", config) as group:
+        for name, method in methods_for(sizes, group).items():
+            rows, state = per_rank(method.dispatch)(x, idx, weights)
+            out = per_rank(method.combine)(rows, state, weights)
+            error = np.max(np.abs(np.asarray(out - x, np.float32)))
+            assert error < 0.1, f"{name} returned wrong rows: {error}"
+            result["us"][name] = {
+                "dispatch": measure(looped(method.dispatch), x, idx, weights),
+                "combine": measure(looped(method.combine), rows, state, weights),
+            }
+            if name == "jax_ep":
+                plan = looped(lambda i: jax_ep.plan(group, i, mode=args.mode).group_sizes * 1.0)
+                result["us"][name]["plan"] = measure(plan, idx)
+        jax_ep.block_until_ready(x)
+    print("RESULT " + json.dumps(result), flush=True)
+
+
+for tokens in args.tokens:
+    report(tokens)
