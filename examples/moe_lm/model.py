@@ -1,22 +1,21 @@
 """A byte-level transformer whose feed-forward layers are Mixtures of Experts (Flax NNX).
 
 The model runs inside ``jax.shard_map``: tokens and experts are this rank's.  Attention and
-embeddings are replicated; the experts' weights are split over the ranks, and tokens travel to them
-and back through ``jax_ep.dispatch`` and ``jax_ep.combine``.
+embeddings are replicated; the experts' weights are split over the ranks, and ``jax_ep.flax.MoE``
+sends tokens to them and back.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 import jax_ep
+from jax_ep import flax as ep_flax
 
 INIT_STD = 0.02
 ROPE_BASE = 10_000.0
@@ -36,48 +35,31 @@ class ModelSize:
     vocabulary: int = 256
 
 
-class LayerStats(NamedTuple):
-    """What a MoE layer reports of one batch; ``load`` covers this rank's experts."""
-
-    load: jax.Array  # i32[E_l], pairs that each expert took
-    dropped: jax.Array  # i32[], this rank's pairs that were dropped
-    balance_loss: jax.Array  # f32[], 1 when the router spreads tokens evenly
-
-
-class ExpertParam(nnx.Param):
-    """A parameter whose leading axis is the expert: split over the ranks."""
-
-
 def _weight(rng: np.random.Generator, *shape: int, scale: float = INIT_STD) -> np.ndarray:
     # On the host: compiling JAX's generator for every shape takes longer than drawing.
     return rng.standard_normal(shape, np.float32) * np.float32(scale)
 
 
-class MoE(nnx.Module):
-    """Router, dispatch, experts, combine."""
-
-    def __init__(self, size: ModelSize, group: jax_ep.Group, rng: np.random.Generator) -> None:
-        experts, width, inner = size.num_experts, size.width, size.expert_width
-        self.group = group
-        self.top_k = size.top_k
-        self.router = nnx.Param(_weight(rng, width, experts))
-        self.up = ExpertParam(_weight(rng, experts, width, inner, scale=width**-0.5))
-        self.down = ExpertParam(
-            _weight(rng, experts, inner, width, scale=inner**-0.5 / (2 * size.layers) ** 0.5)
-        )
-
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
-        """Takes and returns this rank's tokens, [T, H]."""
-        logits = x @ self.router[...]
-        topk_idx, topk_weights = jax_ep.routing.topk_softmax(logits, self.top_k)
-        balance = jax_ep.routing.load_balancing_loss(jax.nn.softmax(logits), topk_idx)
-
-        recv = jax_ep.dispatch(self.group, x, topk_idx, topk_weights)
-        rows = lax.ragged_dot(recv.x, self.up[...], recv.group_sizes)
-        rows = lax.ragged_dot(jax.nn.silu(rows), self.down[...], recv.group_sizes)
-        out = jax_ep.combine(self.group, rows, recv.plan, weights=recv.weights)
-
-        return out, LayerStats(recv.plan.group_counts, recv.plan.num_dropped, balance)
+def _moe(size: ModelSize, group: jax_ep.Group, rng: np.random.Generator) -> ep_flax.MoE:
+    """Router, dispatch, experts (up, silu, down), combine."""
+    config = ep_flax.MoEConfig(
+        num_experts=size.num_experts,
+        top_k=size.top_k,
+        hidden=size.width,
+        expert_width=size.expert_width,
+        gated=False,
+    )
+    down_scale = size.expert_width**-0.5 / (2 * size.layers) ** 0.5
+    scales = {"router": INIT_STD, "w_up": size.width**-0.5, "w_down": down_scale}
+    return ep_flax.MoE(
+        config,
+        group,
+        kernel_init={
+            name: lambda key, shape, dtype, scale=scale: _weight(rng, *shape, scale=scale)
+            for name, scale in scales.items()
+        },
+        rngs=nnx.Rngs(0),
+    )
 
 
 class Attention(nnx.Module):
@@ -116,13 +98,13 @@ class Block(nnx.Module):
         self.attention_norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
         self.attention = Attention(size, rng)
         self.moe_norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
-        self.moe = MoE(size, group, rng)
+        self.moe = _moe(size, group, rng)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, LayerStats]:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, ep_flax.MoEStats]:
         """[B, S, H] -> [B, S, H]."""
         x = x + self.attention(self.attention_norm(x))
-        out, stats = self.moe(self.moe_norm(x).reshape(-1, x.shape[-1]))
-        return x + out.reshape(x.shape), stats
+        out, stats = self.moe(self.moe_norm(x))
+        return x + out, stats
 
 
 class Transformer(nnx.Module):
@@ -140,7 +122,7 @@ class Transformer(nnx.Module):
         self.norm = nnx.RMSNorm(size.width, rngs=nnx.Rngs(0))
         self.head = nnx.Param(np.zeros((size.width, size.vocabulary), np.float32))
 
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, LayerStats]:
+    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, ep_flax.MoEStats]:
         """i32[B, S] -> logits f32[B, S, 256] and the stats of all layers, stacked."""
         length = tokens.shape[1]
         x = sum(

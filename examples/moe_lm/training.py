@@ -11,7 +11,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -20,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from moe_lm.model import ExpertParam, ModelSize, Transformer
+from jax_ep.flax import ExpertParam
+from moe_lm.model import ModelSize, Transformer
 
 AXIS = "ep"
 BALANCE_LOSS_WEIGHT = 0.03
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
     """What one batch says; every process gets the whole of it."""
 
     loss: jax.Array  # f32[], nats per byte, mean over the global batch
-    load: jax.Array  # i32[layers, E], pairs taken by each expert
+    load: jax.Array  # i32[layers, E], pairs that chose each expert
     dropped: jax.Array  # i32[], pairs dropped in all layers and ranks
 
 
@@ -62,7 +62,8 @@ class Trainer:
         self, mesh: Mesh, group: jax_ep.Group, size: ModelSize, options: TrainOptions
     ) -> None:
         self._mesh, self._group, self._size, self._options = mesh, group, size, options
-        model = Transformer(size, group, np.random.default_rng(options.seed))
+        with nnx.use_eager_sharding(False):  # weights stay on the host until _place
+            model = Transformer(size, group, np.random.default_rng(options.seed))
         self._graph, self._first_experts, self._first_dense = nnx.split(
             model, ExpertParam, nnx.Param
         )
@@ -122,8 +123,8 @@ class Trainer:
             balance = lax.pmean(stats.balance_loss.mean(), AXIS)
             measured = Measured(
                 loss,
-                lax.psum(_scatter_to_all_experts(stats.load, self._size.num_experts), AXIS),
-                lax.psum(stats.dropped.sum(), AXIS),
+                lax.psum(stats.load, AXIS),
+                lax.psum(stats.num_dropped.sum(), AXIS),
             )
             return loss + BALANCE_LOSS_WEIGHT * balance, measured
 
@@ -138,10 +139,3 @@ class Trainer:
         updates, optimizer = self._optimizer.update(gradients, state.optimizer, parameters)
         dense, experts = optax.apply_updates(parameters, updates)
         return TrainState(dense, experts, optimizer), measured
-
-
-def _scatter_to_all_experts(load: jax.Array, num_experts: int) -> jax.Array:
-    """[layers, E_l] of this rank -> [layers, E] with zeros elsewhere, ready to be summed."""
-    begin = lax.axis_index(AXIS) * load.shape[1]
-    zeros = lax.pcast(jnp.zeros((load.shape[0], num_experts), load.dtype), AXIS, to="varying")
-    return lax.dynamic_update_slice(zeros, load, (jnp.zeros_like(begin), begin))
