@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _bootstrap, _runtime
+from jax_ep import _bootstrap, _jax_compat, _runtime
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--phase", required=True, choices=["bootstrap", "close"])
@@ -70,6 +70,8 @@ else:
     place = jax.sharding.NamedSharding(group.mesh, P("ep"))
     zeros = np.zeros((16 * jax.device_count(), 2), np.int32)
     ids(jax.make_array_from_callback(zeros.shape, place, lambda i: zeros[i])).block_until_ready()
+    # All have their result before the victim dies: what it wrote last may still lie in its proxy.
+    _jax_compat.distributed_client().wait_at_barrier("ran", 60_000)
     if is_victim:
         _runtime.NativeSession.close = die
     start = time.monotonic()
