@@ -369,10 +369,12 @@ class _Job:
         self._selector.close()
 
     def _drain(self) -> None:
-        limit = time.monotonic() + DRAIN_LIMIT_S
         for key in list(self._selector.get_map().values()):
             if not isinstance(key.data, LinePrefixer):
                 self._selector.unregister(key.fileobj)
+        for key, _ in self._selector.select(0):
+            self._pump(key)  # all that a pipe holds, however late it is
+        limit = time.monotonic() + DRAIN_LIMIT_S
         while self._selector.get_map() and time.monotonic() < limit:
             for key, _ in self._selector.select(max(0.0, limit - time.monotonic())):
                 self._pump(key)
