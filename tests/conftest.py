@@ -29,6 +29,8 @@ else:
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Above all limits of the jobs that a test runs: theirs say more.
+MULTIPROCESS_LIMIT_S = 1200
 NATIVE_IS_BUILT = importlib.util.find_spec("jax_ep._core") is not None
 IMPLEMENTATIONS = ["xla", "native"] if NATIVE_IS_BUILT else ["xla"]
 if ON_GPU:
@@ -42,7 +44,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under `-m gpu`, every test of a native operation is a GPU test."""
+    """Gives jobs of several processes time; under `-m gpu`, tests of native operations are its."""
+    for item in items:
+        if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(MULTIPROCESS_LIMIT_S))
     if not ON_GPU:
         return
     has_gpu = jax.default_backend() == "gpu"

@@ -27,7 +27,7 @@ def test_the_tutorial_prints_what_it_says(tmp_path, options):
         [sys.executable, "-m", "jax_ep", "launch", *options.split(), str(script)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={**env, "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDERS = ("proxy", "kernels/cpu", "xla_ffi", "tests/proxy", "tests/kernels", "tests/xla_ffi")
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 Targets = dict[str, frozenset[str]]
 
@@ -28,7 +28,10 @@ def _missing() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "nothing is missing")
+pytestmark = [
+    pytest.mark.skipif(bool(_missing()), reason=_missing() or "nothing is missing"),
+    pytest.mark.timeout(3 * TIMEOUT_S),
+]
 
 
 def _run(*command: object) -> str:

@@ -25,7 +25,7 @@ def launch(example, *options, processes=2):
         [*command, str(EXAMPLES / example), *options],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
         env={**env, "JAX_PLATFORMS": "cpu"},
     )
 

@@ -271,7 +271,7 @@ def test_any_routing_equals_the_oracle(case: Case, implementation: str, data: An
 FILL = jax.jit(_plan.water_fill)  # sizes traced, so that all examples share one program
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     demand=st.lists(st.integers(0, 50), min_size=1, max_size=9),
     rows=st.integers(0, 40),

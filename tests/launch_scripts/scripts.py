@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 TRAIN = "examples/train_moe_lm.py"
 PROCESSES = 2
-LIMIT_S = 200.0
+LIMIT_S = 500.0
 OPTIONS = (
     *("--steps=2", "--batch=16", "--length=32"),
     *("--width=32", "--layers=1", "--heads=2", "--expert-width=32"),

@@ -1,5 +1,7 @@
 """examples/launch/slurm.sbatch under a real SLURM of one node."""
 
+import re
+
 import pytest
 from scripts import LAUNCH, LIMIT_S, OPTIONS, PROCESSES, check_trained, environment, run
 from slurm_cluster import missing, slurm_cluster, wait_for_job
@@ -10,7 +12,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(LIMIT_S + 100)
+@pytest.mark.timeout(2 * LIMIT_S + 300)
 def test_the_job_trains_and_a_failing_job_fails(tmp_path):
     # One CPU, so that two tasks overcommit it on every machine.
     with slurm_cluster(tmp_path, cpus=1) as env:
@@ -25,7 +27,7 @@ def test_the_job_trains_and_a_failing_job_fails(tmp_path):
         code, output = batch(*OPTIONS, "--out", tmp_path / "results")
         assert code == 0, output[-6000:]
         check_trained(output)
-        assert output.startswith(("0: ", "1: ")), "srun --label was not used"
+        assert re.search("^[01]: ", output, re.MULTILINE), "srun --label was not used"
         assert (tmp_path / "results" / "results.json").exists()
 
         code, output = batch("--no-such-option")

@@ -1,6 +1,7 @@
 """Death, stop and lateness of a rank: an error that names it within the limit, and a way on."""
 
 import pathlib
+import time
 
 import pytest
 from launching import launch
@@ -8,16 +9,26 @@ from launching import launch
 pytestmark = pytest.mark.multiprocess
 
 PEER_TIMEOUT_S = 4.0
-# Detection plus the time that this shared machine may take to run the survivors.
+# The time that this shared machine may take to run the survivors.
 SLACK_S = 4.0
+STOP_S = 3.0  # of a proxy that still has messages for the dead: proxy/proxy.h, kMaxStopTime
+# Where nobody may exceed it: long, for then a machine that stands still looks like a lost rank.
+LONG_PEER_TIMEOUT_S = 8.0
+GRACE_S = 120  # for the survivors, who compile anew
+SHARED_MEMORY = pathlib.Path("/dev/shm")
 
 
 def _shared_memory_files():
-    return (
-        {path.name for path in pathlib.Path("/dev/shm").iterdir()}
-        if pathlib.Path("/dev/shm").exists()
-        else set()
-    )
+    return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.exists() else set()
+
+
+def _left_of(files, within_s=60.0):
+    """Those of `files` that stay; other programs of this machine have theirs, and remove them."""
+    limit = time.monotonic() + within_s
+    while files and time.monotonic() < limit:
+        time.sleep(0.1)
+        files &= _shared_memory_files()
+    return files
 
 
 @pytest.mark.parametrize(
@@ -35,21 +46,24 @@ def test_every_survivor_names_the_lost_rank_and_goes_on(how, mode, node_size):
     options = ["--how", how, "--mode", mode, "--peer-timeout", PEER_TIMEOUT_S]
     if node_size is not None:
         options += ["--node-size", node_size]
-    done = launch("lose_a_rank.py", *options, processes=3, grace=30)
+    done = launch("lose_a_rank.py", *options, processes=3, grace=GRACE_S)
     for survivor in range(2):
         assert float(done.value(survivor, "seconds")) < PEER_TIMEOUT_S + SLACK_S, done.text[-6000:]
         assert "rank 2" in done.value(survivor, "error"), done.text[-6000:]
         assert "rank 2" in done.value(survivor, "check")
-        delay, _, text = done.value(survivor, "later").partition(" ")
-        assert float(delay) < 1.0 and "rank 2" in text
+        later = [done.value(survivor, f"later{call}").partition(" ") for call in range(5)]
+        assert all("rank 2" in text for _, _, text in later), later
+        # The quickest: any one of them may have met a busy machine.
+        assert min(float(delay) for delay, _, _ in later) < 1.0, later
         assert done.value(survivor, "went_on") == "2"
     assert done.returncode != 0  # the victim's
-    assert _shared_memory_files() <= before
+    assert not _left_of(_shared_memory_files() - before)
 
 
 @pytest.mark.parametrize("how", ["pause", "late"])
 def test_a_rank_that_comes_back_in_time_is_no_failure(how):
-    done = launch("lose_a_rank.py", "--how", how, "--peer-timeout", PEER_TIMEOUT_S, processes=3)
+    options = ["--how", how, "--peer-timeout", LONG_PEER_TIMEOUT_S]
+    done = launch("lose_a_rank.py", *options, processes=3)
     assert done.returncode == 0, done.text[-6000:]
     for process in range(3):
         assert done.value(process, "survived") == "yes"
@@ -62,9 +76,10 @@ def test_a_death_inside_create_group_or_close_holds_nobody_up(phase, node_size):
     options = ["--phase", phase]
     if node_size is not None:
         options += ["--node-size", node_size]
-    done = launch("lose_a_rank_early_or_late.py", *options, processes=3, grace=30)
+    done = launch("lose_a_rank_early_or_late.py", *options, processes=3, grace=GRACE_S)
+    limit = PEER_TIMEOUT_S + SLACK_S + (STOP_S if node_size == 1 else 0.0)
     for survivor in range(2):
-        assert float(done.value(survivor, "seconds")) < PEER_TIMEOUT_S + SLACK_S, done.text[-6000:]
+        assert float(done.value(survivor, "seconds")) < limit, done.text[-6000:]
         error = done.value(survivor, "error")
         assert ("process 2" in error) if phase == "bootstrap" else error == "closed", error
         assert done.value(survivor, "went_on") == "yes"

@@ -16,7 +16,7 @@ from jax_ep._launch import cores_of
 
 pytestmark = pytest.mark.multiprocess
 
-LIMIT_S = 60.0
+LIMIT_S = 200.0  # for a whole job: generous, a job that hangs fails all the same
 
 
 def _environment(**extra: str) -> dict[str, str]:
@@ -70,7 +70,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def _all_gone(pids: list[int], within_s: float = 5.0) -> bool:
+def _all_gone(pids: list[int], within_s: float = 60.0) -> bool:
     limit = time.monotonic() + within_s
     while any(map(_is_alive, pids)):
         if time.monotonic() > limit:
@@ -208,13 +208,17 @@ class TestFailure:
         path = script(
             f"""
             import os, signal, sys, time, jax
+            from jax_ep._jax_compat import distributed_client
+            # The launcher's, when it knows of process 1's failure: this one is the second.
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+            distributed_client().wait_at_barrier("ready", 100_000)
             if jax.process_index() == 1:
                 {statement}
-            time.sleep(1)
-            sys.exit(3)
+            while True:
+                time.sleep(0.1)
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "20")
+        done = _launch(path, "-n", "2", "--grace", "0.5")
         assert done.returncode == expected, done.stderr
         assert "[launch] process 1 " in done.stderr
 
@@ -238,21 +242,23 @@ class TestFailure:
         path = script(
             """
             import os, signal, sys, time, jax
+            from jax_ep._jax_compat import distributed_client
+            signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
             if jax.process_index() == 0:
-                signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
-                print("pid", os.getpid())
-                while True:
-                    time.sleep(1)
+                print("pid", os.getpid(), time.monotonic())
+            distributed_client().wait_at_barrier("ready", 100_000)
+            while jax.process_index() == 0:
+                time.sleep(1)
             sys.exit(5)
             """
         )
-        begin = time.monotonic()
         done = _launch(path, "-n", "2", "--grace", "1")
+        end = time.monotonic()
         assert done.returncode == 5
-        assert time.monotonic() - begin < 30
         assert "[0] terminated" in done.stdout  # then it went on, so SIGKILL
-        pid = int(done.stdout.split("pid ")[1].split()[0])
-        assert not _is_alive(pid)
+        pid, begin = done.stdout.split("pid ")[1].split()[:2]
+        assert end - float(begin) < 30
+        assert not _is_alive(int(pid))
 
 
 class TestSignals:
@@ -284,7 +290,7 @@ class TestSignals:
         job = _start(path, "-n", "2")
         _wait_for_lines(job, "pid", 2)
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=30) == 128 + signal.SIGTERM
+        assert job.wait(timeout=LIMIT_S) == 128 + signal.SIGTERM
 
 
 class TestNothingLeftBehind:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep import _jax_compat
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mode", default="ht")
@@ -23,6 +24,7 @@ parser.add_argument("--transport", default="ofi")
 parser.add_argument("--peer-timeout", type=float, default=15.0)
 parser.add_argument("--calls", type=int, default=200)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds between two calls")
+parser.add_argument("--victim", type=int, help="the process that will be lost")
 args = parser.parse_args()
 jax_ep.initialize()
 
@@ -84,6 +86,9 @@ try:
 except (jax.errors.JaxRuntimeError, ValueError) as error:
     text = " ".join(str(error).split())
     print(f"error {time.monotonic() - last:.2f} {text}", flush=True)
+    if args.victim != 0:  # process 0 would take JAX's coordinator along before all have said theirs
+        survivors = [p for p in range(jax.process_count()) if p != args.victim]
+        _jax_compat.distributed_client().wait_at_barrier("said", 60_000, survivors)
     os._exit(0)  # JAX's own exit would wait for the process that is gone
 print(f"longest {longest:.2f}", flush=True)
 print(f"ok {args.calls}", flush=True)

@@ -182,7 +182,7 @@ class Hosts:
             except subprocess.TimeoutExpired:
                 codes.append(None)
                 self.kill(host.number)
-            host._reader.join(5)
+            host._reader.join(60)
         return codes
 
     def text(self):

@@ -16,6 +16,7 @@ HERE = pathlib.Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "train_moe_lm.py"
 PORT = 7711
 PEER_TIMEOUT_S = 6.0
+CUT_S = 6.0
 SLACK_S = 4.0  # what this shared machine may take to run the survivors
 # Small: what matters is the path, and compilation is most of the time.
 TRAINING = ["--steps", 12, "--batch", 4, "--length", 32, "--width", 32, "--expert-width", 64]
@@ -49,7 +50,7 @@ def on_one_host(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"one_host_{ranks}")
             launch = [sys.executable, "-m", "jax_ep", "launch", "-n", 1, "-D", ranks]
             command = [*launch, EXAMPLE, *TRAINING, "--out", folder]
-            subprocess.run(list(map(str, command)), check=True, env=_environment(), timeout=200)
+            subprocess.run(list(map(str, command)), check=True, env=_environment(), timeout=500)
             made[ranks] = folder / "results.json"
         return made[ranks]
 
@@ -60,7 +61,7 @@ def _train(network, count, mode, one_host, folder):
     command = [EXAMPLE, *TRAINING, "--mode", mode, "--transport", "ofi", "--out", folder]
     with network.Hosts(count) as hosts:
         hosts.start(_on_hosts([*command, "--compare", one_host]), env=_environment())
-        codes = hosts.wait(200)
+        codes = hosts.wait(500)
     assert codes == [0] * count, hosts.text()[-6000:]
 
 
@@ -79,17 +80,18 @@ def _exchange(network, count, *options):
         command = [HERE / "exchange.py", "--peer-timeout", PEER_TIMEOUT_S, *options]
         hosts.start(_on_hosts(command), env=_environment())
         for host in hosts.hosts:
-            host.await_line("warm", timeout=120)
+            host.await_line("warm", timeout=300)
         yield hosts
 
 
 def _lose(network, count, victim, how, mode="ht"):
     """Runs until the host `victim` is lost; the hosts afterwards."""
-    for hosts in _exchange(network, count, "--calls", 2000, "--mode", mode):
+    options = ("--calls", 2000, "--mode", mode, "--victim", victim)
+    for hosts in _exchange(network, count, *options):
         if how == "cable":
             hosts.cut(victim)
         hosts.kill(victim)
-        hosts.wait(PEER_TIMEOUT_S + 40)
+        assert None not in hosts.wait(PEER_TIMEOUT_S + 90), "a host hangs: " + hosts.text()[-6000:]
     return hosts
 
 
@@ -117,22 +119,21 @@ def test_every_survivor_errs_in_time(network, full, count, how, mode):
 
 @pytest.mark.parametrize("how", ["cable", "process"])
 def test_without_the_host_of_process_0_nothing_hangs(network, full, how):
-    begin = time.monotonic()
     hosts = _lose(network, 2, victim=0, how=how)
-    assert hosts.hosts[1].process.returncode is not None
-    assert time.monotonic() - begin < 160
     # docs/transports.md: our error comes first; JAX itself may end the process later.
     assert "error " in hosts.hosts[1].text(), hosts.text()[-6000:]
 
 
 def test_a_link_that_heals_in_time_does_no_harm(network, full):
-    for hosts in _exchange(network, 2, "--calls", 300):
+    # Three times the cut: TCP tries again ever more seldom, and the machine may stand still.
+    patience = ("--peer-timeout", 3 * CUT_S)
+    for hosts in _exchange(network, 2, "--calls", 300, "--pause", 0.04, *patience):
         hosts.cut(1)
-        time.sleep(2.0)
+        time.sleep(CUT_S)
         hosts.heal(1)
-        codes = hosts.wait(90)
+        codes = hosts.wait(150)
     assert codes == [0, 0], hosts.text()[-6000:]
     for host in hosts.hosts:
         assert host.await_line("ok", 1) == "300", hosts.text()[-6000:]
         # The cut was felt, or the test would show nothing.
-        assert float(host.await_line("longest", 1)) > 1.5, hosts.text()[-6000:]
+        assert float(host.await_line("longest", 1)) > 0.75 * CUT_S, hosts.text()[-6000:]

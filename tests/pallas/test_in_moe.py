@@ -91,5 +91,5 @@ def test_without_tokamax_the_fix_is_named(monkeypatch):
 
 def test_import_jax_ep_does_not_import_pallas():
     code = "import sys, jax_ep; print(any('pallas' in name for name in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.stdout == "False\n", done.stdout + done.stderr

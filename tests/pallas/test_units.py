@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_ep.pallas import _units
@@ -13,7 +13,7 @@ _make = jax.jit(_units.make_units, static_argnums=(1, 2))
 SHAPES = [(1, 1, 16), (40, 3, 16), (64, 5, 32), (37, 8, 16), (5, 9, 16)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(SHAPES), st.data())
 def test_every_row_is_in_one_unit_of_its_group(shape, data):
     num_rows, num_groups, tile = shape

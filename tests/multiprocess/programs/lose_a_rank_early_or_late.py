@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from meeting import meet
 
 import jax_ep
-from jax_ep import _bootstrap, _jax_compat, _runtime
+from jax_ep import _bootstrap, _runtime
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--phase", required=True, choices=["bootstrap", "close"])
@@ -51,6 +52,7 @@ if args.phase == "bootstrap":
         _bootstrap.Exchange.share = lambda self, stage, *rest: (
             share(self, stage, *rest) if stage == "hello" else die()
         )
+    meet("start")
     start = time.monotonic()
     try:
         make(jax.devices(), args.node_size)
@@ -71,7 +73,7 @@ else:
     zeros = np.zeros((16 * jax.device_count(), 2), np.int32)
     ids(jax.make_array_from_callback(zeros.shape, place, lambda i: zeros[i])).block_until_ready()
     # All have their result before the victim dies: what it wrote last may still lie in its proxy.
-    _jax_compat.distributed_client().wait_at_barrier("ran", 60_000)
+    meet("ran")
     if is_victim:
         _runtime.NativeSession.close = die
     start = time.monotonic()
@@ -82,4 +84,6 @@ print(f"error {error}", flush=True)
 survivors = [d for d in jax.devices() if d.process_index != jax.process_count() - 1]
 make(survivors).close()
 print("went_on yes", flush=True)
+# Process 0 would take JAX's coordinator along before the others have gone on.
+meet("went on", [device.process_index for device in survivors])
 os._exit(0)  # JAX's own shutdown barrier would wait for the dead
