@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jax_ep._cli.extras import make_console, require
 
-LIMIT_S = 120.0  # for one part; far above the few seconds that it takes on two idle cores
+LIMIT_S = 300.0  # for one part; far above the few seconds that it takes on two idle cores
 ERROR_TAIL_LINES = 12
 
 

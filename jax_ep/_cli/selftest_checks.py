@@ -141,7 +141,7 @@ def _config(**changes: Any) -> jax_ep.Config:
         max_tokens=TOKENS,
         align=8,
         dtype=np.float32,
-        timeout_s=20.0,
+        timeout_s=60.0,
         **changes,
     )
 

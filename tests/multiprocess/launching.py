@@ -35,7 +35,7 @@ class Outcome:
         return found[0]
 
 
-def launch(program, *args, processes, devices_per_process=1, env=None, timeout=600, grace=60):
+def launch(program, *args, processes, devices_per_process=1, env=None, timeout=1100, grace=60):
     """Starts the program; `env` adds to this process's environment."""
     import os
 
