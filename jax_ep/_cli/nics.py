@@ -1,8 +1,7 @@
-"""``python -m jax_ep info --nics``: interfaces, RDMA ports with GIDs, providers, transports."""
+"""``python -m jax_ep info --nics``: interfaces, RDMA ports, GPUs, providers, transports."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import shutil
@@ -12,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ep._cli.extras import make_console, require
+from jax_ep._cli.topology import distance_rows, pci_device, read
 
-_NET = Path("/sys/class/net")
-_INFINIBAND = Path("/sys/class/infiniband")
+_SYSFS = Path("/sys")
+_NET = _SYSFS / "class" / "net"
+_INFINIBAND = _SYSFS / "class" / "infiniband"
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FI_INFO_TIMEOUT_S = 20
 
@@ -28,6 +29,7 @@ def nics() -> int:
     sections: dict[str, list[Row]] = {
         "interfaces (JAX_EP_SOCKET_IFNAME)": list(_interfaces()),
         f"RDMA ports (JAX_EP_VERBS_DEVICE), from {_verbs_source()}": list(_rdma_ports()),
+        "GPUs, and how near RDMA devices are": list(distance_rows(_SYSFS)),
         "libfabric providers (JAX_EP_OFI_PROVIDER) and domains": list(_providers()),
         "network transports": list(_transports()),
     }
@@ -43,34 +45,28 @@ def nics() -> int:
     return 0
 
 
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    return ""
-
-
 def _numa(device: Path) -> str:
-    node = _read(device / "numa_node")
+    node = read(device / "numa_node")
     return f"NUMA node {node}" if node not in ("", "-1") else "NUMA unknown"
 
 
 def _pci(device: Path) -> str:
-    name = os.path.basename(os.path.realpath(device)) if device.exists() else ""
-    return f"PCI {name}" if name.count(":") == 2 else "no PCI device"
+    found = pci_device(device)
+    return f"PCI {found.name}" if found else "no PCI device"
 
 
 def _interfaces() -> Iterator[Row]:
     for _, name in sorted(socket.if_nameindex()):
         folder = _NET / name
-        speed = _read(folder / "speed")
+        speed = read(folder / "speed")
         yield (
             name,
             ", ".join(
                 part
                 for part in (
-                    _read(folder / "operstate") or "unknown",
+                    read(folder / "operstate") or "unknown",
                     f"{speed} Mbit/s" if speed.isdigit() else "",
-                    f"MTU {_read(folder / 'mtu')}",
+                    f"MTU {read(folder / 'mtu')}",
                     _pci(folder / "device"),
                     _numa(folder / "device"),
                 )
@@ -103,16 +99,16 @@ def _rdma_ports() -> Iterator[Row]:
     for name in names:
         device = _INFINIBAND / name
         for port in sorted((device / "ports").glob("*")):
-            state = _read(port / "state").partition(":")[2].strip().lower()
-            link = _read(port / "link_layer")
-            rate = _read(port / "rate")
+            state = read(port / "state").partition(":")[2].strip().lower()
+            link = read(port / "link_layer")
+            rate = read(port / "rate")
             parts = [state, link, rate, _pci(device / "device"), _numa(device / "device")]
             yield f"{name}:{port.name}", ", ".join(part for part in parts if part)
             for gid in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
-                address = _read(gid)
+                address = read(gid)
                 if address in ("", _ZERO_GID):
                     continue
-                kind = _read(port / "gid_attrs" / "types" / gid.name)
+                kind = read(port / "gid_attrs" / "types" / gid.name)
                 yield f"  GID {gid.name}", f"{address} {kind}".strip()
 
 
