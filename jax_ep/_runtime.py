@@ -288,6 +288,12 @@ def start(group: Group) -> NativeSession:
             shape=_core.GroupShape(**shape_arguments(group, node_size)),
             team_processes=team_processes,
             local_ranks=layout.local_ranks,
+            host_ranks=[
+                (t, r)
+                for t, team in enumerate(hosts)
+                for r, host in enumerate(team)
+                if host == hello["host"]
+            ],
             process_index=me,
             transport=transport,
             timeout_s=group.config.timeout_s,

@@ -57,6 +57,7 @@ struct EndpointOptions {
   std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag = {};
   Doorbell* doorbell = nullptr;  // rung after flag or quiet updates, and on failure; may be null
   uint32_t ring_slots = 4096;    // power of two
+  RankPlace place = {};          // for the transport
 };
 
 // Use: Create, AddEndpoint for each local rank, exchange LocalBlob with all peers, Connect all,

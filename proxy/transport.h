@@ -114,6 +114,14 @@ class Transport {
   virtual void AppendState(std::string* /*text*/) const {}
 };
 
+// Where a rank sits in its host: what the choice of its NICs needs.
+struct RankPlace {
+  uint32_t local_index = 0;  // among the group's ranks on this host, of all its teams
+  uint32_t num_local = 0;    // how many those are; 0: not known
+  // PCI address of its accelerator, "0000:4f:00.0"; "" for a rank on CPUs.
+  std::string device_pci = {};
+};
+
 // What a transport may need from its proxy.
 struct TransportOptions {
   uint32_t rank = 0;         // of this endpoint, for messages
@@ -124,6 +132,7 @@ struct TransportOptions {
   std::string bell_export = {};  // SharedMemory::Export; the Doorbell is at its first byte
   // Spec of the faulty wrapper; "" for none.
   std::string faulty_spec = {};
+  RankPlace place = {};
 };
 
 }  // namespace jax_ep

@@ -1,6 +1,7 @@
 // The Python module jax_ep._core: registrations and sessions. No logic of its own.
 #include "xla_ffi/module.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -119,13 +120,15 @@ void BindOptions(nb::module_& m) {
           [](SessionOptions* self, int64_t session_id, const std::string& name,
              const GroupShape& shape, std::vector<std::vector<uint32_t>> team_processes,
              const std::vector<std::tuple<int64_t, uint32_t, uint32_t>>& local_ranks,
-             uint32_t process_index, const std::string& transport, double timeout_s,
-             double peer_timeout_s, int threads_per_rank, bool huge_pages, bool debug) {
+             std::vector<std::pair<uint32_t, uint32_t>> host_ranks, uint32_t process_index,
+             const std::string& transport, double timeout_s, double peer_timeout_s,
+             int threads_per_rank, bool huge_pages, bool debug) {
             new (self) SessionOptions{.session_id = session_id,
                                       .name = name,
                                       .shape = shape,
                                       .team_processes = std::move(team_processes),
                                       .local_ranks = {},
+                                      .host_ranks = std::move(host_ranks),
                                       .process_index = process_index,
                                       .transport = transport,
                                       .timeout = Nanoseconds(timeout_s),
@@ -138,9 +141,10 @@ void BindOptions(nb::module_& m) {
             }
           },
           nb::kw_only(), nb::arg("session_id"), nb::arg("name"), nb::arg("shape"),
-          nb::arg("team_processes"), nb::arg("local_ranks"), nb::arg("process_index"),
-          nb::arg("transport"), nb::arg("timeout_s"), nb::arg("peer_timeout_s"),
-          nb::arg("threads_per_rank"), nb::arg("huge_pages"), nb::arg("debug"));
+          nb::arg("team_processes"), nb::arg("local_ranks"), nb::arg("host_ranks"),
+          nb::arg("process_index"), nb::arg("transport"), nb::arg("timeout_s"),
+          nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"), nb::arg("huge_pages"),
+          nb::arg("debug"));
 }
 
 class PySession : public PySessionOf<Session> {

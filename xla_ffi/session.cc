@@ -110,7 +110,8 @@ Status Session::AllocateMembers() {
                                           heap + layout.flag_offset(channel, source));
                                     },
                                 .doorbell = &member->control()->doorbell,
-                                .ring_slots = env.ring_slots}));
+                                .ring_slots = env.ring_slots,
+                                .place = PlaceOf(options_, local)}));
       rank->ring = proxy_->ring(member->endpoint);
       rank->proxy_bell = proxy_->bell();
     }

@@ -1,5 +1,7 @@
 #include "xla_ffi/session_options.h"
 
+#include <algorithm>
+
 namespace jax_ep {
 
 Status CheckOptions(const SessionOptions& options) {
@@ -17,6 +19,14 @@ Status CheckOptions(const SessionOptions& options) {
     }
   }
   return Status::Ok();
+}
+
+RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local) {
+  const std::vector<std::pair<uint32_t, uint32_t>>& all = options.host_ranks;
+  const auto at = std::find(all.begin(), all.end(), std::pair(local.team, local.rank));
+  if (at == all.end()) return RankPlace{};
+  return {.local_index = static_cast<uint32_t>(at - all.begin()),
+          .num_local = static_cast<uint32_t>(all.size())};
 }
 
 }  // namespace jax_ep

@@ -4,10 +4,12 @@
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "kernels/layout.h"
 #include "proxy/base/status.h"
+#include "proxy/transport.h"
 
 namespace jax_ep {
 
@@ -25,6 +27,8 @@ struct SessionOptions {
   // team_processes[team][rank] = index of the process that owns the rank's device.
   std::vector<std::vector<uint32_t>> team_processes;
   std::vector<LocalRank> local_ranks;
+  // (team, rank) of every rank on this host, in any process, ascending.
+  std::vector<std::pair<uint32_t, uint32_t>> host_ranks;
   uint32_t process_index = 0;
   std::string transport;  // "none" (one node), or a name of proxy/transport/registry.h
   std::chrono::nanoseconds timeout{};
@@ -36,5 +40,8 @@ struct SessionOptions {
 
 // \error kInvalidArgument  the rank table and the shape disagree
 Status CheckOptions(const SessionOptions& options);
+
+// Without device_pci, which only the owner of a device can tell.
+RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local);
 
 }  // namespace jax_ep

@@ -34,7 +34,6 @@ constexpr uint64_t kAddressMagic = 0x3149464f4c504541;
 constexpr uint64_t kKeyMagic = 0x3259454b49464f4a;
 constexpr size_t kBatchEntries = 16;
 constexpr size_t kSignalBytes = 64;
-constexpr uint64_t kMaxRails = 16;
 
 // Errors that say "the peer, or the way to it, is gone" and not "we did something wrong".
 bool IsPeerGone(int error) {
@@ -72,8 +71,10 @@ class OfiTransport : public Transport {
     JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
     // Only a wrapper that splits writes needs to know when bytes have arrived; it costs a message.
     const bool delivery_complete = options.faulty_spec.find("split") != std::string::npos;
-    JAX_EP_ASSIGN_OR_RETURN(std::vector<OfiInfo> infos,
-                            ChooseOfiRails(*library, env, delivery_complete));
+    JAX_EP_ASSIGN_OR_RETURN(
+        std::vector<OfiInfo> infos,
+        ChooseOfiRails(*library, env, NicUser::Read(kSysfs, options.rank, options.place),
+                       delivery_complete));
     if (IsLogged(LogLevel::kInfo)) {
       LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + Describe(*library, infos));
     }
@@ -116,8 +117,9 @@ class OfiTransport : public Transport {
                              std::to_string(num_rails) + " rails of provider " +
                              std::string(provider) + ", this rank " +
                              std::to_string(rails_.size()) + " of " + provider_ +
-                             "; set JAX_EP_OFI_PROVIDER and JAX_EP_OFI_DOMAIN or "
-                             "JAX_EP_SOCKET_IFNAME alike everywhere");
+                             "; on hosts that differ, set JAX_EP_OFI_PROVIDER alike, and "
+                             "JAX_EP_OFI_DOMAIN or JAX_EP_SOCKET_IFNAME to equally many names "
+                             "everywhere");
     }
     std::vector<std::string_view> names;
     for (size_t i = 0; i < rails_.size(); ++i) {
@@ -394,7 +396,8 @@ Status ProbeOfi(std::string* description) {
   JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
   JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<OfiInfo> rails,
-                          ChooseOfiRails(*library, env, /*delivery_complete=*/false));
+                          ChooseOfiRails(*library, env, NicUser::Read(kSysfs, /*rank=*/0, {}),
+                                         /*delivery_complete=*/false));
   *description = Describe(*library, rails);
   return Status::Ok();
 }

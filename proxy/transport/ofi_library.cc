@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -39,10 +40,15 @@ struct Wanted {
   bool hmem = false;
 };
 
-// The best entry for one rail, or null.
-OfiInfo Query(const OfiLibrary& library, const Wanted& wanted) {
+bool IsUsable(const fi_info& info, const Wanted& wanted) {
+  return info.domain_attr->cq_data_size >= kImmediateBytes &&
+         (wanted.domain.empty() || wanted.domain == info.domain_attr->name);
+}
+
+// The best entry of each domain, in the provider's order.
+std::vector<OfiInfo> Query(const OfiLibrary& library, const Wanted& wanted) {
   const OfiInfo hints(library.dupinfo(nullptr), {&library});
-  if (hints == nullptr) return nullptr;
+  if (hints == nullptr) return {};
   hints->ep_attr->type = FI_EP_RDM;
   hints->caps = FI_MSG | FI_RMA;
   hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
@@ -61,37 +67,71 @@ OfiInfo Query(const OfiLibrary& library, const Wanted& wanted) {
   const bool has_source = !wanted.source.empty();
   if (library.getinfo(kApiVersion, has_source ? wanted.source.c_str() : nullptr, nullptr,
                       has_source ? FI_SOURCE : 0, hints.get(), &found) != 0) {
-    return nullptr;
+    return {};
   }
   const OfiInfo all(found, {&library});
+  std::vector<OfiInfo> best;
+  // Where every address of a NIC is an entry, IPv4 ones are the least surprising.
   for (const bool must_be_ipv4 : {true, false}) {
     for (const fi_info* info = all.get(); info != nullptr; info = info->next) {
-      if (info->domain_attr->cq_data_size < kImmediateBytes) continue;
-      if (!wanted.domain.empty() && wanted.domain != info->domain_attr->name) continue;
-      // Where every address of a NIC is an entry, IPv4 ones are the least surprising.
       const bool is_ipv4 = info->src_addr == nullptr ||
                            static_cast<const sockaddr*>(info->src_addr)->sa_family == AF_INET;
       if (must_be_ipv4 && HasIpAddresses(wanted.provider) && !is_ipv4) continue;
-      return OfiInfo(library.dupinfo(info), {&library});
+      const auto is_same = [info](const OfiInfo& other) {
+        return strcmp(other->domain_attr->name, info->domain_attr->name) == 0;
+      };
+      if (!IsUsable(*info, wanted) || std::any_of(best.begin(), best.end(), is_same)) continue;
+      best.push_back(OfiInfo(library.dupinfo(info), {&library}));
     }
   }
-  return nullptr;
+  return best;
+}
+
+Nic NicOf(const fi_info& info) {
+  Nic nic{.name = info.domain_attr->name};
+  std::string device = nic.name;
+  if (info.nic != nullptr) {
+    const fid_nic& of = *info.nic;
+    if (of.link_attr != nullptr) nic.mbits_per_s = of.link_attr->speed / 1000000;
+    if (of.device_attr != nullptr && of.device_attr->name != nullptr) device = of.device_attr->name;
+    if (of.bus_attr != nullptr && of.bus_attr->bus_type == FI_BUS_PCI) {
+      const fi_pci_attr& pci = of.bus_attr->attr.pci;
+      char address[sizeof("0000:00:00.0")];
+      snprintf(address, sizeof(address), "%04x:%02x:%02x.%x", unsigned{pci.domain_id},
+               unsigned{pci.bus_id}, unsigned{pci.device_id}, pci.function_id & 7u);
+      nic.pci = ReadPciDevice(kSysfs, address);
+    }
+  }
+  if (nic.pci.address.empty()) nic.pci = ReadRdmaDevice(kSysfs, device);
+  return nic;
+}
+
+std::vector<OfiInfo> QueryNics(const OfiLibrary& library, const Wanted& wanted,
+                               const NicUser& user) {
+  std::vector<OfiInfo> all = Query(library, wanted);
+  if (all.empty()) return {};
+  std::vector<Nic> nics;
+  for (const OfiInfo& info : all) nics.push_back(NicOf(*info));
+  std::vector<OfiInfo> rails;
+  for (const size_t index : ChooseNics(nics, user)) rails.push_back(std::move(all[index]));
+  return rails;
 }
 
 std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wanted wanted,
-                                const std::vector<Interface>& interfaces) {
+                                const std::vector<Interface>& interfaces, const NicUser& user) {
   std::vector<OfiInfo> rails;
   const std::vector<std::string> domains = SplitNames(env.ofi_domain);
   // RDMA NICs are chosen by domain, or by interface where the user names one.
   const bool by_interface = domains.empty() && HasIpAddresses(wanted.provider) &&
                             (!wanted.provider.starts_with("verbs") || !env.socket_ifname.empty());
-  const size_t num_rails = by_interface ? interfaces.size() : std::max<size_t>(domains.size(), 1);
+  if (domains.empty() && !by_interface) return QueryNics(library, wanted, user);
+  const size_t num_rails = by_interface ? interfaces.size() : domains.size();
   for (size_t rail = 0; rail < num_rails; ++rail) {
     wanted.source = by_interface ? interfaces[rail].address : "";
-    wanted.domain = domains.empty() ? "" : domains[rail];
-    OfiInfo info = Query(library, wanted);
-    if (info == nullptr) return {};
-    rails.push_back(std::move(info));
+    wanted.domain = by_interface ? "" : domains[rail];
+    std::vector<OfiInfo> found = Query(library, wanted);
+    if (found.empty()) return {};
+    rails.push_back(std::move(found.front()));
   }
   return rails;
 }
@@ -138,7 +178,7 @@ std::string OfiLibrary::Describe(const char* operation, long error) const {
 }
 
 Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
-                                            bool delivery_complete) {
+                                            const NicUser& user, bool delivery_complete) {
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
                           ChooseInterfaces(env.socket_ifname));
   Wanted wanted{.delivery_complete = delivery_complete, .hmem = env.ofi_hmem != 0};
@@ -147,7 +187,7 @@ Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env
   std::string tried;
   for (const std::string& provider : candidates) {
     wanted.provider = provider;
-    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces);
+    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces, user);
     if (!rails.empty()) return rails;
     tried += (tried.empty() ? "" : ", ") + provider;
   }

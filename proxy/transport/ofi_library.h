@@ -10,6 +10,7 @@
 
 #include "proxy/base/env.h"
 #include "proxy/base/status.h"
+#include "proxy/transport/choose_nics.h"
 
 namespace jax_ep {
 
@@ -36,9 +37,11 @@ struct OfiInfoDeleter {
 };
 using OfiInfo = std::unique_ptr<fi_info, OfiInfoDeleter>;
 
-// What the endpoint of each rail will be made of, in rail order; all of one provider.
+// What the endpoint of each rail will be made of, in rail order; all of one provider: the domains
+// or interfaces that the environment names, else one interface for providers on IP, and for the
+// others the domains that ChooseNics gives this rank.
 // `delivery_complete`: completions must mean that the bytes are at the target.
 Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
-                                            bool delivery_complete);
+                                            const NicUser& user, bool delivery_complete);
 
 }  // namespace jax_ep

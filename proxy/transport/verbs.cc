@@ -59,8 +59,9 @@ class VerbsTransport : public Transport {
   static Result<std::unique_ptr<Transport>> Create(const TransportOptions& options) {
     JAX_EP_ASSIGN_OR_RETURN(const VerbsLibrary* library, VerbsLibrary::Get());
     JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-    JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> ports,
-                            ChooseVerbsPorts(*library, env, options.rank));
+    JAX_EP_ASSIGN_OR_RETURN(
+        const std::vector<VerbsPort> ports,
+        ChooseVerbsPorts(*library, env, NicUser::Read(kSysfs, options.rank, options.place)));
     if (IsLogged(LogLevel::kInfo)) {
       LogInfo("rank " + std::to_string(options.rank) + ": " + Describe(ports));
     }
@@ -265,10 +266,11 @@ class VerbsTransport : public Transport {
   Result<std::string> Accept(std::string_view text) {
     JAX_EP_ASSIGN_OR_RETURN(const VerbsHandshake theirs, VerbsHandshake::Decode(text));
     if (!HasSameShape(theirs)) {
-      return InvalidArgument("this rank has " + std::to_string(rails_.size()) + " rails of " +
-                             std::to_string(num_qps_) +
-                             " queue pairs; set JAX_EP_VERBS_DEVICE and JAX_EP_VERBS_QPS alike "
-                             "everywhere");
+      return InvalidArgument("it has " + std::to_string(rails_.size()) + " rails of " +
+                             std::to_string(num_qps_) + " queue pairs, the asking rank " +
+                             std::to_string(theirs.addresses.size()) +
+                             " rails; on hosts that differ, set JAX_EP_VERBS_DEVICE to equally "
+                             "many devices everywhere, and JAX_EP_VERBS_QPS alike");
     }
     VerbsHandshake own{.rank = rank_};
     for (size_t i = 0; i < rails_.size(); ++i) {
@@ -378,7 +380,7 @@ Status ProbeVerbs(std::string* description) {
   JAX_EP_ASSIGN_OR_RETURN(const VerbsLibrary* library, VerbsLibrary::Get());
   JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> ports,
-                          ChooseVerbsPorts(*library, env, /*rank=*/0));
+                          ChooseVerbsPorts(*library, env, NicUser::Read(kSysfs, /*rank=*/0, {})));
   *description = Describe(ports);
   return Status::Ok();
 }

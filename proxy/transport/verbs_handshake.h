@@ -12,11 +12,11 @@
 
 #include "proxy/base/blob.h"
 #include "proxy/base/status.h"
+#include "proxy/transport/choose_nics.h"
 #include "proxy/transport/verbs_rail.h"
 
 namespace jax_ep {
 
-inline constexpr uint64_t kMaxVerbsRails = 16;
 inline constexpr uint64_t kMaxVerbsQps = 16;
 
 struct VerbsHandshake {
@@ -43,7 +43,7 @@ struct VerbsHandshake {
     VerbsHandshake handshake;
     handshake.rank = reader.U64();
     const uint64_t num_rails = reader.U64();
-    if (!reader.ok() || num_rails > kMaxVerbsRails) return Damaged();
+    if (!reader.ok() || num_rails > kMaxRails) return Damaged();
     for (uint64_t i = 0; i < num_rails; ++i) {
       const uint64_t num_qps = reader.U64();
       if (!reader.ok() || num_qps > kMaxVerbsQps) return Damaged();

@@ -3,7 +3,7 @@
 #include "proxy/transport/verbs_library.h"
 
 #include <dlfcn.h>
-#include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <algorithm>
@@ -66,26 +66,9 @@ std::string ReadLine(const std::string& path) {
   return line;
 }
 
-int NumaNodeOf(const std::string& device) {
-  const std::string text = ReadLine(kSysClass + device + "/device/numa_node");
-  return text.empty() ? -1 : std::atoi(text.c_str());
-}
-
-// Of the first CPU that this process may run on.
-int OwnNumaNode() {
-  cpu_set_t allowed;
-  CPU_ZERO(&allowed);
-  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return -1;
-  for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
-    if (!CPU_ISSET(static_cast<size_t>(cpu), &allowed)) continue;
-    const std::string folder = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/node";
-    constexpr int kMaxNodes = 64;
-    for (int node = 0; node < kMaxNodes; ++node) {
-      if (std::ifstream(folder + std::to_string(node) + "/cpulist").good()) return node;
-    }
-    return -1;
-  }
-  return -1;
+// "400 Gb/sec (4X NDR)"
+uint64_t MbitsPerSecond(const std::string& rate) {
+  return static_cast<uint64_t>(1000 * strtod(rate.c_str(), nullptr));
 }
 
 bool IsIpv4(const ibv_gid& gid) {
@@ -143,8 +126,7 @@ Result<std::vector<VerbsPort>> ListPorts(const VerbsLibrary& library, const Env&
                          .port = port,
                          .gid_index = env.verbs_gid_index >= 0
                                           ? env.verbs_gid_index
-                                          : ChooseGid(library, context, name, port, port_attr),
-                         .numa_node = NumaNodeOf(name)});
+                                          : ChooseGid(library, context, name, port, port_attr)});
       }
     }
     library.close_device(context);
@@ -154,6 +136,14 @@ Result<std::vector<VerbsPort>> ListPorts(const VerbsLibrary& library, const Env&
   return ports;
 }
 
+Nic NicOf(const VerbsPort& port) {
+  const std::string number = std::to_string(port.port);
+  return {.name = port.device + ":" + number,
+          .pci = ReadRdmaDevice(kSysfs, port.device),
+          .mbits_per_s =
+              MbitsPerSecond(ReadLine(kSysClass + port.device + "/ports/" + number + "/rate"))};
+}
+
 }  // namespace
 
 Result<const VerbsLibrary*> VerbsLibrary::Get() {
@@ -161,17 +151,8 @@ Result<const VerbsLibrary*> VerbsLibrary::Get() {
   return opened;
 }
 
-const VerbsPort& ChooseByNuma(const std::vector<VerbsPort>& ports, int own_numa_node,
-                              uint32_t rank) {
-  std::vector<const VerbsPort*> near;
-  for (const VerbsPort& port : ports) {
-    if (own_numa_node >= 0 && port.numa_node == own_numa_node) near.push_back(&port);
-  }
-  return near.empty() ? ports[rank % ports.size()] : *near[rank % near.size()];
-}
-
 Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, const Env& env,
-                                                uint32_t rank) {
+                                                const NicUser& user) {
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> all, ListPorts(library, env));
   std::vector<VerbsPort> chosen;
   for (const std::string& wanted : SplitNames(env.verbs_device)) {
@@ -188,7 +169,10 @@ Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, con
     }
     chosen.push_back(*it);
   }
-  if (chosen.empty()) chosen.push_back(ChooseByNuma(all, OwnNumaNode(), rank));
+  if (!chosen.empty()) return chosen;
+  std::vector<Nic> nics;
+  for (const VerbsPort& port : all) nics.push_back(NicOf(port));
+  for (const size_t index : ChooseNics(nics, user)) chosen.push_back(all[index]);
   return chosen;
 }
 

@@ -10,6 +10,7 @@
 
 #include "proxy/base/env.h"
 #include "proxy/base/status.h"
+#include "proxy/transport/choose_nics.h"
 
 namespace jax_ep {
 
@@ -53,17 +54,11 @@ struct VerbsPort {
   std::string device = {};
   uint8_t port = 1;
   int gid_index = 0;
-  int numa_node = -1;  // -1: the machine does not say
 };
 
-// What the rails of local rank `rank` will use, in rail order: those that the environment names,
-// else one active port, of the NUMA node that this process may run on where there is a choice.
+// What the rails of a rank will use, in rail order: the ports that the environment names, else
+// those active ones that ChooseNics gives it.
 Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, const Env& env,
-                                                uint32_t rank);
-
-// Of `ports`, those of the same NUMA node as this process (all, if that is no help), and of these
-// the one whose turn it is. Pure logic; `ports` is not empty.
-const VerbsPort& ChooseByNuma(const std::vector<VerbsPort>& ports, int own_numa_node,
-                              uint32_t rank);
+                                                const NicUser& user);
 
 }  // namespace jax_ep

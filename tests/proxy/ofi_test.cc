@@ -44,6 +44,23 @@ TEST(Ofi, rails_share_the_load) {
   for (const auto& [name, value] : kTwoRails) unsetenv(name.c_str());
 }
 
+TEST(Ofi, named_domains_are_the_rails) {
+  for (const TransportInfo& info : ListTransports()) {
+    if (info.name == "ofi" && !info.is_available) GTEST_SKIP() << info.reason;
+  }
+  setenv("JAX_EP_OFI_PROVIDER", "tcp", 1);
+  setenv("JAX_EP_OFI_DOMAIN", "lo,lo", 1);
+  auto transport = MakeTransport("ofi", TransportOptions{});
+  unsetenv("JAX_EP_OFI_PROVIDER");
+  unsetenv("JAX_EP_OFI_DOMAIN");
+  ASSERT_TRUE(transport.ok()) << transport.status().message();
+  std::string state;
+  (*transport)->AppendState(&state);
+  const size_t first = state.find("rail lo:");
+  ASSERT_NE(first, std::string::npos) << state;
+  EXPECT_NE(state.find("rail lo:", first + 1), std::string::npos) << state;
+}
+
 // Who has our endpoint's address but not the keys of our regions, which only readers of
 // jax.distributed's store have, can neither write nor signal; and does not disturb who can.
 TEST(Ofi, a_stranger_without_the_key_is_refused) {

@@ -3,6 +3,7 @@
 # One executable each.
 TESTS = [
     "base_test.cc",
+    "choose_nics_test.cc",
     "command_test.cc",
     "command_ring_test.cc",
     "faulty_test.cc",
@@ -18,5 +19,6 @@ TESTS = [
     "sequencer_test.cc",
     "shm_test.cc",
     "side_channel_test.cc",
+    "topology_test.cc",
     "verbs_test.cc",
 ]

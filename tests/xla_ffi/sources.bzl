@@ -3,6 +3,7 @@
 # One executable each.
 TESTS = [
     "executor_test.cc",
+    "session_options_test.cc",
     "site_test.cc",
     "worker_pool_test.cc",
 ]
