@@ -14,6 +14,7 @@
 #include "benchmarks/two_processes.h"
 #include "benchmarks/wire_cases.h"
 #include "proxy/abi/command.h"
+#include "proxy/base/doorbell.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/proxy.h"
 
@@ -23,7 +24,9 @@ using namespace jax_ep;  // NOLINT: a program, not a library
 using two_processes::Die;
 using two_processes::Now;
 
-constexpr size_t kFlagBytes = 4096;
+constexpr size_t kFlagsOffset = sizeof(Doorbell);  // the heap: doorbell, flags, data
+constexpr size_t kDataOffset = 4096;
+constexpr std::chrono::seconds kLimit{60};  // of one wait
 
 }  // namespace
 
@@ -32,14 +35,15 @@ int main(int argc, char** argv) {
   two_processes::Sides sides = two_processes::Fork();
   const uint32_t rank = sides.is_sender ? 1 : 0;
   const uint32_t peer = 1 - rank;
-  auto memory = SharedMemory::Create(kFlagBytes + wire_cases::kHeapBytes, /*shareable=*/true);
+  auto memory = SharedMemory::Create(kDataOffset + wire_cases::kHeapBytes, /*shareable=*/true);
   if (!memory.ok()) Die(memory.status().message());
   std::byte* const heap = memory->bytes().data();
-  std::fill(heap + kFlagBytes, heap + memory->bytes().size(), std::byte{1});
+  std::fill(heap + kDataOffset, heap + memory->bytes().size(), std::byte{1});
   const auto flag = [heap](Channel channel, uint32_t source) {
-    return reinterpret_cast<std::atomic<uint64_t>*>(heap) + 2 * static_cast<uint32_t>(channel) +
-           source;
+    return reinterpret_cast<std::atomic<uint64_t>*>(heap + kFlagsOffset) +
+           2 * static_cast<uint32_t>(channel) + source;
   };
+  Doorbell& doorbell = *reinterpret_cast<Doorbell*>(heap);
   FailureLatch failure;
   auto proxy = Proxy::Create(ProxyOptions{.group_name = "wire",
                                           .transport = argv[1],
@@ -53,7 +57,8 @@ int main(int argc, char** argv) {
                                                               .peers = {peer},
                                                               .heap = memory->bytes(),
                                                               .heap_export = memory->Export(),
-                                                              .flag = flag});
+                                                              .flag = flag,
+                                                              .doorbell = &doorbell});
   if (!endpoint.ok()) Die(endpoint.status().message());
   const std::string blob = sides.pipe.Exchange((*proxy)->LocalBlob(0));
   const Status connected =
@@ -67,22 +72,27 @@ int main(int argc, char** argv) {
     if (failure.failed()) Die(failure.status().message());
     std::this_thread::yield();
   };
-  // Kernels that wait for bulk data sleep: the cores are the proxies'.
-  const auto nap = [&failure] {
-    if (failure.failed()) Die(failure.status().message());
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  // Waits as kernels do: by helping, then asleep.
+  const auto wait_until = [&](auto&& ready) {
+    const WaitResult result =
+        WaitUntil(doorbell, ready, Deadline::After(kLimit), failure, proxy->get());
+    if (result == WaitResult::kFailed) Die(failure.status().message());
+    if (result == WaitResult::kTimeout) Die("a wait timed out");
   };
   const auto push = [&](const Command& command) {
-    while (!ring.TryPush(*TryPack(command))) nap();
-    (*proxy)->bell()->Ring();
+    while (!ring.TryPush(*TryPack(command))) {
+      check();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    (*proxy)->Kick();
   };
   const auto put = [&](size_t offset, size_t size) {
     ++sent;
     push(Command{.op = Op::kWriteSignal,
                  .dst_rank = peer,
                  .length_bytes = size,
-                 .local_offset = kFlagBytes + offset,
-                 .remote_offset = kFlagBytes + offset,
+                 .local_offset = kDataOffset + offset,
+                 .remote_offset = kDataOffset + offset,
                  .channel = Channel::kDispatch,
                  .epoch = sent});
   };
@@ -101,7 +111,7 @@ int main(int argc, char** argv) {
         const double start = Now();
         if (sides.is_sender) put(0, c.size);
         ++expected;
-        while (arrived() < expected) check();
+        wait_until([&] { return arrived() >= expected; });
         if (!sides.is_sender) put(0, c.size);
         times.push_back(Now() - start);
       }
@@ -111,13 +121,12 @@ int main(int argc, char** argv) {
       for (long i = 0; i < c.messages; ++i) put(static_cast<size_t>(i) % slots * c.size, c.size);
       // All of it has been acknowledged by the receiver when the quiet completes.
       push(Command{.op = Op::kQuiet, .epoch = ++quiets});
-      while ((*proxy)->quiet_flag(0)->load(std::memory_order_acquire) < quiets) nap();
+      wait_until(
+          [&] { return (*proxy)->quiet_flag(0)->load(std::memory_order_acquire) >= quiets; });
       two_processes::PrintBandwidth("jax_ep", c.size, c.messages, Now() - begin);
     } else {
       expected += static_cast<uint64_t>(c.messages);
-      while (arrived() < expected) {
-        nap();
-      }
+      wait_until([&] { return arrived() >= expected; });
     }
   }
   sides.pipe.Barrier(check);

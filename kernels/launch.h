@@ -14,8 +14,8 @@
 
 #include "kernels/layout.h"
 #include "proxy/abi/ring.h"
-#include "proxy/base/doorbell.h"
 #include "proxy/base/failure.h"
+#include "proxy/base/proxy_port.h"
 #include "proxy/base/status.h"
 
 namespace jax_ep {
@@ -49,9 +49,10 @@ struct Rank {
   std::vector<std::byte*> heaps;
   // Indexed by rank: that node-mate lives in this process, so its XLA buffers can be read in place.
   std::vector<bool> in_process;
-  // Null in a group of one node. Commands to other nodes go here; proxy_bell is rung after a batch.
+  // Null in a group of one node. Commands to other nodes go here; the proxy is kicked after a
+  // batch.
   RingView ring;
-  Doorbell* proxy_bell = nullptr;
+  ProxyPort* proxy = nullptr;
   FailureLatch* failure = nullptr;
   std::chrono::nanoseconds timeout{};  // Config.timeout_s: bound of each operation's waits
   ParallelFor parallel_for;

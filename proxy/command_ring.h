@@ -12,7 +12,7 @@
 
 namespace jax_ep {
 
-// Thread rule: one thread (the proxy's) pops. Views must not outlive the ring.
+// Thread rule: one thread pops at a time. Views must not outlive the ring.
 class CommandRing {
  public:
   // `num_slots` is a power of two of at least 2.

@@ -185,7 +185,9 @@ Status Endpoint::Step(bool* did_work) {
   JAX_EP_RETURN_IF_ERROR(PollTransport(&is_busy));
   JAX_EP_RETURN_IF_ERROR(Publish());
   if (!pending_flows_.empty()) JAX_EP_RETURN_IF_ERROR(PumpPending(&is_busy));
-  if (!ack_flows_.empty()) SendAcks(!is_busy);
+  if (!ack_flows_.empty()) {
+    SendAcks((!is_busy && caps_.cheap_wake) || ++steps_since_ack_ >= kStepsPerAck);
+  }
   if (next_heartbeat_peer_ < peers_.size()) SendHeartbeats();
   if (!control_error_.ok()) return control_error_;
   *did_work |= is_busy;
@@ -202,9 +204,25 @@ Status Endpoint::Tick(PeerWatch::Time now) {
   return Status::Ok();
 }
 
+bool Endpoint::PrepareToSleep() {
+  if (!ack_flows_.empty()) SendAcks(/*send_all=*/true);
+  return transport_->PrepareToSleep();
+}
+
+bool Endpoint::has_commands() const {
+  return batch_next_ != batch_size_ || num_queued_commands() > 0;
+}
+
+bool Endpoint::has_unfinished_sends() const {
+  return has_commands() || num_pending_ > 0 || num_in_transport_ > 0 || must_retry_;
+}
+
+bool Endpoint::has_unfinished_receives() const {
+  return !ack_flows_.empty() || !dirty_flows_.empty() || is_flushing_;
+}
+
 bool Endpoint::is_drained() const {
-  return batch_next_ == batch_size_ && ring_->num_popped() == ring_->num_pushed() && IsQuiet() &&
-         ack_flows_.empty() && dirty_flows_.empty() && !is_flushing_ &&
+  return !has_commands() && IsQuiet() && !has_unfinished_receives() &&
          num_control_in_transport_ == 0;
 }
 

@@ -22,9 +22,9 @@
 
 namespace jax_ep {
 
-// Thread rule: Create and Connect before the proxy thread starts; then that thread alone, except
-// the functions marked "any thread". An error returned by any step ends the endpoint; blamed_rank()
-// then says whose fault it was.
+// Thread rule: Create and Connect before the proxy thread starts; then whoever holds the proxy's
+// mutex, except the functions marked "any thread". An error returned by any step ends the endpoint;
+// blamed_rank() then says whose fault it was.
 class Endpoint {
  public:
   static constexpr int64_t kNobody = -1;
@@ -38,7 +38,7 @@ class Endpoint {
   // The first peer that is not connected, if any.
   std::optional<uint32_t> FirstUnconnectedPeer() const;
 
-  // --- the proxy thread ---
+  // --- under the proxy's mutex ---
   void Start(PeerWatch::Time now);
   // One round: poll, publish flags, send. *did_work is set if anything moved.
   Status Step(bool* did_work);
@@ -48,6 +48,12 @@ class Endpoint {
   bool has_cheap_wake() const { return caps_.cheap_wake; }
   // Something waits for room in the transport, which rings no bell.
   bool must_retry() const { return must_retry_; }
+  // Another round is needed soon: for commands that are left or writes that the transport has to
+  // finish; for arrivals that are not visible yet or wait for their acknowledgement.
+  bool has_unfinished_sends() const;
+  bool has_unfinished_receives() const;
+  // Sends what had time until now; then see Transport::PrepareToSleep.
+  bool PrepareToSleep();
   // Nothing is queued, under way or unacknowledged, in either direction.
   bool is_drained() const;
   // Tells every peer that is still there. Returns true when all were told; else call again.
@@ -62,6 +68,7 @@ class Endpoint {
   // --- any thread ---
   uint32_t rank() const { return rank_; }
   RingView ring() { return ring_->view(); }
+  uint64_t num_queued_commands() const { return ring_->num_pushed() - ring_->num_popped(); }
   std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
   void AppendState(std::string* text) const;
   void AppendStats(std::vector<FlowStats>* stats) const;
@@ -70,10 +77,10 @@ class Endpoint {
   static constexpr size_t kBatchCommands = 64;
   static constexpr size_t kBatchEvents = 64;
   static constexpr int kMaxPollBatches = 4;  // per step, so that sending is not starved
-  // An acknowledgement waits at most this long: on a network even if there is nothing else to do,
-  // because the answer of whom we have just woken is more urgent and often a second message.
-  static constexpr uint32_t kStepsPerAck = 64;
-  static_assert(kStepsPerAck < kNetworkYieldRounds, "the proxy is still awake then");
+  // An acknowledgement waits at most this long, or until the proxy sleeps: on a network even if
+  // there is nothing else to do, because the answer of whom we have just woken is more urgent and
+  // often a second message.
+  static constexpr uint32_t kStepsPerAck = 256;
   static constexpr uint64_t kControlToken = UINT64_MAX;
 
   struct Peer {
@@ -92,6 +99,7 @@ class Endpoint {
   Status PopCommands(bool* did_work);
   Status Take(const PackedCommand& packed, bool* is_taken);
   Status TakeBarrier(const Command& command, bool* is_taken);
+  bool has_commands() const;  // in the ring or the batch
   bool IsQuiet() const;
   Status CheckCommand(const Command& command) const;
   Status Enqueue(SendFlow& flow, const PackedCommand& packed, const Command& command,
@@ -99,7 +107,7 @@ class Endpoint {
   Status Send(SendFlow& flow, const Command& command, uint64_t* sent_bytes, bool* is_done);
   Status PumpPending(bool* did_work);
   bool TrySendControl(uint32_t peer, ImmControl control, Channel channel, uint32_t payload);
-  void SendAcks(bool is_idle);
+  void SendAcks(bool send_all);
   void SendHeartbeats();
   uint32_t FlowIndex(uint32_t peer, Channel channel) const {
     return peer * kNumChannels + static_cast<uint32_t>(channel);

@@ -260,8 +260,7 @@ bool Endpoint::TrySendControl(uint32_t peer, ImmControl control, Channel channel
 }
 
 // Acknowledgements are cumulative, so waiting a little merges many into one message.
-void Endpoint::SendAcks(bool is_idle) {
-  const bool send_all = (is_idle && caps_.cheap_wake) || ++steps_since_ack_ >= kStepsPerAck;
+void Endpoint::SendAcks(bool send_all) {
   if (send_all) steps_since_ack_ = 0;
   const uint64_t threshold = window_messages_ / 4;
   for (size_t i = 0; i < ack_flows_.size();) {

@@ -1,8 +1,11 @@
 // The proxy thread: its loop, its sleep, its end.
 #include "proxy/proxy.h"
 
+#include <errno.h>
+
 #include <algorithm>
 #include <bit>
+#include <mutex>
 #include <new>
 #include <thread>
 #include <utility>
@@ -27,6 +30,21 @@ constexpr std::chrono::milliseconds kFailedTime{200};
 constexpr std::chrono::microseconds kRetryNap{50};
 // Rounds with work between two looks at the clock.
 constexpr int kBusyRoundsPerClock = 32;
+// Most commands that Kick posts on the pushing thread. More are bulk: they go out on the proxy
+// thread while the pusher prepares the next.
+constexpr uint64_t kInlineCommands = 8;
+// Naps of the proxy thread while others help, each twice the one before: how late it takes over
+// from one that stopped without a word. Short naps are dear: in a virtual machine a timer every 0.1
+// ms took a third of what helping gains.
+constexpr std::chrono::microseconds kFirstHelpedNap{100};
+constexpr std::chrono::microseconds kLastHelpedNap{1600};
+
+// Sleeps until the bell has been rung since `bell_count` was read, or the time is over (false).
+bool AwaitBell(Doorbell& bell, uint32_t bell_count, std::chrono::nanoseconds limit) {
+  timespec timeout{.tv_sec = 0, .tv_nsec = static_cast<long>(limit.count())};
+  return syscall(SYS_futex, &bell.count, FUTEX_WAIT, bell_count, &timeout, nullptr, 0) == 0 ||
+         errno != ETIMEDOUT;
+}
 
 }  // namespace
 
@@ -37,13 +55,34 @@ struct Proxy::Impl {
   Doorbell* bell = nullptr;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   bool is_started = false;
+  bool wants_help = false;  // fixed by Start
   std::jthread thread;
 
-  void Run(std::stop_token stop);
-  // One round of every endpoint; the first error, with whom it blames.
-  Status Round(bool* did_work, int64_t* blamed);
+  // Held during every round, by whoever does it. The thread lets go of it only to sleep.
+  std::mutex mutex;
+  bool accepts_help = false;  // under the mutex, like the next three: the thread runs
+  bool sleeps_long = false;   // the thread does not look after what helpers leave behind
+  Status help_status = {};    // the first that failed; the thread reports it
+  int64_t help_blamed = Endpoint::kNobody;
+  std::atomic<uint64_t> num_helped{0};    // rounds that other threads did
+  std::atomic<int> num_helpers{0};        // threads between BeginHelp and EndHelp
+  std::atomic<bool> thread_waits{false};  // for the mutex: helpers keep off
+
+  void Run(const std::stop_token& stop);
+  void RunRounds(const std::stop_token& stop, std::unique_lock<std::mutex>& lock);
+  // A round on the calling thread. True if it was done and nothing is left to be sent.
+  bool HelpRound(uint64_t max_commands, bool* did_work);
+  // One round of every endpoint; the first error, with whom it blames. We throw nothing; the
+  // standard library may (memory), and that must not end the process.
+  Status Round(bool* did_work, int64_t* blamed) noexcept;
   Status Tick(Clock::time_point now, int64_t* blamed);
-  void Idle(int idle_rounds, uint32_t bell_count);
+  void Idle(int idle_rounds, uint32_t bell_count, uint64_t* seen_helped,
+            std::unique_lock<std::mutex>& lock);
+  // The latest moment to which the thread may sleep.
+  Clock::time_point next_duty(Clock::time_point now) const;
+  // Calls sleep() without the mutex.
+  template <typename Sleep>
+  void SleepUnlocked(std::unique_lock<std::mutex>& lock, Sleep&& sleep);
   void Fail(const Status& status, int64_t blamed);
   void SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit);
   bool IsDrained() const {
@@ -52,7 +91,7 @@ struct Proxy::Impl {
   }
 };
 
-Status Proxy::Impl::Round(bool* did_work, int64_t* blamed) {
+Status Proxy::Impl::Round(bool* did_work, int64_t* blamed) noexcept try {
   for (const auto& endpoint : endpoints) {
     Status status = endpoint->Step(did_work);
     if (!status.ok()) {
@@ -61,6 +100,8 @@ Status Proxy::Impl::Round(bool* did_work, int64_t* blamed) {
     }
   }
   return Status::Ok();
+} catch (...) {
+  return Internal("proxy: a round ended with an exception (out of memory?)");
 }
 
 Status Proxy::Impl::Tick(Clock::time_point now, int64_t* blamed) {
@@ -75,33 +116,84 @@ Status Proxy::Impl::Tick(Clock::time_point now, int64_t* blamed) {
   return Status::Ok();
 }
 
-// Spin -> pause -> yield -> futex. `bell_count` was read before the round that found nothing, so a
-// ring since then ends the sleep at once (see Doorbell::Ring for the other side).
-void Proxy::Impl::Idle(int idle_rounds, uint32_t bell_count) {
-  const bool has_cheap_wake =
-      std::all_of(endpoints.begin(), endpoints.end(),
-                  [](const auto& endpoint) { return endpoint->has_cheap_wake(); });
-  if (has_cheap_wake && idle_rounds < kSpinRounds) {
+// Spin -> pause -> yield -> futex; a short nap where others help. `bell_count` was read before the
+// round that found nothing, so a ring since then ends the sleep at once (see Doorbell::Ring for the
+// other side).
+void Proxy::Impl::Idle(int idle_rounds, uint32_t bell_count, uint64_t* seen_helped,
+                       std::unique_lock<std::mutex>& lock) {
+  const auto count_helped = [this] { return num_helped.load(std::memory_order_relaxed); };
+  if (num_helpers.load(std::memory_order_relaxed) > 0 || count_helped() != *seen_helped) {
+    const Clock::time_point end = next_duty(Clock::now());
+    SleepUnlocked(lock, [&] {
+      for (auto nap = kFirstHelpedNap; Clock::now() < end;
+           nap = std::min(2 * nap, kLastHelpedNap)) {
+        *seen_helped = count_helped();
+        if (AwaitBell(*bell, bell_count, nap) || count_helped() == *seen_helped) break;
+      }
+    });
+    *seen_helped = count_helped();
+    return;
+  }
+  if (!wants_help && idle_rounds < kSpinRounds) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
     return;
   }
-  if (idle_rounds < (has_cheap_wake ? kSpinRounds + kYieldRounds : kNetworkYieldRounds)) {
+  if (idle_rounds < (wants_help ? kNetworkYieldRounds : kSpinRounds + kYieldRounds)) {
     std::this_thread::yield();
     return;
   }
-  std::chrono::nanoseconds nap = kMaxSleep;
+  bool may_sleep = true;
+  for (const auto& endpoint : endpoints) may_sleep = endpoint->PrepareToSleep() && may_sleep;
+  if (!may_sleep) return std::this_thread::yield();
   const Clock::time_point now = Clock::now();
+  const Clock::time_point end = next_duty(now);
+  if (end <= now) return;
+  sleeps_long = true;
+  SleepUnlocked(lock, [&] { (void)AwaitBell(*bell, bell_count, end - now); });
+  sleeps_long = false;
+}
+
+Clock::time_point Proxy::Impl::next_duty(Clock::time_point now) const {
+  Clock::time_point end = now + kMaxSleep;
   for (const auto& endpoint : endpoints) {
-    if (endpoint->must_retry()) nap = std::min<std::chrono::nanoseconds>(nap, kRetryNap);
-    nap = std::min<std::chrono::nanoseconds>(nap, endpoint->next_tick() - now);
+    if (endpoint->must_retry()) end = std::min<Clock::time_point>(end, now + kRetryNap);
+    end = std::min<Clock::time_point>(end, endpoint->next_tick());
   }
-  if (nap.count() <= 0) return;
+  return end;
+}
+
+template <typename Sleep>
+void Proxy::Impl::SleepUnlocked(std::unique_lock<std::mutex>& lock, Sleep&& sleep) {
   bell->waiters.fetch_add(1, std::memory_order_seq_cst);
-  timespec timeout{.tv_sec = 0, .tv_nsec = static_cast<long>(nap.count())};
-  syscall(SYS_futex, &bell->count, FUTEX_WAIT, bell_count, &timeout, nullptr, 0);
+  lock.unlock();
+  sleep();
+  thread_waits.store(true, std::memory_order_relaxed);
+  lock.lock();
+  thread_waits.store(false, std::memory_order_relaxed);
   bell->waiters.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+bool Proxy::Impl::HelpRound(uint64_t max_commands, bool* did_work) {
+  if (thread_waits.load(std::memory_order_relaxed)) return false;
+  const std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock.owns_lock() || !accepts_help) return false;
+  for (const auto& endpoint : endpoints) {
+    if (endpoint->num_queued_commands() > max_commands) return false;
+  }
+  num_helped.fetch_add(1, std::memory_order_relaxed);
+  help_status = Round(did_work, &help_blamed);
+  accepts_help = help_status.ok();
+  if (!accepts_help ||
+      (sleeps_long && std::any_of(endpoints.begin(), endpoints.end(), [](const auto& endpoint) {
+         return endpoint->has_unfinished_receives();
+       }))) {
+    bell->Ring();
+  }
+  return accepts_help && std::none_of(endpoints.begin(), endpoints.end(), [](const auto& endpoint) {
+           return endpoint->has_unfinished_sends();
+         });
 }
 
 void Proxy::Impl::SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit) {
@@ -123,11 +215,25 @@ void Proxy::Impl::Fail(const Status& status, int64_t blamed) {
   SayToAll(ImmControl::kFailed, blamed < 0 ? 0 : static_cast<uint32_t>(blamed) + 1, kFailedTime);
 }
 
-void Proxy::Impl::Run(std::stop_token stop) {
+void Proxy::Impl::Run(const std::stop_token& stop) {
+  std::unique_lock lock(mutex);
+  accepts_help = wants_help;
+  try {
+    RunRounds(stop, lock);
+  } catch (...) {
+    failure->Set(Internal("proxy of group \"" + options.group_name +
+                          "\": the thread ended with an exception (out of memory?)"));
+    for (const auto& endpoint : endpoints) endpoint->RingDoorbell();
+  }
+  accepts_help = false;
+}
+
+void Proxy::Impl::RunRounds(const std::stop_token& stop, std::unique_lock<std::mutex>& lock) {
   Clock::time_point now = Clock::now();
   for (const auto& endpoint : endpoints) endpoint->Start(now);
   int idle_rounds = 0;
   int busy_rounds = 0;
+  uint64_t seen_helped = 0;
   bool is_stopping = false;
   Clock::time_point stop_at;
   while (true) {
@@ -137,6 +243,7 @@ void Proxy::Impl::Run(std::stop_token stop) {
       if (options.blamed_rank) blamed = options.blamed_rank();
       return Fail(failure->status(), blamed);
     }
+    if (!help_status.ok()) return Fail(help_status, help_blamed);
     bool did_work = false;
     Status status = Round(&did_work, &blamed);
     if (!did_work || ++busy_rounds % kBusyRoundsPerClock == 0 || is_stopping) {
@@ -152,7 +259,7 @@ void Proxy::Impl::Run(std::stop_token stop) {
       }
     }
     idle_rounds = did_work ? 0 : idle_rounds + 1;
-    if (!did_work) Idle(idle_rounds, bell_count);
+    if (!did_work) Idle(idle_rounds, bell_count, &seen_helped, lock);
   }
 }
 
@@ -231,16 +338,10 @@ Status Proxy::Start() {
     }
   }
   impl_->is_started = true;
-  impl_->thread = std::jthread([impl = impl_.get()](std::stop_token stop) {
-    // We throw nothing; the standard library may (memory). It must not end the process.
-    try {
-      impl->Run(std::move(stop));
-    } catch (...) {
-      impl->failure->Set(Internal("proxy of group \"" + impl->options.group_name +
-                                  "\": the thread ended with an exception (out of memory?)"));
-      for (const auto& endpoint : impl->endpoints) endpoint->RingDoorbell();
-    }
-  });
+  impl_->wants_help = std::any_of(impl_->endpoints.begin(), impl_->endpoints.end(),
+                                  [](const auto& endpoint) { return !endpoint->has_cheap_wake(); });
+  impl_->thread =
+      std::jthread([impl = impl_.get()](const std::stop_token& stop) { impl->Run(stop); });
   return Status::Ok();
 }
 
@@ -255,7 +356,26 @@ RingView Proxy::ring(int endpoint) {
   return impl_->endpoints[static_cast<size_t>(endpoint)]->ring();
 }
 
-Doorbell* Proxy::bell() { return impl_->bell; }
+void Proxy::Kick() {
+  bool did_work = false;
+  if (!impl_->HelpRound(kInlineCommands, &did_work)) impl_->bell->Ring();
+}
+
+bool Proxy::wants_help() const { return impl_->wants_help; }
+
+void Proxy::BeginHelp() { impl_->num_helpers.fetch_add(1, std::memory_order_relaxed); }
+
+void Proxy::EndHelp(bool leaves_work) {
+  impl_->num_helpers.fetch_sub(1, std::memory_order_relaxed);
+  if (leaves_work) impl_->bell->Ring();
+}
+
+bool Proxy::Help() {
+  bool did_work = false;
+  // What the round leaves undone is the business of the next, or of EndHelp.
+  (void)impl_->HelpRound(UINT64_MAX, &did_work);
+  return did_work;
+}
 
 std::atomic<uint64_t>* Proxy::quiet_flag(int endpoint) {
   return impl_->endpoints[static_cast<size_t>(endpoint)]->quiet_flag();

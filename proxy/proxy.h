@@ -1,6 +1,7 @@
 // Proxy: one thread that moves what kernels cannot reach by load and store. It pops commands from
 // the rings of its endpoints, posts them to the transport, turns arrivals into flags, and reports
-// the first failure. It knows no CUDA, no XLA, and no transport by name.
+// the first failure. Threads that wait for it may do its rounds while it has nothing to do
+// (ProxyPort). It knows no CUDA, no XLA, and no transport by name.
 #pragma once
 
 #include <atomic>
@@ -18,6 +19,7 @@
 #include "proxy/base/deadline.h"
 #include "proxy/base/doorbell.h"
 #include "proxy/base/failure.h"
+#include "proxy/base/proxy_port.h"
 #include "proxy/base/status.h"
 #include "proxy/stats.h"
 #include "proxy/transport.h"
@@ -64,19 +66,19 @@ struct EndpointOptions {
 // Start, push commands, Stop.
 //
 // Thread rule: Create..Start and Stop on one thread. After Start any thread may push to ring(),
-// ring bell(), and call DumpState and Stats. The latch, heaps, flags and doorbells outlive it.
+// call what ProxyPort has, DumpState and Stats. The latch, heaps, flags and doorbells outlive it.
 //
 // Waiting across nodes: push kQuiet and kBarrier with the next epoch (each counts 1, 2, 3, ... per
-// endpoint), ring the bell, then wait until *quiet_flag(endpoint) and flag(kBarrier, peer) of all
+// endpoint), Kick, then wait until *quiet_flag(endpoint) and flag(kBarrier, peer) of all
 // peers have reached it.
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
 // reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's
 // doorbell is rung, peers are told so that they fail at once, and the thread ends.
-class Proxy {
+class Proxy final : public ProxyPort {
  public:
   static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);
-  ~Proxy();  // stops
+  ~Proxy() override;  // stops
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
 
@@ -97,8 +99,13 @@ class Proxy {
   void Stop();
   static constexpr std::chrono::seconds kMaxStopTime{3};
 
+  void Kick() override;
+  bool wants_help() const override;
+  void BeginHelp() override;
+  void EndHelp(bool leaves_work) override;
+  bool Help() override;
+
   RingView ring(int endpoint);
-  Doorbell* bell();
   // The epoch of the newest completed kQuiet of this endpoint's ring (acquire it).
   std::atomic<uint64_t>* quiet_flag(int endpoint);
 

@@ -67,9 +67,9 @@ struct TransportEvent {
 
 // One Transport serves one local rank ("endpoint").
 //
-// Thread rule: everything before the first PostWrite on one thread, everything after on one thread
-// (the proxy's); never two at once. Lifetime: registered memory outlives the Transport, and peers
-// stop writing (barrier or failure) before the memory is unmapped.
+// Thread rule: one call at a time; the caller orders the calls of different threads. Lifetime:
+// registered memory outlives the Transport, and peers stop writing (barrier or failure) before the
+// memory is unmapped.
 //
 // Promises to callers, whatever the network: each posted write is delivered exactly once as far as
 // its bytes go; its immediate is reported at least once; nothing is ever written outside a
@@ -109,6 +109,10 @@ class Transport {
   // Reports up to events.size() events and returns how many. Also drives progress, so it is called
   // again and again while anything is under way.
   virtual Result<size_t> Poll(std::span<TransportEvent> events) = 0;
+
+  // The poller is about to sleep until its bell rings. true: the bell will ring once there is
+  // something for Poll. false: not now, Poll and ask again.
+  virtual bool PrepareToSleep() { return true; }
 
   // Adds lines for dump_state: devices and what went through each. Any thread.
   virtual void AppendState(std::string* /*text*/) const {}

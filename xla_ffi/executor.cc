@@ -205,7 +205,8 @@ std::optional<Call> Executor::WaitForCall() {
     return next.has_value();
   };
   const Deadline period = Deadline::After(kOverdueCheckPeriod);
-  const WaitResult result = WaitUntil(doorbell(), ready, period, *rank_->failure);
+  const WaitResult result = WaitUntil(doorbell(), ready, period, *rank_->failure,
+                                      order_->comes_by_proxy() ? rank_->proxy : nullptr);
   if (next.has_value() || result == WaitResult::kReady) return next;
   if (result == WaitResult::kTimeout) {
     CheckOverdue();

@@ -60,7 +60,7 @@ Status AgreedOrder::SendToLeaders() {
                         .value = 0});
     if (!packed.has_value()) return Internal("an order announcement does not fit a command");
     while (!rank_.ring.TryPush(*packed)) {
-      rank_.proxy_bell->Ring();
+      rank_.proxy->Kick();
       if (rank_.failure->failed()) return rank_.failure->status();
       if (deadline.expired()) {
         return DeadlineExceeded("group " + rank_.group_name +
@@ -69,15 +69,15 @@ Status AgreedOrder::SendToLeaders() {
       std::this_thread::yield();
     }
   }
-  rank_.proxy_bell->Ring();
+  rank_.proxy->Kick();
   return Status::Ok();
 }
 
 std::optional<OrderEntry> AgreedOrder::Peek() {
   const uint32_t leader = rank_.node_begin();
   ControlBlock& log = control(leader);
-  if (leader == rank_.rank && rank_.node() != 0) {
-    // Leader of another node: entries arrive through the proxy, which counts them in the flag.
+  if (comes_by_proxy()) {
+    // The proxy counts them in the flag.
     const auto& arrived = *reinterpret_cast<std::atomic<uint64_t>*>(
         rank_.heaps[rank_.rank] + rank_.layout.flag_offset(Channel::kOrder, /*source=*/0));
     const uint64_t count = arrived.load(std::memory_order_acquire);

@@ -23,6 +23,9 @@ class AgreedOrder {
   // Whether this rank may append to the log.
   bool can_announce() const { return rank_.shape.num_nodes() == 1 || rank_.rank == 0; }
 
+  // Whether entries reach this rank's log through its proxy: the leader of a node without rank 0.
+  bool comes_by_proxy() const { return rank_.local_rank() == 0 && rank_.node() != 0; }
+
   // Appends `entry` at this rank's position if nothing is there yet; what stands there afterwards,
   // or will in a moment, is for Peek to say. Blocks (bounded by the rank's timeout) only while the
   // ring to the proxy is full.

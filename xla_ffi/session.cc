@@ -113,7 +113,7 @@ Status Session::AllocateMembers() {
                                 .ring_slots = env.ring_slots,
                                 .place = PlaceOf(options_, local)}));
       rank->ring = proxy_->ring(member->endpoint);
-      rank->proxy_bell = proxy_->bell();
+      rank->proxy = proxy_.get();
     }
     member->rank = std::move(rank);
     members_.push_back(std::move(member));
@@ -256,7 +256,7 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
         std::this_thread::yield();
       }
     }
-    rank.proxy_bell->Ring();
+    rank.proxy->Kick();
   }
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
@@ -264,7 +264,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
       const auto* flag = flag_of(member->heap.bytes().data(), peer);
       const WaitResult result = WaitUntil(
           member->control()->doorbell,
-          [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_);
+          [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
+          rank.heaps[peer] == nullptr ? rank.proxy : nullptr);
       if (result == WaitResult::kFailed) return failure_->status();
       if (result == WaitResult::kTimeout) {
         return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +

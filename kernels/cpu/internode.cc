@@ -32,7 +32,7 @@ Status PackedStream::Advance(uint64_t num_bytes) {
     const uint64_t length = std::min(pending_bytes_, kWriteChunkBytes);
     JAX_EP_RETURN_IF_ERROR(PushPending(length, Op::kWrite));
   }
-  op_.RingProxy();
+  op_.KickProxy();
   return Status::Ok();
 }
 
@@ -42,7 +42,7 @@ Status PackedStream::Finish() {
   } else {
     JAX_EP_RETURN_IF_ERROR(op_.Signal(command_.dst_rank, command_.channel, op_.epoch()));
   }
-  op_.RingProxy();
+  op_.KickProxy();
   return Status::Ok();
 }
 

@@ -66,7 +66,7 @@ Status LlCombine::SendTo(const RowIndex& index, const PartialPitch& pitch, uint3
   command.length_bytes = command.local_offset = command.remote_offset = 0;
   command.value = num_slots;
   JAX_EP_RETURN_IF_ERROR(op_.Push(command));
-  op_.RingProxy();
+  op_.KickProxy();
   CountSent(rank_, num_slots, num_slots * pitch.rank_pitch);
   return Status::Ok();
 }

@@ -168,7 +168,7 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
     command.length_bytes = command.local_offset = command.remote_offset = 0;
     command.value = num_slots;
     JAX_EP_RETURN_IF_ERROR(op_.Push(command));
-    op_.RingProxy();
+    op_.KickProxy();
     const uint64_t num_rows = num_slots - (meta_bytes > 0 ? 1 : 0);
     CountSent(rank_, num_rows, meta_bytes + num_rows * row_pitch_);
   }

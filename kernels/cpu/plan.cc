@@ -64,7 +64,7 @@ Status SendRouting(Operation& op, uint32_t set) {
       sent += length;
     }
   }
-  op.RingProxy();
+  op.KickProxy();
   return op.SignalMates(Channel::kPlan, op.epoch());
 }
 

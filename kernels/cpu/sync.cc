@@ -90,11 +90,11 @@ uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) co
 
 Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value) {
   if (ReadFlag(mate, channel, source) >= value) return Status::Ok();
-  RingProxy();
+  KickProxy();
   const auto begin = Deadline::Clock::now();
   const WaitResult result = WaitUntil(
       BellOf(*this, mate), [&] { return ReadFlag(mate, channel, source) >= value; }, deadline_,
-      *rank_.failure);
+      *rank_.failure, is_mate(source) ? nullptr : rank_.proxy);
   if (rank_.counters != nullptr) {
     const auto waited =
         std::chrono::duration_cast<std::chrono::nanoseconds>(Deadline::Clock::now() - begin);
@@ -168,7 +168,7 @@ Status Operation::SignalRails(Channel channel, uint64_t value) {
     if (rail == rank_.rank) continue;
     JAX_EP_RETURN_IF_ERROR(Signal(rail, channel, value));
   }
-  RingProxy();
+  KickProxy();
   return Status::Ok();
 }
 
@@ -177,7 +177,7 @@ Status Operation::SignalAll(Channel channel, uint64_t value) {
     if (peer == rank_.rank) continue;
     JAX_EP_RETURN_IF_ERROR(Signal(peer, channel, value));
   }
-  RingProxy();
+  KickProxy();
   return Status::Ok();
 }
 
@@ -192,7 +192,7 @@ Status Operation::Push(const Command& command) {
   }
   for (int round = 0; !rank_.ring.TryPush(*packed); ++round) {
     has_unannounced_commands_ = true;
-    RingProxy();
+    KickProxy();
     JAX_EP_RETURN_IF_ERROR(CheckLatch());
     if (deadline_.expired()) {
       return Fail(DeadlineExceeded("timed out on a full command ring, next command to rank " +
@@ -209,10 +209,10 @@ Status Operation::Push(const Command& command) {
   return Status::Ok();
 }
 
-void Operation::RingProxy() {
+void Operation::KickProxy() {
   if (!has_unannounced_commands_) return;
   has_unannounced_commands_ = false;
-  rank_.proxy_bell->Ring();
+  rank_.proxy->Kick();
 }
 
 const CallKind kDispatchKind{&Rank::Epochs::dispatch_started, &Rank::Epochs::dispatch_done,

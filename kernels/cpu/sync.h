@@ -61,8 +61,8 @@ class Operation {
 
   // Pushes a command, waiting while the ring is full.
   Status Push(const Command& command);
-  // Wakes the proxy if commands were pushed since the last call.
-  void RingProxy();
+  // Tells the proxy if commands were pushed since the last call.
+  void KickProxy();
 
  private:
   std::string Where() const;

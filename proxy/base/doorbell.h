@@ -14,6 +14,7 @@
 
 #include "proxy/base/deadline.h"
 #include "proxy/base/failure.h"
+#include "proxy/base/proxy_port.h"
 
 namespace jax_ep {
 
@@ -48,16 +49,19 @@ enum class WaitResult : uint8_t { kReady, kFailed, kTimeout };
 
 // Waits until ready() is true: spin -> pause -> yield -> futex. `ready` must be cheap, without
 // side effects, and read with acquire what it tests. kFailed when `failure` is latched.
+// `proxy`, if any, is what makes `ready` true: it is helped where that pays (proxy_port.h).
 template <typename Ready>
 WaitResult WaitUntil(Doorbell& bell, Ready&& ready, const Deadline& deadline,
-                     const FailureLatch& failure) {
-  for (int round = 0; round < kSpinRounds; ++round) {
+                     const FailureLatch& failure, ProxyPort* proxy = nullptr) {
+  const bool helps = proxy != nullptr && proxy->wants_help();
+  if (helps && HelpUntil(*proxy, ready)) return WaitResult::kReady;
+  for (int round = 0; !helps && round < kSpinRounds; ++round) {
     if (ready()) return WaitResult::kReady;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
   }
-  for (int round = 0; round < kYieldRounds; ++round) {
+  for (int round = 0; !helps && round < kYieldRounds; ++round) {
     if (ready()) return WaitResult::kReady;
     std::this_thread::yield();
   }

@@ -77,7 +77,6 @@ class FaultyTransport : public Transport {
                   const TransportOptions& options)
       : inner_(std::move(inner)),
         spec_(spec),
-        bell_(options.bell),
         random_(spec.seed * kMaxRanks + options.rank),
         is_mortal_(spec.die_after > 0 &&
                    (spec.die_rank == UINT64_MAX || spec.die_rank == options.rank)),
@@ -85,6 +84,7 @@ class FaultyTransport : public Transport {
         box_id_(LateBoxes::Get().Add(box_)) {
     caps_ = inner_->Caps();
     caps_.ordered = false;
+    caps_.cheap_wake = false;  // like the networks that this stands for: who waits, helps
     if (spec_.payload_late != 0) caps_.arrival_implies_visible = false;
     if (spec_.max_message != 0) {
       caps_.max_message_bytes = std::min(caps_.max_message_bytes, spec_.max_message);
@@ -190,11 +190,13 @@ class FaultyTransport : public Transport {
         events[kept++] = events[i];
       }
     }
-    // Whoever polls us must not sleep while something is held.
+    return kept;
+  }
+
+  bool PrepareToSleep() override {
     const bool holds = !held_.empty() || !splits_.empty() || !duplicates_.empty() ||
                        !sent_.empty() || flush_polls_ > 0 || num_inner_posted_ > 0;
-    if (holds && bell_ != nullptr) bell_->Ring();
-    return kept;
+    return !holds && inner_->PrepareToSleep();
   }
 
   void AppendState(std::string* text) const override { inner_->AppendState(text); }
@@ -212,6 +214,7 @@ class FaultyTransport : public Transport {
     WriteRequest request;
     uint64_t polls;
     bool is_last_piece = false;
+    uint64_t num_overtaken = 0;
   };
   struct Split {
     WriteRequest last_piece;
@@ -278,7 +281,8 @@ class FaultyTransport : public Transport {
     }
     const bool may_stop = spec_.reorder > 0 || spec_.delay > 0;
     while (!held_.empty() && !is_full) {
-      if (may_stop && Below(kStopOneIn) == 0) break;
+      // Some stay behind to be overtaken by what comes next, at most a window of them.
+      if (may_stop && held_.size() <= spec_.reorder + spec_.delay && Below(kStopOneIn) == 0) break;
       const size_t chosen = Choose();
       if (chosen == held_.size()) break;
       JAX_EP_RETURN_IF_ERROR(Release(chosen, &is_full));
@@ -288,22 +292,35 @@ class FaultyTransport : public Transport {
 
   // Which held write goes next: one of the first that may overtake. held_.size(): none may now.
   size_t Choose() {
-    std::vector<size_t> candidates;
+    candidates_.clear();
     uint64_t num_seen = 0;
     for (size_t i = 0; i < held_.size() && num_seen <= spec_.reorder; ++i) {
       if (spec_.per_flow != 0 && !IsSameFlow(held_[i].request, held_[0].request)) continue;
       ++num_seen;
-      if (held_[i].polls == 0) candidates.push_back(i);
-      // Without reordering a delayed head blocks what is behind it.
+      if (held_[i].polls == 0) candidates_.push_back(i);
+      // Without reordering a delayed head blocks what is behind it, and so does one that has been
+      // overtaken often enough.
+      if (held_[i].num_overtaken >= spec_.reorder) break;
     }
-    return candidates.empty() ? held_.size() : candidates[Below(candidates.size())];
+    if (candidates_.empty()) return held_.size();
+    return candidates_[Below(candidates_.size())];
+  }
+
+  // The write at `index` has left.
+  void Forget(size_t index) {
+    for (size_t i = 0; i < index; ++i) {
+      if (spec_.per_flow == 0 || IsSameFlow(held_[i].request, held_[index].request)) {
+        ++held_[i].num_overtaken;
+      }
+    }
+    held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(index));
   }
 
   Status Release(size_t index, bool* is_full) {
     const Held held = held_[index];
     const uint64_t units = held.request.length_bytes / kSplitUnitBytes;
     if (!held.is_last_piece && units >= 2 && spec_.payload_late == 0 && Chance(spec_.split)) {
-      held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(index));
+      Forget(index);
       return StartSplit(held.request, units);
     }
     // Duplicates that have waited long enough go first.
@@ -323,7 +340,7 @@ class FaultyTransport : public Transport {
     JAX_EP_RETURN_IF_ERROR(
         PostInner(request, {InnerWrite::Kind::kWhole, held.request.token}, is_full, &held.request));
     if (*is_full) return Status::Ok();
-    held_.erase(held_.begin() + static_cast<std::ptrdiff_t>(index));
+    Forget(index);
     if (held.request.has_immediate) {
       for (Duplicate& duplicate : duplicates_) {
         if (IsSameFlow(duplicate.request, held.request)) ++duplicate.num_overtaken;
@@ -462,7 +479,6 @@ class FaultyTransport : public Transport {
 
   std::unique_ptr<Transport> inner_;
   const FaultySpec spec_;
-  Doorbell* bell_;
   std::mt19937_64 random_;
   TransportCaps caps_;
   std::vector<Peer> peers_;
@@ -473,7 +489,8 @@ class FaultyTransport : public Transport {
   uint64_t num_posts_ = 0;
   uint64_t storm_ = 0;  // posts that still answer kResourceExhausted
 
-  std::deque<Held> held_;  // accepted, not yet posted to the inner transport; oldest first
+  std::vector<size_t> candidates_;  // of Choose
+  std::deque<Held> held_;           // accepted, not yet posted to the inner transport; oldest first
   std::deque<Duplicate> duplicates_;
   std::map<uint64_t, Split> splits_;
   std::deque<std::pair<WriteRequest, uint64_t>> pieces_;  // of splits, to be posted

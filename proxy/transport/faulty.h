@@ -14,7 +14,8 @@ namespace jax_ep {
 // Parsed from "key=value,key=value". All keys are optional numbers; percentages are 0..100.
 struct FaultySpec {
   uint64_t seed = 0;              // of the choices below, mixed with the endpoint's rank
-  uint64_t reorder = 0;           // a write may overtake this many earlier ones
+  uint64_t reorder = 0;           // a write may overtake this many earlier ones, and be overtaken
+                                  // by as many later ones
   uint64_t per_flow = 0;          // 1: it overtakes only writes of its own flow
   uint64_t delay = 0;             // a write is held for up to this many polls
   uint64_t duplicate = 0;         // percent of immediates that are delivered twice

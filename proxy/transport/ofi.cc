@@ -221,8 +221,16 @@ class OfiTransport : public Transport {
       JAX_EP_RETURN_IF_ERROR(PollRail(rail, events, &count));
       JAX_EP_RETURN_IF_ERROR(rail.RepostReceives());
     }
-    if (waker_ != nullptr) ArmWhenIdle(count > 0);
     return count;
+  }
+
+  bool PrepareToSleep() override {
+    if (waker_ == nullptr || waker_->is_armed()) return true;
+    const bool may_wait = std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) {
+      return rail->wait_fd() < 0 || rail->MayWait();
+    });
+    if (may_wait) waker_->Arm();
+    return may_wait;
   }
 
   void AppendState(std::string* text) const override {
@@ -276,13 +284,12 @@ class OfiTransport : public Transport {
       signal_.push_back(local);
     }
     if (options.bell == nullptr) return Status::Ok();
-    bell_ = options.bell;
     std::vector<int> fds;
     for (const auto& rail : rails_) {
       if (rail->wait_fd() >= 0) fds.push_back(rail->wait_fd());
     }
     if (fds.size() < rails_.size()) fds.clear();
-    JAX_EP_ASSIGN_OR_RETURN(waker_, Waker::Create(bell_, std::move(fds)));
+    JAX_EP_ASSIGN_OR_RETURN(waker_, Waker::Create(options.bell, std::move(fds)));
     return Status::Ok();
   }
 
@@ -355,19 +362,6 @@ class OfiTransport : public Transport {
     return Status::Ok();
   }
 
-  void ArmWhenIdle(bool did_work) {
-    if (did_work) return idle_.SawWork();
-    if (!idle_.SawNothing() || waker_->is_armed()) return;
-    const bool may_wait = std::all_of(rails_.begin(), rails_.end(), [](const auto& rail) {
-      return rail->wait_fd() < 0 || rail->MayWait();
-    });
-    if (may_wait) {
-      waker_->Arm();
-    } else {
-      bell_->Ring();
-    }
-  }
-
   const OfiLibrary& library_;
   const uint32_t rank_;
   const std::string provider_;
@@ -381,8 +375,6 @@ class OfiTransport : public Transport {
   SentQueue sent_;  // of writes that needed no completion
   size_t next_rail_ = 0;
   size_t first_polled_rail_ = 0;
-  Doorbell* bell_ = nullptr;
-  IdleCounter idle_;
   std::unique_ptr<Waker> waker_;  // last: its thread uses the rails' descriptors
 };
 

@@ -198,8 +198,19 @@ class VerbsTransport : public Transport {
       first_polled_rail_ = first_polled_rail_ + 1 == rails_.size() ? 0 : first_polled_rail_ + 1;
       JAX_EP_RETURN_IF_ERROR(PollRail(rail, events, &count));
     }
-    if (waker_ != nullptr) ArmWhenIdle(count > 0);
     return count;
+  }
+
+  bool PrepareToSleep() override {
+    if (waker_ == nullptr || waker_->is_armed()) return true;
+    if (!is_requested_) {
+      // Events are asked for; what came before makes none, so the queues are looked at once more.
+      for (const auto& rail : rails_) rail->Arm();
+    } else {
+      waker_->Arm();
+    }
+    is_requested_ = !is_requested_;
+    return !is_requested_;
   }
 
   void AppendState(std::string* text) const override {
@@ -249,10 +260,9 @@ class VerbsTransport : public Transport {
         side_, SideListener::Create(interfaces.front().address,
                                     [this](std::string_view text) { return Accept(text); }));
     if (options.bell == nullptr) return Status::Ok();
-    bell_ = options.bell;
     std::vector<int> fds;
     for (const auto& rail : rails_) fds.push_back(rail->wait_fd());
-    JAX_EP_ASSIGN_OR_RETURN(waker_, Waker::Create(bell_, std::move(fds)));
+    JAX_EP_ASSIGN_OR_RETURN(waker_, Waker::Create(options.bell, std::move(fds)));
     return Status::Ok();
   }
 
@@ -334,20 +344,6 @@ class VerbsTransport : public Transport {
     return Status::Ok();
   }
 
-  void ArmWhenIdle(bool did_work) {
-    if (did_work) return idle_.SawWork();
-    if (!idle_.SawNothing() || waker_->is_armed()) return;
-    if (!is_requested_) {
-      // Events are asked for; what came before rings no bell, so look once more before sleeping.
-      for (const auto& rail : rails_) rail->Arm();
-      is_requested_ = true;
-      bell_->Ring();
-    } else {
-      is_requested_ = false;
-      waker_->Arm();
-    }
-  }
-
   const uint32_t rank_;
   const uint32_t num_qps_;
   TransportCaps caps_{.arrival_implies_visible = true,
@@ -362,8 +358,6 @@ class VerbsTransport : public Transport {
   std::vector<PostedWrite> writes_;
   std::vector<uint32_t> free_writes_;
   size_t first_polled_rail_ = 0;
-  Doorbell* bell_ = nullptr;
-  IdleCounter idle_;
   bool is_requested_ = false;
   // Last: their threads use the rails.
   std::unique_ptr<SideListener> side_;

@@ -23,8 +23,8 @@ class Waker {
   Waker(const Waker&) = delete;
   Waker& operator=(const Waker&) = delete;
 
-  // The poller has found nothing for a while and may sleep: ring once for the next event. Until the
-  // next Arm the thread sleeps itself, so a busy poller is not disturbed.
+  // The poller is about to sleep: ring once for the next event. Until the next Arm the thread sleeps
+  // itself, so a busy poller is not disturbed.
   void Arm();
   bool is_armed() const { return state_.load(std::memory_order_relaxed) == kArmed; }
 
@@ -39,20 +39,6 @@ class Waker {
   int stop_fd_;  // an eventfd: ends the thread's wait
   std::atomic<uint32_t> state_{kIdle};
   std::thread thread_;
-};
-
-// Counts fruitless polls and says when the proxy is about to sleep.
-class IdleCounter {
- public:
-  void SawWork() { num_empty_ = 0; }
-  bool SawNothing() { return ++num_empty_ >= kArmRounds; }
-
- private:
-  // Before the proxy's last yield, and not long before: an armed waker takes its share of every
-  // event.
-  static constexpr int kArmRounds = kNetworkYieldRounds * 3 / 4;
-
-  int num_empty_ = 0;
 };
 
 }  // namespace jax_ep

@@ -32,7 +32,7 @@ class LoopbackNetwork : public Network {
     ASSERT_TRUE(started.ok()) << started.message();
     for (size_t r = 0; r < ranks.size(); ++r) {
       ranks[r].ring = proxy_->ring(static_cast<int>(r));
-      ranks[r].proxy_bell = proxy_->bell();
+      ranks[r].proxy = proxy_.get();
     }
   }
 

@@ -13,7 +13,7 @@ namespace jax_ep::testing {
 class Network {
  public:
   virtual ~Network() = default;
-  // Connects all ranks of different nodes and fills ring and proxy_bell of each.
+  // Connects all ranks of different nodes and fills ring and proxy of each.
   static std::unique_ptr<Network> Create(std::vector<Rank>& ranks, const std::string& faulty_spec,
                                          FailureLatch* failure);
 };

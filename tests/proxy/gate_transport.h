@@ -71,6 +71,7 @@ class GateTransport : public Transport {
     return inner_->PostWrite(request);
   }
   Result<bool> Flush(uint64_t token) override { return inner_->Flush(token); }
+  bool PrepareToSleep() override { return inner_->PrepareToSleep(); }
 
   Result<size_t> Poll(std::span<TransportEvent> events) override {
     TransportEvent polled[16];

@@ -57,7 +57,7 @@ TEST(Quiet, waits_for_the_receivers_acknowledgement) {
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_EQ(world.proxy(0).quiet_flag(0)->load(), 0u);
   gate->HoldArrivals(false);
-  world.proxy(0).bell()->Ring();
+  world.proxy(0).Kick();
   world.AwaitQuiet(0, 1);
   world.Stop();
 }
@@ -73,7 +73,7 @@ TEST(Quiet, waits_for_the_local_completion_too) {
   std::this_thread::sleep_for(milliseconds(50));
   EXPECT_EQ(world.proxy(0).quiet_flag(0)->load(), 0u);
   gate->HoldSent(false);
-  world.proxy(0).bell()->Ring();
+  world.proxy(0).Kick();
   world.AwaitQuiet(0, 1);
   world.Stop();
 }
@@ -102,7 +102,7 @@ TEST(Window, lets_no_more_out_than_its_range_and_other_flows_go_on) {
   std::this_thread::sleep_for(milliseconds(20));
   EXPECT_EQ(world.flag(1, Channel::kPlan, 0)->load(), 4u);
   gate->HoldArrivals(false);
-  world.proxy(0).bell()->Ring();
+  world.proxy(0).Kick();
   world.AwaitFlag(1, Channel::kPlan, 0, 10);
   uint64_t num_stalls = 0;
   for (const FlowStats& flow : world.proxy(0).Stats()) num_stalls += flow.stalls;
@@ -283,7 +283,7 @@ TEST(BadArrival, is_an_error_with_the_peers_name) {
     ProxyWorld world(Gated(gate, 0));
     world.Start();
     gate->Inject(*TryEncodeImm(imm));
-    world.proxy(0).bell()->Ring();
+    world.proxy(0).Kick();
     const std::string message = AwaitFailure(world, 0);
     EXPECT_TRUE(Contains(message, "rank 1 sent a message that breaks the protocol")) << message;
     EXPECT_TRUE(Contains(AwaitFailure(world, 1), "blames this rank"));
@@ -297,7 +297,7 @@ TEST(BadArrival, of_an_unknown_flow_is_an_error) {
     ProxyWorld world(Gated(gate, 0));
     world.Start();
     gate->Inject(*TryEncodeImm(Imm{.kind = ImmKind::kSignal, .flow = flow, .epoch = 1}));
-    world.proxy(0).bell()->Ring();
+    world.proxy(0).Kick();
     EXPECT_TRUE(Contains(AwaitFailure(world, 0), "flow " + std::to_string(flow) + " of 16"));
     world.Stop();
   }
@@ -315,7 +315,7 @@ TEST(StaleArrival, is_dropped_and_counted) {
                                    .epoch = sequence + 1,
                                    .payload = sequence}));
   }
-  world.proxy(1).bell()->Ring();
+  world.proxy(1).Kick();
   world.Barrier();
   EXPECT_EQ(world.flag(1, Channel::kPlan, 0)->load(), 3u);
   uint64_t num_duplicates = 0;
@@ -330,7 +330,7 @@ TEST(TransportError, is_latched_with_its_words) {
   ProxyWorld world(Gated(gate, 0));
   world.Start();
   gate->Break(Internal("the cable burns"));
-  world.proxy(0).bell()->Ring();
+  world.proxy(0).Kick();
   EXPECT_TRUE(Contains(AwaitFailure(world, 0), "the cable burns"));
   const auto begin = steady_clock::now();
   world.proxy(0).Stop();
@@ -405,7 +405,7 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
   ProxyWorld world(options);
   world.Start();
   world.failure(0).Set(Unavailable("the monitor saw that rank 2 died"));
-  world.proxy(0).bell()->Ring();
+  world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
   EXPECT_TRUE(Contains(message, "rank 0 reported a failure of rank 2")) << message;
   world.Stop();

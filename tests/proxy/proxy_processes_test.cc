@@ -92,7 +92,7 @@ class Process {
     while (!proxy_->ring(0).TryPush(*packed) && !deadline.expired() && !failure.failed()) {
       std::this_thread::yield();
     }
-    proxy_->bell()->Ring();
+    proxy_->Kick();
   }
 
   // Sends one row with a signal to every peer and waits for theirs; checks the bytes.

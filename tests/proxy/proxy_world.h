@@ -106,10 +106,10 @@ class ProxyWorld {
     while (!ring.TryPush(packed)) {
       if (failure(rank).failed()) return;  // nobody pops any more
       ASSERT_FALSE(deadline.expired()) << "the ring stays full\n" << proxy(rank).DumpState();
-      proxy(rank).bell()->Ring();
+      proxy(rank).Kick();
       std::this_thread::yield();
     }
-    proxy(rank).bell()->Ring();
+    proxy(rank).Kick();
   }
 
   // Waits until `rank` sees flag >= epoch; fails the test on a failure or timeout.
@@ -117,7 +117,7 @@ class ProxyWorld {
     std::atomic<uint64_t>* word = flag(rank, channel, source);
     const WaitResult result = WaitUntil(
         doorbell(rank), [&] { return word->load(std::memory_order_acquire) >= epoch; },
-        Deadline::After(kTimeout), failure(rank));
+        Deadline::After(kTimeout), failure(rank), &proxy(rank));
     ASSERT_EQ(result, WaitResult::kReady)
         << "rank " << rank << " waits for " << source << " epoch " << epoch << ": "
         << failure(rank).status().message() << "\n"
@@ -142,7 +142,7 @@ class ProxyWorld {
     std::atomic<uint64_t>* quiet = proxy(rank).quiet_flag(endpoint(rank));
     const WaitResult result = WaitUntil(
         doorbell(rank), [&] { return quiet->load(std::memory_order_acquire) >= epoch; },
-        Deadline::After(kTimeout), failure(rank));
+        Deadline::After(kTimeout), failure(rank), &proxy(rank));
     ASSERT_EQ(result, WaitResult::kReady) << failure(rank).status().message() << "\n"
                                           << proxy(rank).DumpState();
   }

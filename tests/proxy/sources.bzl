@@ -14,6 +14,7 @@ TESTS = [
     "protocol_model_test.cc",
     "proxy_failure_test.cc",
     "proxy_faulty_test.cc",
+    "proxy_help_test.cc",
     "proxy_processes_test.cc",
     "proxy_test.cc",
     "sequencer_test.cc",
