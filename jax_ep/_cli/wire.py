@@ -19,7 +19,7 @@ from pathlib import Path
 from jax_ep._cli.extras import make_console, require
 
 _TIMEOUT_S = 120
-_ROUNDS = 3  # ours and theirs in turn; the table shows medians
+_ROUNDS = 5  # ours and theirs in turn; the table shows medians
 _WINDOW_MESSAGES, _WINDOW_BYTES = 256, 256 << 20
 _PINGPONG_BYTES = 16  # the shortest command
 
