@@ -23,8 +23,8 @@ class Waker {
   Waker(const Waker&) = delete;
   Waker& operator=(const Waker&) = delete;
 
-  // The poller is about to sleep: ring once for the next event. Until the next Arm the thread sleeps
-  // itself, so a busy poller is not disturbed.
+  // The poller is about to sleep: ring once for the next event. Until the next Arm the thread
+  // sleeps itself, so a busy poller is not disturbed.
   void Arm();
   bool is_armed() const { return state_.load(std::memory_order_relaxed) == kArmed; }
 
