@@ -382,8 +382,7 @@ TEST_P(TransportConformance, rings_the_bell_of_who_has_something_to_poll) {
     const Result<size_t> num_events = (*sleeper)->Poll({&event, 1});
     ASSERT_TRUE(num_events.ok()) << num_events.status().message();
     num_arrived += *num_events;
-    const bool is_quiet =
-        *num_events == 0 && num_arrived >= kFirst && (*sleeper)->PrepareToSleep();
+    const bool is_quiet = *num_events == 0 && num_arrived >= kFirst && (*sleeper)->PrepareToSleep();
     num_quiet = is_quiet ? num_quiet + 1 : 0;
     PollAll();
   }
