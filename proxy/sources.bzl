@@ -22,6 +22,7 @@ PROXY = [
     "transport/ofi.cc",
     "transport/ofi_library.cc",
     "transport/ofi_rail.cc",
+    "transport/open_library.cc",
     "transport/registry.cc",
     "transport/shm.cc",
     "transport/side_channel.cc",

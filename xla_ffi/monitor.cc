@@ -65,6 +65,11 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
   const MonitorOptions::Peer& peer = watched.peer;
   const std::string who = "group " + options_.group_name + ": rank " + std::to_string(peer.rank) +
                           " (pid " + std::to_string(peer.pid) + ") ";
+  const auto fail = [&](const std::string& what) {
+    // Our own close may have begun since the caller looked; peers then leave one after the other.
+    if (departures_expected_.load(std::memory_order_acquire)) return;
+    failure_->Set(Unavailable(who + what));
+  };
   // Whoever has said good-bye or failed may exit as it likes.
   switch (peer.control->state.load(std::memory_order_acquire)) {
     case MemberState::kRunning:
@@ -72,18 +77,15 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
     case MemberState::kFailed: {
       const std::string reason(peer.control->failure_text,
                                strnlen(peer.control->failure_text, kFailureTextBytes));
-      failure_->Set(Unavailable(who + "failed first: " + reason));
-      return;
+      return fail("failed first: " + reason);
     }
     case MemberState::kClosed:
-      failure_->Set(Unavailable(who + "closed the group while this process still used it"));
-      return;
+      return fail("closed the group while this process still used it");
   }
   if (watched.pidfd >= 0) {
     pollfd exited{.fd = watched.pidfd, .events = POLLIN, .revents = 0};
     if (poll(&exited, 1, 0) == 1 && (exited.revents & POLLIN) != 0) {
-      failure_->Set(Unavailable(who + "is gone: its process has ended without closing the group"));
-      return;
+      return fail("is gone: its process has ended without closing the group");
     }
   }
   const uint64_t beat = peer.control->heartbeat.load(std::memory_order_relaxed);
@@ -91,9 +93,8 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
     watched.last_beat = beat;
     watched.last_change = now;
   } else if (now - watched.last_change > options_.peer_timeout) {
-    failure_->Set(Unavailable(who + "stopped answering: no heartbeat for peer_timeout_s = " +
-                              Seconds(options_.peer_timeout) +
-                              " (stopped, swapped out, or its machine is overloaded)"));
+    fail("stopped answering: no heartbeat for peer_timeout_s = " + Seconds(options_.peer_timeout) +
+         " (stopped, swapped out, or its machine is overloaded)");
   }
 }
 

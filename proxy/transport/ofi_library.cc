@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "proxy/transport/interfaces.h"
+#include "proxy/transport/open_library.h"
 
 namespace jax_ep {
 namespace {
@@ -143,7 +144,7 @@ bool Load(void* handle, const char* name, Function* function) {
 }
 
 Result<const OfiLibrary*> Open() {
-  void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* handle = OpenLibrary("libfabric.so.1");
   if (handle == nullptr) {
     return Unavailable("libfabric is not installed (Debian: libfabric1): " +
                        std::string(dlerror()));

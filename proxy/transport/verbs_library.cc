@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "proxy/transport/interfaces.h"
+#include "proxy/transport/open_library.h"
 
 namespace jax_ep {
 namespace {
@@ -24,7 +25,7 @@ bool Load(void* handle, const char* name, Function* function) {
 }
 
 Result<const VerbsLibrary*> Open() {
-  void* handle = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_LOCAL);
+  void* handle = OpenLibrary("libibverbs.so.1");
   if (handle == nullptr) {
     return Unavailable("libibverbs is not installed (Debian: libibverbs1, ibverbs-providers): " +
                        std::string(dlerror()));
