@@ -176,7 +176,7 @@ void Proxy::Impl::SleepUnlocked(std::unique_lock<std::mutex>& lock, Sleep&& slee
 }
 
 bool Proxy::Impl::HelpRound(uint64_t max_commands, bool* did_work) {
-  if (thread_waits.load(std::memory_order_relaxed)) return false;
+  if (!wants_help || thread_waits.load(std::memory_order_relaxed)) return false;
   const std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock.owns_lock() || !accepts_help) return false;
   for (const auto& endpoint : endpoints) {
