@@ -24,7 +24,9 @@ constexpr uint64_t kKeyMagic = 0x3259544c55414641;
 constexpr size_t kMaxHeld = 256;    // writes under way; more answer kResourceExhausted
 constexpr uint64_t kMaxStorm = 8;   // length of an AGAIN storm
 constexpr uint64_t kMaxPieces = 4;  // of a split write
-constexpr uint64_t kStopOneIn = 4;  // chance to leave the rest of the queue for the next poll
+// The last of the queue stay for the next poll by this chance, to be overtaken by what comes then.
+constexpr uint64_t kStopOneIn = 4;
+constexpr size_t kMaxStaying = 8;
 constexpr uint64_t kMaxDuplicateDelay = 4;  // polls
 // A duplicate comes before this many later writes of its flow: networks repeat what they have not
 // seen acknowledged, not what is ancient. The least that 4 bits of epoch can tell apart is 7.
@@ -281,8 +283,7 @@ class FaultyTransport : public Transport {
     }
     const bool may_stop = spec_.reorder > 0 || spec_.delay > 0;
     while (!held_.empty() && !is_full) {
-      // Some stay behind to be overtaken by what comes next, at most a window of them.
-      if (may_stop && held_.size() <= spec_.reorder + spec_.delay && Below(kStopOneIn) == 0) break;
+      if (may_stop && held_.size() <= kMaxStaying && Below(kStopOneIn) == 0) break;
       const size_t chosen = Choose();
       if (chosen == held_.size()) break;
       JAX_EP_RETURN_IF_ERROR(Release(chosen, &is_full));
@@ -292,6 +293,12 @@ class FaultyTransport : public Transport {
 
   // Which held write goes next: one of the first that may overtake. held_.size(): none may now.
   size_t Choose() {
+    // Who is ahead was overtaken at least as often, so only the head can have to go first.
+    if (spec_.delay == 0 && spec_.per_flow == 0) {
+      return held_[0].num_overtaken >= spec_.reorder
+                 ? 0
+                 : Below(std::min<uint64_t>(spec_.reorder + 1, held_.size()));
+    }
     candidates_.clear();
     uint64_t num_seen = 0;
     for (size_t i = 0; i < held_.size() && num_seen <= spec_.reorder; ++i) {
@@ -428,7 +435,11 @@ class FaultyTransport : public Transport {
       case InnerWrite::Kind::kPiece: {
         Split& split = splits_[write.value];
         if (--split.num_pieces_under_way == 0) {
-          held_.push_front(Held{.request = split.last_piece, .polls = 0, .is_last_piece = true});
+          // Its pieces were overtaken meanwhile; it goes next.
+          held_.push_front(Held{.request = split.last_piece,
+                                .polls = 0,
+                                .is_last_piece = true,
+                                .num_overtaken = spec_.reorder});
           splits_.erase(write.value);
         }
         break;
