@@ -64,8 +64,11 @@ def machine():
 
 
 def commit():
-    text = run(["git", "-C", HERE, "describe", "--always", "--dirty"])
-    return text.strip()
+    """The commit; "-dirty" if the sources differ from it (earlier results do not count)."""
+    git = ["git", "-C", HERE]
+    changes = run([*git, "status", "--porcelain", "--untracked-files=no", "--", ":/",
+                   ":(top,exclude)benchmarks/results"])  # fmt: skip
+    return run([*git, "rev-parse", "--short", "HEAD"]).strip() + ("-dirty" if changes else "")
 
 
 def stamp():
