@@ -21,10 +21,7 @@ PROVIDER = "tcp"
 WINDOW_MESSAGES, WINDOW_BYTES = 256, 256 << 20
 REORDERED_BYTES = 14336
 REORDERINGS = {"off": "seed=1", "8": "seed=1,reorder=8", "64": "seed=1,reorder=64"}
-JOIN = (
-    "export JAX_COORDINATOR_ADDRESS=$NODE0_IP:7712 JAX_NUM_PROCESSES=$NODE_COUNT "
-    'JAX_PROCESS_ID=$NODE_RANK JAX_EP_SOCKET_IFNAME=eth0; exec "$@"'
-)
+PORT = 7712
 
 
 def wire(build):
@@ -65,8 +62,7 @@ def reordering(build, rounds):
 def two_hosts(rounds):
     hosts = HERE.parent / "tests" / "netns" / "hosts.py"
     worker = [sys.executable, HERE / "exchange_worker.py", "--repeats", rounds, "--calls", 8]
-    text = run([sys.executable, hosts, "-n", 2, "--timeout", 500, "--",
-                "bash", "-c", JOIN, "job", *worker])  # fmt: skip
+    text = run([sys.executable, hosts, "-n", 2, "--timeout", 500, "--job", PORT, "--", *worker])
     return json.loads(text.split("RESULT ", 1)[1].splitlines()[0])
 
 

@@ -58,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints what C++ tests skipped, and why: to pytest they are one test that passed."""
+    for report in terminalreporter.getreports("passed"):
+        for key, value in report.user_properties:
+            if key == "skipped in C++":
+                terminalreporter.write_line(f"SKIPPED in C++ {value}")
+
+
 @pytest.fixture
 def native() -> str:
     """Skips where the extension is not built."""

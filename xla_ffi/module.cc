@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "proxy/transport/registry.h"
+#include "proxy/transport/topology.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/session.h"
@@ -213,6 +214,19 @@ class PySession : public PySessionOf<Session> {
   }
 };
 
+std::vector<std::pair<std::string, std::vector<int>>> GpuDistances(
+    const std::string& sysfs, const std::vector<std::string>& rdma_devices) {
+  std::vector<std::pair<std::string, std::vector<int>>> all;
+  for (const PciDevice& gpu : ListGpus(sysfs)) {
+    std::vector<int> distances;
+    for (const std::string& name : rdma_devices) {
+      distances.push_back(static_cast<int>(DistanceOf(gpu, ReadRdmaDevice(sysfs, name))));
+    }
+    all.emplace_back(gpu.address, std::move(distances));
+  }
+  return all;
+}
+
 nb::list Transports() {
   nb::list all;
   for (const TransportInfo& info : ListTransports()) {
@@ -234,6 +248,8 @@ NB_MODULE(_core, m) {
       "note_compile_end", [] { jax_ep::SiteNumbering::Instance().NoteCompileEnd(); },
       "A compilation has ended: the next custom call instantiated belongs to another module.");
   m.def("transports", &jax_ep::Transports, "[(name, available, reason)] of every transport.");
+  m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
+        "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");
   jax_ep::BindOptions(m);
   auto session = nb::class_<PySession>(m, "Session", "One group in this process (session.h).");
   session.def(nb::init<const jax_ep::SessionOptions&>(), nb::arg("options"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ep._cli.extras import make_console, require
-from jax_ep._cli.topology import distance_rows, pci_device, read
+from jax_ep._cli.topology import distance_rows
 
 _SYSFS = Path("/sys")
 _NET = _SYSFS / "class" / "net"
@@ -45,28 +46,35 @@ def nics() -> int:
     return 0
 
 
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    return ""
+
+
 def _numa(device: Path) -> str:
-    node = read(device / "numa_node")
+    node = _read(device / "numa_node")
     return f"NUMA node {node}" if node not in ("", "-1") else "NUMA unknown"
 
 
 def _pci(device: Path) -> str:
-    found = pci_device(device)
+    real = Path(os.path.realpath(device))  # of the device, or of a function below it
+    found = next((path for path in (real, *real.parents) if path.name.count(":") == 2), None)
     return f"PCI {found.name}" if found else "no PCI device"
 
 
 def _interfaces() -> Iterator[Row]:
     for _, name in sorted(socket.if_nameindex()):
         folder = _NET / name
-        speed = read(folder / "speed")
+        speed = _read(folder / "speed")
         yield (
             name,
             ", ".join(
                 part
                 for part in (
-                    read(folder / "operstate") or "unknown",
+                    _read(folder / "operstate") or "unknown",
                     f"{speed} Mbit/s" if speed.isdigit() else "",
-                    f"MTU {read(folder / 'mtu')}",
+                    f"MTU {_read(folder / 'mtu')}",
                     _pci(folder / "device"),
                     _numa(folder / "device"),
                 )
@@ -99,16 +107,16 @@ def _rdma_ports() -> Iterator[Row]:
     for name in names:
         device = _INFINIBAND / name
         for port in sorted((device / "ports").glob("*")):
-            state = read(port / "state").partition(":")[2].strip().lower()
-            link = read(port / "link_layer")
-            rate = read(port / "rate")
+            state = _read(port / "state").partition(":")[2].strip().lower()
+            link = _read(port / "link_layer")
+            rate = _read(port / "rate")
             parts = [state, link, rate, _pci(device / "device"), _numa(device / "device")]
             yield f"{name}:{port.name}", ", ".join(part for part in parts if part)
             for gid in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
-                address = read(gid)
+                address = _read(gid)
                 if address in ("", _ZERO_GID):
                     continue
-                kind = read(port / "gid_attrs" / "types" / gid.name)
+                kind = _read(port / "gid_attrs" / "types" / gid.name)
                 yield f"  GID {gid.name}", f"{address} {kind}".strip()
 
 

@@ -47,6 +47,22 @@ inline constexpr std::chrono::milliseconds kMaxSleep{20};
 
 enum class WaitResult : uint8_t { kReady, kFailed, kTimeout };
 
+// Looks often, then seldom. Returns whether ready() was seen.
+template <typename Ready>
+bool SpinUntil(Ready&& ready) {
+  for (int round = 0; round < kSpinRounds; ++round) {
+    if (ready()) return true;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  for (int round = 0; round < kYieldRounds; ++round) {
+    if (ready()) return true;
+    std::this_thread::yield();
+  }
+  return false;
+}
+
 // Waits until ready() is true: spin -> pause -> yield -> futex. `ready` must be cheap, without
 // side effects, and read with acquire what it tests. kFailed when `failure` is latched.
 // `proxy`, if any, is what makes `ready` true: it is helped where that pays (proxy_port.h).
@@ -54,17 +70,7 @@ template <typename Ready>
 WaitResult WaitUntil(Doorbell& bell, Ready&& ready, const Deadline& deadline,
                      const FailureLatch& failure, ProxyPort* proxy = nullptr) {
   const bool helps = proxy != nullptr && proxy->wants_help();
-  if (helps && HelpUntil(*proxy, ready)) return WaitResult::kReady;
-  for (int round = 0; !helps && round < kSpinRounds; ++round) {
-    if (ready()) return WaitResult::kReady;
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  for (int round = 0; !helps && round < kYieldRounds; ++round) {
-    if (ready()) return WaitResult::kReady;
-    std::this_thread::yield();
-  }
+  if (helps ? HelpUntil(*proxy, ready) : SpinUntil(ready)) return WaitResult::kReady;
   while (true) {
     bell.waiters.fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = bell.count.load(std::memory_order_seq_cst);

@@ -73,8 +73,7 @@ class OfiTransport : public Transport {
     const bool delivery_complete = options.faulty_spec.find("split") != std::string::npos;
     JAX_EP_ASSIGN_OR_RETURN(
         std::vector<OfiInfo> infos,
-        ChooseOfiRails(*library, env, NicUser::Read(kSysfs, options.rank, options.place),
-                       delivery_complete));
+        ChooseOfiRails(*library, env, options.rank, options.place, delivery_complete));
     if (IsLogged(LogLevel::kInfo)) {
       LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + Describe(*library, infos));
     }
@@ -388,7 +387,7 @@ Status ProbeOfi(std::string* description) {
   JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
   JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<OfiInfo> rails,
-                          ChooseOfiRails(*library, env, NicUser::Read(kSysfs, /*rank=*/0, {}),
+                          ChooseOfiRails(*library, env, /*rank=*/0, RankPlace{},
                                          /*delivery_complete=*/false));
   *description = Describe(*library, rails);
   return Status::Ok();

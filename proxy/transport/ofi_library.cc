@@ -107,25 +107,28 @@ Nic NicOf(const fi_info& info) {
   return nic;
 }
 
-std::vector<OfiInfo> QueryNics(const OfiLibrary& library, const Wanted& wanted,
-                               const NicUser& user) {
+std::vector<OfiInfo> QueryNics(const OfiLibrary& library, const Wanted& wanted, uint32_t rank,
+                               const RankPlace& place) {
   std::vector<OfiInfo> all = Query(library, wanted);
   if (all.empty()) return {};
   std::vector<Nic> nics;
   for (const OfiInfo& info : all) nics.push_back(NicOf(*info));
   std::vector<OfiInfo> rails;
-  for (const size_t index : ChooseNics(nics, user)) rails.push_back(std::move(all[index]));
+  for (const size_t index : ChooseNics(nics, NicUser::Read(kSysfs, rank, place))) {
+    rails.push_back(std::move(all[index]));
+  }
   return rails;
 }
 
 std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wanted wanted,
-                                const std::vector<Interface>& interfaces, const NicUser& user) {
+                                const std::vector<Interface>& interfaces, uint32_t rank,
+                                const RankPlace& place) {
   std::vector<OfiInfo> rails;
   const std::vector<std::string> domains = SplitNames(env.ofi_domain);
   // RDMA NICs are chosen by domain, or by interface where the user names one.
   const bool by_interface = domains.empty() && HasIpAddresses(wanted.provider) &&
                             (!wanted.provider.starts_with("verbs") || !env.socket_ifname.empty());
-  if (domains.empty() && !by_interface) return QueryNics(library, wanted, user);
+  if (domains.empty() && !by_interface) return QueryNics(library, wanted, rank, place);
   const size_t num_rails = by_interface ? interfaces.size() : domains.size();
   for (size_t rail = 0; rail < num_rails; ++rail) {
     wanted.source = by_interface ? interfaces[rail].address : "";
@@ -137,12 +140,6 @@ std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wante
   return rails;
 }
 
-template <typename Function>
-bool Load(void* handle, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(handle, name));
-  return *function != nullptr;
-}
-
 Result<const OfiLibrary*> Open() {
   void* handle = OpenLibrary("libfabric.so.1");
   if (handle == nullptr) {
@@ -150,12 +147,12 @@ Result<const OfiLibrary*> Open() {
                        std::string(dlerror()));
   }
   static OfiLibrary library;
-  if (!Load(handle, "fi_getinfo", &library.getinfo) ||
-      !Load(handle, "fi_freeinfo", &library.freeinfo) ||
-      !Load(handle, "fi_dupinfo", &library.dupinfo) ||
-      !Load(handle, "fi_fabric", &library.fabric) ||
-      !Load(handle, "fi_strerror", &library.strerror) ||
-      !Load(handle, "fi_version", &library.version)) {
+  if (!LoadFunction(handle, "fi_getinfo", &library.getinfo) ||
+      !LoadFunction(handle, "fi_freeinfo", &library.freeinfo) ||
+      !LoadFunction(handle, "fi_dupinfo", &library.dupinfo) ||
+      !LoadFunction(handle, "fi_fabric", &library.fabric) ||
+      !LoadFunction(handle, "fi_strerror", &library.strerror) ||
+      !LoadFunction(handle, "fi_version", &library.version)) {
     return Unavailable("libfabric.so.1 lacks a function: " + std::string(dlerror()));
   }
   if (FI_VERSION_LT(library.version(), kApiVersion)) {
@@ -179,7 +176,8 @@ std::string OfiLibrary::Describe(const char* operation, long error) const {
 }
 
 Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
-                                            const NicUser& user, bool delivery_complete) {
+                                            uint32_t rank, const RankPlace& place,
+                                            bool delivery_complete) {
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
                           ChooseInterfaces(env.socket_ifname));
   Wanted wanted{.delivery_complete = delivery_complete, .hmem = env.ofi_hmem != 0};
@@ -188,7 +186,7 @@ Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env
   std::string tried;
   for (const std::string& provider : candidates) {
     wanted.provider = provider;
-    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces, user);
+    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces, rank, place);
     if (!rails.empty()) return rails;
     tried += (tried.empty() ? "" : ", ") + provider;
   }

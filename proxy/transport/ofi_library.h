@@ -42,6 +42,7 @@ using OfiInfo = std::unique_ptr<fi_info, OfiInfoDeleter>;
 // others the domains that ChooseNics gives this rank.
 // `delivery_complete`: completions must mean that the bytes are at the target.
 Result<std::vector<OfiInfo>> ChooseOfiRails(const OfiLibrary& library, const Env& env,
-                                            const NicUser& user, bool delivery_complete);
+                                            uint32_t rank, const RankPlace& place,
+                                            bool delivery_complete);
 
 }  // namespace jax_ep

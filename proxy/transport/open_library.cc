@@ -1,6 +1,5 @@
 #include "proxy/transport/open_library.h"
 
-#include <dlfcn.h>
 #include <signal.h>
 
 #include <array>

@@ -1,5 +1,7 @@
-// OpenLibrary: dlopen for network libraries.
+// dlopen and dlsym for network libraries.
 #pragma once
+
+#include <dlfcn.h>
 
 namespace jax_ep {
 
@@ -7,5 +9,12 @@ namespace jax_ep {
 // libfabric (libinfinipath of the psm provider) otherwise take SIGTERM, SIGINT, SIGSEGV and others
 // from Python and its launcher when they are loaded. nullptr: dlerror() says why.
 void* OpenLibrary(const char* name);
+
+// Sets `function` to the library's `name`; false, and null, if it has none.
+template <typename Function>
+bool LoadFunction(void* library, const char* name, Function* function) {
+  *function = reinterpret_cast<Function>(dlsym(library, name));
+  return *function != nullptr;
+}
 
 }  // namespace jax_ep

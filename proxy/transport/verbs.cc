@@ -59,9 +59,8 @@ class VerbsTransport : public Transport {
   static Result<std::unique_ptr<Transport>> Create(const TransportOptions& options) {
     JAX_EP_ASSIGN_OR_RETURN(const VerbsLibrary* library, VerbsLibrary::Get());
     JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-    JAX_EP_ASSIGN_OR_RETURN(
-        const std::vector<VerbsPort> ports,
-        ChooseVerbsPorts(*library, env, NicUser::Read(kSysfs, options.rank, options.place)));
+    JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> ports,
+                            ChooseVerbsPorts(*library, env, options.rank, options.place));
     if (IsLogged(LogLevel::kInfo)) {
       LogInfo("rank " + std::to_string(options.rank) + ": " + Describe(ports));
     }
@@ -374,7 +373,7 @@ Status ProbeVerbs(std::string* description) {
   JAX_EP_ASSIGN_OR_RETURN(const VerbsLibrary* library, VerbsLibrary::Get());
   JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> ports,
-                          ChooseVerbsPorts(*library, env, NicUser::Read(kSysfs, /*rank=*/0, {})));
+                          ChooseVerbsPorts(*library, env, /*rank=*/0, RankPlace{}));
   *description = Describe(ports);
   return Status::Ok();
 }

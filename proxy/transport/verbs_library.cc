@@ -18,12 +18,6 @@ namespace {
 
 constexpr const char* kSysClass = "/sys/class/infiniband/";
 
-template <typename Function>
-bool Load(void* handle, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(dlsym(handle, name));
-  return *function != nullptr;
-}
-
 Result<const VerbsLibrary*> Open() {
   void* handle = OpenLibrary("libibverbs.so.1");
   if (handle == nullptr) {
@@ -31,32 +25,33 @@ Result<const VerbsLibrary*> Open() {
                        std::string(dlerror()));
   }
   static VerbsLibrary library;
-  const bool has_all = Load(handle, "ibv_get_device_list", &library.get_device_list) &&
-                       Load(handle, "ibv_free_device_list", &library.free_device_list) &&
-                       Load(handle, "ibv_get_device_name", &library.get_device_name) &&
-                       Load(handle, "ibv_open_device", &library.open_device) &&
-                       Load(handle, "ibv_close_device", &library.close_device) &&
-                       Load(handle, "ibv_query_device", &library.query_device) &&
-                       Load(handle, "ibv_query_port", &library.query_port) &&
-                       Load(handle, "ibv_query_gid", &library.query_gid) &&
-                       Load(handle, "ibv_alloc_pd", &library.alloc_pd) &&
-                       Load(handle, "ibv_dealloc_pd", &library.dealloc_pd) &&
-                       Load(handle, "ibv_create_comp_channel", &library.create_comp_channel) &&
-                       Load(handle, "ibv_destroy_comp_channel", &library.destroy_comp_channel) &&
-                       Load(handle, "ibv_create_cq", &library.create_cq) &&
-                       Load(handle, "ibv_destroy_cq", &library.destroy_cq) &&
-                       Load(handle, "ibv_get_cq_event", &library.get_cq_event) &&
-                       Load(handle, "ibv_ack_cq_events", &library.ack_cq_events) &&
-                       Load(handle, "ibv_create_srq", &library.create_srq) &&
-                       Load(handle, "ibv_destroy_srq", &library.destroy_srq) &&
-                       Load(handle, "ibv_create_qp", &library.create_qp) &&
-                       Load(handle, "ibv_modify_qp", &library.modify_qp) &&
-                       Load(handle, "ibv_destroy_qp", &library.destroy_qp) &&
-                       Load(handle, "ibv_reg_mr", &library.reg_mr) &&
-                       Load(handle, "ibv_dereg_mr", &library.dereg_mr) &&
-                       Load(handle, "ibv_wc_status_str", &library.wc_status_str);
+  const bool has_all =
+      LoadFunction(handle, "ibv_get_device_list", &library.get_device_list) &&
+      LoadFunction(handle, "ibv_free_device_list", &library.free_device_list) &&
+      LoadFunction(handle, "ibv_get_device_name", &library.get_device_name) &&
+      LoadFunction(handle, "ibv_open_device", &library.open_device) &&
+      LoadFunction(handle, "ibv_close_device", &library.close_device) &&
+      LoadFunction(handle, "ibv_query_device", &library.query_device) &&
+      LoadFunction(handle, "ibv_query_port", &library.query_port) &&
+      LoadFunction(handle, "ibv_query_gid", &library.query_gid) &&
+      LoadFunction(handle, "ibv_alloc_pd", &library.alloc_pd) &&
+      LoadFunction(handle, "ibv_dealloc_pd", &library.dealloc_pd) &&
+      LoadFunction(handle, "ibv_create_comp_channel", &library.create_comp_channel) &&
+      LoadFunction(handle, "ibv_destroy_comp_channel", &library.destroy_comp_channel) &&
+      LoadFunction(handle, "ibv_create_cq", &library.create_cq) &&
+      LoadFunction(handle, "ibv_destroy_cq", &library.destroy_cq) &&
+      LoadFunction(handle, "ibv_get_cq_event", &library.get_cq_event) &&
+      LoadFunction(handle, "ibv_ack_cq_events", &library.ack_cq_events) &&
+      LoadFunction(handle, "ibv_create_srq", &library.create_srq) &&
+      LoadFunction(handle, "ibv_destroy_srq", &library.destroy_srq) &&
+      LoadFunction(handle, "ibv_create_qp", &library.create_qp) &&
+      LoadFunction(handle, "ibv_modify_qp", &library.modify_qp) &&
+      LoadFunction(handle, "ibv_destroy_qp", &library.destroy_qp) &&
+      LoadFunction(handle, "ibv_reg_mr", &library.reg_mr) &&
+      LoadFunction(handle, "ibv_dereg_mr", &library.dereg_mr) &&
+      LoadFunction(handle, "ibv_wc_status_str", &library.wc_status_str);
   if (!has_all) return Unavailable("libibverbs.so.1 lacks a function: " + std::string(dlerror()));
-  Load(handle, "ibv_reg_dmabuf_mr", &library.reg_dmabuf_mr);
+  LoadFunction(handle, "ibv_reg_dmabuf_mr", &library.reg_dmabuf_mr);
   return &library;
 }
 
@@ -153,7 +148,7 @@ Result<const VerbsLibrary*> VerbsLibrary::Get() {
 }
 
 Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, const Env& env,
-                                                const NicUser& user) {
+                                                uint32_t rank, const RankPlace& place) {
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> all, ListPorts(library, env));
   std::vector<VerbsPort> chosen;
   for (const std::string& wanted : SplitNames(env.verbs_device)) {
@@ -173,7 +168,9 @@ Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, con
   if (!chosen.empty()) return chosen;
   std::vector<Nic> nics;
   for (const VerbsPort& port : all) nics.push_back(NicOf(port));
-  for (const size_t index : ChooseNics(nics, user)) chosen.push_back(all[index]);
+  for (const size_t index : ChooseNics(nics, NicUser::Read(kSysfs, rank, place))) {
+    chosen.push_back(all[index]);
+  }
   return chosen;
 }
 

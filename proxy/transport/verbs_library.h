@@ -59,6 +59,6 @@ struct VerbsPort {
 // What the rails of a rank will use, in rail order: the ports that the environment names, else
 // those active ones that ChooseNics gives it.
 Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, const Env& env,
-                                                const NicUser& user);
+                                                uint32_t rank, const RankPlace& place);
 
 }  // namespace jax_ep

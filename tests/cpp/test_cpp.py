@@ -2,9 +2,11 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
@@ -24,9 +26,19 @@ def _missing() -> str:
     return ""
 
 
+def _skipped(report):
+    """(ctest's name, reason) of what GTEST_SKIP left out, which ctest counts as passed."""
+    found = {
+        (case.get("name"), reason)
+        for case in ElementTree.parse(report).iter("testcase")
+        for reason in re.findall(r": Skipped\n(.+)", case.findtext("system-out") or "")
+    }
+    return sorted(found)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_all_cpp_tests_pass():
+def test_all_cpp_tests_pass(record_property, tmp_path):
     if reason := _missing():
         pytest.skip(reason)
     configure = ["cmake", "-S", ROOT, "-B", BUILD, "-DCMAKE_BUILD_TYPE=Release"]
@@ -36,10 +48,22 @@ def test_all_cpp_tests_pass():
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
     jobs = str(len(os.sched_getaffinity(0)))
+    report = tmp_path / "ctest.xml"
     for command in (
         configure,
         ["cmake", "--build", BUILD, "-j", jobs],
-        ["ctest", "--test-dir", BUILD, "--output-on-failure", "--timeout", "300"],
+        [
+            "ctest",
+            "--test-dir",
+            BUILD,
+            "--output-on-failure",
+            "--timeout",
+            "300",
+            "--output-junit",
+            report,
+            "--test-output-size-passed",
+            "1000000",
+        ],
     ):
         done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
         print(done.stdout[-4000:], file=sys.stderr)
@@ -47,3 +71,5 @@ def test_all_cpp_tests_pass():
             f"{command[:2]} failed:\n{done.stdout[-8000:]}\n{done.stderr[-8000:]}"
         )
     assert "100% tests passed" in done.stdout
+    for name, reason in _skipped(report):
+        record_property("skipped in C++", f"{name}: {reason}")

@@ -6,6 +6,8 @@ System V IPC and boot id of its own: neither shared memory nor a host id joins t
 As a script it runs a command on every host, with NODE_RANK, NODE_COUNT, NODE_IP and NODE0_IP set:
 
     python tests/netns/hosts.py -n 2 -- ip addr
+
+With --job the command joins them as one JAX job, a process on each host.
 """
 
 import argparse
@@ -30,6 +32,15 @@ mount --bind "$NODE_FILES/boot_id.$NODE_RANK" /proc/sys/kernel/random/boot_id
 unset NODE_FILES
 exec "$@"
 """
+
+
+def as_job(command, port):
+    """`command` as a member of a job with one process on each host."""
+    script = (
+        f"export JAX_COORDINATOR_ADDRESS=$NODE0_IP:{port} JAX_NUM_PROCESSES=$NODE_COUNT "
+        'JAX_PROCESS_ID=$NODE_RANK JAX_EP_SOCKET_IFNAME=eth0; exec "$@"'
+    )
+    return ["bash", "-c", script, "job", *command]
 
 
 def missing():
@@ -209,6 +220,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-n", type=int, default=2, help="hosts")
     parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--job", type=int, metavar="PORT", help="of the job's coordinator")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
@@ -217,7 +229,7 @@ def main():
     if reason := missing():
         sys.exit(reason)
     with Hosts(options.n, echo=True) as hosts:
-        hosts.start(command)
+        hosts.start(command if options.job is None else as_job(command, options.job))
         codes = hosts.wait(options.timeout)
     for number, code in enumerate(codes):
         if code != 0:

@@ -23,15 +23,6 @@ TRAINING = ["--steps", 12, "--batch", 4, "--length", 32, "--width", 32, "--exper
 TRAINING += ["--layers", 1, "--heads", 2, "--experts", 4, "--log-every", 4]
 
 
-def _on_hosts(command):
-    """`command` as a member of a job with one process on each host."""
-    script = (
-        f"export JAX_COORDINATOR_ADDRESS=$NODE0_IP:{PORT} JAX_NUM_PROCESSES=$NODE_COUNT "
-        'JAX_PROCESS_ID=$NODE_RANK JAX_EP_SOCKET_IFNAME=eth0; exec "$@"'
-    )
-    return ["bash", "-c", script, "job", sys.executable, *command]
-
-
 def _environment():
     return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
 
@@ -60,7 +51,8 @@ def on_one_host(tmp_path_factory):
 def _train(network, count, mode, one_host, folder):
     command = [EXAMPLE, *TRAINING, "--mode", mode, "--transport", "ofi", "--out", folder]
     with network.Hosts(count) as hosts:
-        hosts.start(_on_hosts([*command, "--compare", one_host]), env=_environment())
+        command = [*command, "--compare", one_host]
+        hosts.start(network.as_job([sys.executable, *command], PORT), env=_environment())
         codes = hosts.wait(500)
     assert codes == [0] * count, hosts.text()[-6000:]
 
@@ -78,7 +70,7 @@ def _exchange(network, count, *options):
     hosts = network.Hosts(count)
     with hosts:
         command = [HERE / "exchange.py", "--peer-timeout", PEER_TIMEOUT_S, *options]
-        hosts.start(_on_hosts(command), env=_environment())
+        hosts.start(network.as_job([sys.executable, *command], PORT), env=_environment())
         for host in hosts.hosts:
             host.await_line("warm", timeout=300)
         yield hosts

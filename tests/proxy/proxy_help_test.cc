@@ -10,6 +10,7 @@
 #include "proxy/base/proxy_port.h"
 #include "proxy/proxy.h"
 #include "proxy/transport/registry.h"
+#include "tests/proxy/gate_transport.h"
 #include "tests/proxy/proxy_world.h"
 
 namespace jax_ep {
@@ -17,9 +18,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Loopback that wakes nobody cheaply (the faulty wrapper without faults), and the thread of each
-// post.
-class WitnessTransport : public Transport {
+// Sees the thread of each post.
+class WitnessTransport : public GateTransport {
  public:
   struct Seen {
     const std::thread::id main = std::this_thread::get_id();
@@ -28,35 +28,21 @@ class WitnessTransport : public Transport {
   };
 
   WitnessTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Seen> seen)
-      : inner_(std::move(inner)), seen_(std::move(seen)) {}
+      : GateTransport(std::move(inner), std::make_shared<Gate>()), seen_(std::move(seen)) {}
 
-  const TransportCaps& Caps() const override { return inner_->Caps(); }
-  std::string LocalAddress() const override { return inner_->LocalAddress(); }
-  Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
-    return inner_->Connect(address, deadline);
-  }
-  Result<LocalRegion> Register(const MemoryRegion& region) override {
-    return inner_->Register(region);
-  }
-  Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) override {
-    return inner_->ImportRemoteKey(peer, key);
-  }
   Status PostWrite(const WriteRequest& request) override {
     if (std::this_thread::get_id() == seen_->main && request.length_bytes > 0) {
       ++seen_->num_posts_of_main;
       if (seen_->break_posts_of_main) return Internal("the cable is on fire");
     }
-    return inner_->PostWrite(request);
+    return GateTransport::PostWrite(request);
   }
-  Result<bool> Flush(uint64_t token) override { return inner_->Flush(token); }
-  Result<size_t> Poll(std::span<TransportEvent> events) override { return inner_->Poll(events); }
-  bool PrepareToSleep() override { return inner_->PrepareToSleep(); }
 
  private:
-  std::unique_ptr<Transport> inner_;
   std::shared_ptr<Seen> seen_;
 };
 
+// Two proxies over loopback. With `faulty_spec` nobody is woken cheaply, as on a network.
 WorldOptions Witnessed(std::shared_ptr<WitnessTransport::Seen> seen, const char* faulty_spec) {
   WorldOptions options;
   options.ranks_per_proxy = 1;
