@@ -85,8 +85,7 @@ class NativeSession:
             for name in (ranks[0] if ranks else {})
             if name not in ("team", "rank")
         }
-        flows = self._session.flow_stats() if hasattr(self._session, "flow_stats") else []
-        return {**totals, "ranks": ranks, "flows": flows}
+        return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
 
     def dump_state(self) -> str:
         """A text with everything that a hang report needs."""
@@ -102,6 +101,15 @@ class _Layout:
     local_positions: list[int]  # of this process's devices in mesh.devices.flat
     processes: list[int]
     node_size: int
+
+    @property
+    def mates(self) -> set[int]:
+        """Processes with a rank in a node of one of this process's ranks, itself included."""
+        mates = set()
+        for _, team, rank in self.local_ranks:
+            first = rank // self.node_size * self.node_size
+            mates.update(self.team_processes[team][first : first + self.node_size])
+        return mates
 
 
 def _teams(group: Group) -> np.ndarray[Any, np.dtype[Any]]:
@@ -303,7 +311,9 @@ def start(group: Group) -> NativeSession:
             debug=_env.flag("JAX_EP_DEBUG") is True,
         )
         if on_gpu:
-            session = _runtime_gpu.start(options, exchange, [device for device, _, _ in local])
+            session = _runtime_gpu.start(
+                options, exchange, [device for device, _, _ in local], layout.mates
+            )
         else:
             session = _core.Session(options)
             blobs = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,12 @@ def check_flags() -> None:
         )
 
 
-def start(options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any]) -> Any:
+def start(
+    options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any], mates: Collection[int]
+) -> Any:
     """A started `_core.GpuSession` for this process's `devices`; collective over the processes.
+
+    `mates` are the processes that share a node with this one.
 
     Raises:
         ValueError: XLA_FLAGS or an environment variable does not fit, or GPUs of one node cannot
@@ -79,7 +83,7 @@ def start(options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any]) -
     )
     stage = "connect"
     try:
-        unmapped = _connect(session, exchange)
+        unmapped = _connect(session, exchange, mates)
         stage = "connected"
         records = exchange.share(stage, {"unmapped": unmapped})
         reasons = [record["unmapped"] for record, _ in records.values() if record["unmapped"]]
@@ -96,8 +100,8 @@ def start(options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any]) -
     return session
 
 
-def _connect(session: Any, exchange: _bootstrap.Exchange) -> str:
-    """Joins the memory of the other processes; returns why an arena could not be mapped, or ""."""
+def _connect(session: Any, exchange: _bootstrap.Exchange, mates: Collection[int]) -> str:
+    """Joins the memory of the mates; returns why an arena could not be mapped, or ""."""
     if exchange.alone:
         return str(session.connect({}, {}))
     own = session.export_fds()
@@ -106,7 +110,7 @@ def _connect(session: Any, exchange: _bootstrap.Exchange) -> str:
         with _descriptors.serve(own) as address:
             records = exchange.share("connect", {"fds": address}, session.local_blob())
             for process, (record, _) in records.items():
-                if process != exchange.me:
+                if process != exchange.me and process in mates:
                     received[process] = _descriptors.fetch(record["fds"], exchange.timeout_s)
             exchange.share("fetched", {})  # nobody stops serving before all have fetched
         blobs = {process: blob for process, (_, blob) in records.items()}

@@ -15,28 +15,41 @@ namespace jax_ep {
 // Thread rule: one thread pops at a time. Views must not outlive the ring.
 class CommandRing {
  public:
-  // `num_slots` is a power of two of at least 2.
-  static Result<std::unique_ptr<CommandRing>> Create(uint32_t num_slots);
+  // `num_slots` is a power of two of at least 2. `memory`: BytesFor(num_slots) that outlive the
+  // ring and begin on a cache line, or empty: the ring has its own. In memory of the caller, which
+  // GPU kernels write too, producers may keep their counters elsewhere: `head` is not looked at.
+  static Result<std::unique_ptr<CommandRing>> Create(uint32_t num_slots,
+                                                     std::span<std::byte> memory = {});
+  static constexpr size_t BytesFor(uint32_t num_slots) {
+    const size_t num_bytes = sizeof(RingMemory) + num_slots * sizeof(RingSlot);
+    return (num_bytes + alignof(RingMemory) - 1) & ~(alignof(RingMemory) - 1);
+  }
 
-  RingView view() { return RingView{.memory = memory_.get()}; }
+  RingView view() { return RingView{.memory = memory_}; }
 
   // Moves the oldest commands into `out` (lap bits clear) and returns how many.
   size_t PopBatch(std::span<PackedCommand> out);
 
   // Commands popped since creation. Any thread.
   uint64_t num_popped() const { return memory_->tail.load(std::memory_order_relaxed); }
-  // Commands that producers have claimed since creation. Any thread.
-  uint64_t num_pushed() const { return memory_->head.load(std::memory_order_relaxed); }
+  // Commands that wait here: as many as producers have claimed, or, in memory of the caller,
+  // whether there is one. The popping thread.
+  uint64_t num_queued() const;
 
  private:
   struct Free {
-    void operator()(RingMemory* memory) const;
+    void operator()(std::byte* memory) const;
   };
 
-  explicit CommandRing(std::unique_ptr<RingMemory, Free> memory) : memory_(std::move(memory)) {}
+  CommandRing(RingMemory* memory, std::unique_ptr<std::byte, Free> own)
+      : memory_(memory), own_(std::move(own)) {}
+  bool IsFresh(uint64_t commit) const {
+    return (commit & kCommandLapMask) == memory_->LapBit(next_);
+  }
 
-  std::unique_ptr<RingMemory, Free> memory_;
-  uint64_t next_ = 0;  // position of the next command
+  RingMemory* const memory_;
+  const std::unique_ptr<std::byte, Free> own_;  // null: memory of the caller
+  uint64_t next_ = 0;                           // position of the next command
 };
 
 }  // namespace jax_ep

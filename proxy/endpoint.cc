@@ -50,7 +50,7 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
                          " bits of immediate data; 32 are needed");
   }
   JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<CommandRing> ring,
-                          CommandRing::Create(options.ring_slots));
+                          CommandRing::Create(options.ring_slots, options.ring_memory));
   std::unique_ptr<Endpoint> endpoint(
       new Endpoint(proxy, options, std::move(transport), std::move(ring)));
   JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_,
@@ -67,6 +67,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       window_messages_(proxy.window_messages),
       ll_slots_(options.ll_slots),
       heap_bytes_(options.heap.size()),
+      must_poll_(!options.ring_memory.empty()),
       doorbell_(options.doorbell),
       transport_(std::move(transport)),
       caps_(transport_->Caps()),

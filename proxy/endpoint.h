@@ -46,6 +46,9 @@ class Endpoint {
   Status Tick(PeerWatch::Time now);
   PeerWatch::Time next_tick() const { return watch_.next_tick(); }
   bool has_cheap_wake() const { return caps_.cheap_wake; }
+  // The ring's producers ring no bell.
+  bool must_poll() const { return must_poll_; }
+  uint64_t num_queued_commands() const { return ring_->num_queued(); }
   // Something waits for room in the transport, which rings no bell.
   bool must_retry() const { return must_retry_; }
   // Another round is needed soon: for commands that are left or writes that the transport has to
@@ -68,7 +71,6 @@ class Endpoint {
   // --- any thread ---
   uint32_t rank() const { return rank_; }
   RingView ring() { return ring_->view(); }
-  uint64_t num_queued_commands() const { return ring_->num_pushed() - ring_->num_popped(); }
   std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
   void AppendState(std::string* text) const;
   void AppendStats(std::vector<FlowStats>* stats) const;
@@ -134,6 +136,7 @@ class Endpoint {
   const uint32_t window_messages_;
   const uint32_t ll_slots_;
   const uint64_t heap_bytes_;
+  const bool must_poll_;
   Doorbell* const doorbell_;
   std::unique_ptr<Transport> transport_;
   TransportCaps caps_;

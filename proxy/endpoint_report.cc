@@ -113,8 +113,7 @@ Status Endpoint::PeerDied(const PeerWatch::Dead& dead) const {
 }
 
 void Endpoint::AppendState(std::string* text) const {
-  *text += Where() + ": commands pushed " + std::to_string(ring_->num_pushed()) + ", popped " +
-           std::to_string(ring_->num_popped()) + ", quiet epoch " +
+  *text += Where() + ": commands popped " + std::to_string(ring_->num_popped()) + ", quiet epoch " +
            std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + "\n";
   transport_->AppendState(text);
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {

@@ -28,6 +28,10 @@ static_assert(kDrainTime + kByeTime < Proxy::kMaxStopTime, "Stop is bounded");
 constexpr std::chrono::milliseconds kFailedTime{200};
 // Nap while a transport's full queue is waited for: it rings no bell.
 constexpr std::chrono::microseconds kRetryNap{50};
+// Rings that nobody rings for are polled without a pause for the first, then with naps of the
+// other.
+constexpr std::chrono::milliseconds kPollTime{1};
+constexpr std::chrono::microseconds kPollNap{50};
 // Rounds with work between two looks at the clock.
 constexpr int kBusyRoundsPerClock = 32;
 // Most commands that Kick posts on the pushing thread. More are bulk: they go out on the proxy
@@ -55,7 +59,9 @@ struct Proxy::Impl {
   Doorbell* bell = nullptr;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   bool is_started = false;
-  bool wants_help = false;  // fixed by Start
+  bool wants_help = false;       // fixed by Start
+  bool must_poll = false;        // fixed by Start
+  Clock::time_point idle_since;  // of the thread
   std::jthread thread;
 
   // Held during every round, by whoever does it. The thread lets go of it only to sleep.
@@ -144,6 +150,7 @@ void Proxy::Impl::Idle(int idle_rounds, uint32_t bell_count, uint64_t* seen_help
     std::this_thread::yield();
     return;
   }
+  if (must_poll && Clock::now() - idle_since < kPollTime) return std::this_thread::yield();
   bool may_sleep = true;
   for (const auto& endpoint : endpoints) may_sleep = endpoint->PrepareToSleep() && may_sleep;
   if (!may_sleep) return std::this_thread::yield();
@@ -156,7 +163,7 @@ void Proxy::Impl::Idle(int idle_rounds, uint32_t bell_count, uint64_t* seen_help
 }
 
 Clock::time_point Proxy::Impl::next_duty(Clock::time_point now) const {
-  Clock::time_point end = now + kMaxSleep;
+  Clock::time_point end = now + (must_poll ? kPollNap : kMaxSleep);
   for (const auto& endpoint : endpoints) {
     if (endpoint->must_retry()) end = std::min<Clock::time_point>(end, now + kRetryNap);
     end = std::min<Clock::time_point>(end, endpoint->next_tick());
@@ -215,7 +222,19 @@ void Proxy::Impl::Fail(const Status& status, int64_t blamed) {
   SayToAll(ImmControl::kFailed, blamed < 0 ? 0 : static_cast<uint32_t>(blamed) + 1, kFailedTime);
 }
 
+// The calling thread. A preference: where it is refused, the thread runs anywhere.
+void RunOn(const std::vector<int>& cpus) {
+  if (cpus.empty()) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int cpu : cpus) {
+    if (cpu < CPU_SETSIZE) CPU_SET(static_cast<size_t>(cpu), &set);
+  }
+  (void)sched_setaffinity(0, sizeof(set), &set);
+}
+
 void Proxy::Impl::Run(const std::stop_token& stop) {
+  RunOn(options.cpus);
   std::unique_lock lock(mutex);
   accepts_help = wants_help;
   try {
@@ -259,6 +278,7 @@ void Proxy::Impl::RunRounds(const std::stop_token& stop, std::unique_lock<std::m
       }
     }
     idle_rounds = did_work ? 0 : idle_rounds + 1;
+    if (idle_rounds == 1) idle_since = now;
     if (!did_work) Idle(idle_rounds, bell_count, &seen_helped, lock);
   }
 }
@@ -340,6 +360,8 @@ Status Proxy::Start() {
   impl_->is_started = true;
   impl_->wants_help = std::any_of(impl_->endpoints.begin(), impl_->endpoints.end(),
                                   [](const auto& endpoint) { return !endpoint->has_cheap_wake(); });
+  impl_->must_poll = std::any_of(impl_->endpoints.begin(), impl_->endpoints.end(),
+                                 [](const auto& endpoint) { return endpoint->must_poll(); });
   impl_->thread =
       std::jthread([impl = impl_.get()](const std::stop_token& stop) { impl->Run(stop); });
   return Status::Ok();

@@ -43,6 +43,8 @@ struct ProxyOptions {
   // Whom this process blames when another thread latched the failure: a rank, or -1. Optional;
   // called once, on the proxy thread, so that peers can name the culprit too.
   std::function<int64_t()> blamed_rank = {};
+  // CPUs that the thread may run on; empty: any.
+  std::vector<int> cpus = {};
   // Overrides `transport`; for tests and benchmarks.
   TransportFactory transport_factory = {};
 };
@@ -59,7 +61,10 @@ struct EndpointOptions {
   std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag = {};
   Doorbell* doorbell = nullptr;  // rung after flag or quiet updates, and on failure; may be null
   uint32_t ring_slots = 4096;    // power of two
-  RankPlace place = {};          // for the transport
+  // Empty, or CommandRing::BytesFor(ring_slots) that outlive the proxy: the ring is there, and who
+  // pushes rings no bell (a GPU cannot), so the proxy polls it.
+  std::span<std::byte> ring_memory = {};
+  RankPlace place = {};  // for the transport
 };
 
 // Use: Create, AddEndpoint for each local rank, exchange LocalBlob with all peers, Connect all,

@@ -116,15 +116,10 @@ GpuSession::~GpuSession() { Close(); }
 Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options.session));
   const GroupShape& shape = options.session.shape;
-  if (shape.num_nodes() > 1) {
-    return Unimplemented("group " + options.session.name +
-                         ": several nodes are not supported on GPUs in this version; use "
-                         "implementation='xla', or node_size=None on one host");
-  }
-  if (shape.node_size > gpu::kMaxNodeRanks) {
-    return InvalidArgument("group " + options.session.name + ": got " +
-                           std::to_string(shape.node_size) + " ranks in a node, expected at most " +
-                           std::to_string(gpu::kMaxNodeRanks));
+  if (shape.num_ranks > gpu::kMaxNodeRanks) {
+    return Unimplemented("group " + options.session.name + ": got " +
+                         std::to_string(shape.num_ranks) + " ranks, this version takes " +
+                         std::to_string(gpu::kMaxNodeRanks) + " on GPUs; use implementation='xla'");
   }
   if (options.live_pointers.size() != options.session.local_ranks.size()) {
     return InvalidArgument("group " + options.session.name + ": one pointer per local rank");
@@ -135,6 +130,9 @@ Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
     for (size_t i = 0; i < session->options().local_ranks.size(); ++i) {
       JAX_EP_RETURN_IF_ERROR(session->AllocateMember(i));
     }
+    if (session->options().shape.num_nodes() == 1) return Status::Ok();
+    JAX_EP_ASSIGN_OR_RETURN(session->network_,
+                            GpuNetwork::Create(session->options(), *api, session->failure_.get()));
     return Status::Ok();
   }));
   return session;
@@ -210,12 +208,14 @@ std::string GpuSession::LocalBlob() const {
   blob.U64(kBlobVersion);
   blob.U64(static_cast<uint64_t>(getpid()));
   blob.U64(members_.size());
-  for (const auto& member : members_) {
-    blob.U64(member->id.team);
-    blob.U64(member->id.rank);
-    blob.U64(member->heap.bytes);
-    blob.U64(member->arena.bytes);
-    blob.Text(member->control.Export());
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = *members_[i];
+    blob.U64(member.id.team);
+    blob.U64(member.id.rank);
+    blob.U64(member.heap.bytes);
+    blob.U64(member.arena.bytes);
+    blob.Text(member.control.Export());
+    blob.Text(network_ == nullptr ? std::string() : network_->LocalBlob(i));
   }
   return blob.Take();
 }
@@ -244,6 +244,7 @@ Result<std::vector<int>> GpuSession::ExportFds() const {
 Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
                            const std::map<uint32_t, std::vector<int>>& fds) {
   std::map<std::pair<uint32_t, uint32_t>, PeerRecord> records;
+  std::map<std::pair<uint32_t, uint32_t>, std::string> network_blobs;
   for (const auto& [process, blob] : blobs) {
     if (process == options().process_index) continue;
     const std::string who =
@@ -267,6 +268,7 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
       record.heap_bytes = reader.U64();
       record.arena_bytes = reader.U64();
       record.control_export = std::string(reader.Text());
+      network_blobs[{team, rank}] = std::string(reader.Text());
       record.heap_fd = take_fd(record.heap_bytes);
       record.arena_fd = take_fd(record.arena_bytes);
       records[{team, rank}] = std::move(record);
@@ -277,7 +279,7 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
   }
   return OnOwnThread([&]() -> Status {
     for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
-    return Status::Ok();
+    return network_ == nullptr ? Status::Ok() : network_->Connect(network_blobs);
   });
 }
 
@@ -349,13 +351,18 @@ void GpuSession::ForbidArenas(const std::string& reason) {
 
 Status GpuSession::Start() {
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
-    for (const auto& member : members_) {
+    if (network_ != nullptr) JAX_EP_RETURN_IF_ERROR(network_->Start());
+    for (size_t i = 0; i < members_.size(); ++i) {
+      Member* member = members_[i].get();
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "start"));
+      gpu::NetworkConfig network;
+      if (network_ != nullptr) network = network_->ConfigOf(i);
       const gpu::RankConfig config{
           .shape = options().shape,
           .rank = member->id.rank,
           .device = member->device(),
           .peers = member->peers.data(),
+          .network = network_ != nullptr ? &network : nullptr,
           .status = member->status,
           .timeout_ns = static_cast<uint64_t>(options().timeout.count()),
           .max_sms = options_.max_sms,
@@ -431,6 +438,13 @@ std::string GpuSession::Describe(const Member& member) const {
              std::to_string(status.actual) + ", not " + std::to_string(status.expected);
     case gpu::FailureKind::kInvalidId:
       return text + " got expert id(s) of num_experts or more (JAX_EP_DEBUG=1); fix the router";
+    case gpu::FailureKind::kRingFull:
+      return text + ": this rank's proxy took no command for " + std::to_string(seconds) +
+             " s; its network is stuck (dump_state says where)";
+    case gpu::FailureKind::kBadCommand:
+      return text + ": a command to " + peer +
+             " does not fit the ring's format; this is a fault of "
+             "jax_ep, please report it";
     case gpu::FailureKind::kNone:
       break;
   }
@@ -452,12 +466,14 @@ void GpuSession::Close() {
   }
   watch_wake_.notify_all();
   if (watch_.joinable()) watch_.join();
+  if (network_ != nullptr) network_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();
   if (!drained.ok()) {
     // A device that cannot be waited for may still use this memory: keep it mapped for ever.
     LogError("group " + options().name + ": " + drained.message() + "; " +
              std::to_string(heap_bytes()) + " bytes stay allocated");
     for (const auto& member : members_) member->control = {};
+    if (network_ != nullptr) network_->Leak();
     return;
   }
   const Status freed = OnOwnThread([&]() -> Status {
@@ -477,7 +493,7 @@ void GpuSession::Close() {
       member->heap = {};
       member->status = nullptr;
     }
-    return Status::Ok();
+    return network_ == nullptr ? Status::Ok() : network_->Release();
   });
   if (!freed.ok()) LogError("group " + options().name + ": " + freed.message());
 }
@@ -492,7 +508,7 @@ gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {
 }
 
 uint64_t GpuSession::heap_bytes() const {
-  uint64_t bytes = 0;
+  uint64_t bytes = network_ == nullptr ? 0 : network_->stage_bytes();
   for (const auto& member : members_) bytes += member->heap.bytes;
   return bytes;
 }
@@ -521,6 +537,10 @@ Result<std::vector<GpuSession::Counters>> GpuSession::counters() const {
   return all;
 }
 
+std::vector<FlowStats> GpuSession::flow_stats() const {
+  return network_ == nullptr ? std::vector<FlowStats>() : network_->flow_stats();
+}
+
 std::string GpuSession::DumpState() const {
   std::string out = "group " + options().name + " on GPUs: " +
                     (failure_->failed() ? "FAILED: " + failure_->status().message() : "running") +
@@ -533,7 +553,7 @@ std::string GpuSession::DumpState() const {
                                      : "staged: " + member->no_arena) +
            "\n";
   }
-  return out;
+  return network_ == nullptr ? out : out + network_->DumpState();
 }
 
 }  // namespace jax_ep

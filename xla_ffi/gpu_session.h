@@ -1,6 +1,7 @@
 // A GpuSession is one group on this process's GPUs: heaps and status words, the memory of
-// node-mates mapped here, the launch handle of each local rank, and the threads that watch for
-// failures. Kernels come from libjax_ep_gpu.so through kernels/gpu/api.h.
+// node-mates mapped here, the way to other nodes (gpu_network.h), the launch handle of each local
+// rank, and the threads that watch for failures. Kernels come from libjax_ep_gpu.so through
+// kernels/gpu/api.h.
 //
 // Nothing here runs during a call: launchers only enqueue kernels, on XLA's stream.
 #pragma once
@@ -17,6 +18,7 @@
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/device_memory.h"
 #include "proxy/base/shared_memory.h"
+#include "xla_ffi/gpu_network.h"
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/session_options.h"
 
@@ -51,7 +53,8 @@ class GpuSession {
   // Descriptors of this process's ranks for other processes, in the order in which LocalBlob names
   // them: heap, then arena if there is one. The caller closes them.
   Result<std::vector<int>> ExportFds() const;
-  // `blobs` and `fds` map every other process of the node to its LocalBlob and ExportFds.
+  // `blobs` maps every other process of the group to its LocalBlob, `fds` those of the node to
+  // their ExportFds.
   Status Connect(const std::map<uint32_t, std::string>& blobs,
                  const std::map<uint32_t, std::vector<int>>& fds);
   // Why a mate's arena could not be mapped by Connect, or "". If any process of the group has such
@@ -68,7 +71,7 @@ class GpuSession {
   const gpu::GpuApi& api() const { return *api_; }
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
-  uint64_t heap_bytes() const;  // device bytes of this process's ranks together
+  uint64_t heap_bytes() const;  // of this process's ranks together: device, and pinned stages
   // "in place", or "staged: REASON" if any local rank's arena cannot be read by its mates.
   std::string data_path() const;
   struct Counters {
@@ -78,6 +81,7 @@ class GpuSession {
     gpu::RankCountersSnapshot device;
   };
   Result<std::vector<Counters>> counters() const;
+  std::vector<FlowStats> flow_stats() const;  // of the proxies
   std::string DumpState() const;
 
  private:
@@ -96,6 +100,7 @@ class GpuSession {
   const gpu::GpuApi* const api_;
   std::unique_ptr<FailureLatch> failure_;
   std::vector<std::unique_ptr<Member>> members_;
+  std::unique_ptr<GpuNetwork> network_;  // null in a group of one node
   std::string unmapped_arena_;
   std::unique_ptr<Monitor> monitor_;
   std::thread watch_;

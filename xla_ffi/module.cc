@@ -49,6 +49,26 @@ std::chrono::nanoseconds Nanoseconds(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
+nb::list ToList(const std::vector<FlowStats>& flows) {
+  nb::list all;
+  for (const FlowStats& flow : flows) {
+    nb::dict entry;
+    entry["rank"] = flow.rank;
+    entry["peer"] = flow.peer;
+    entry["channel"] = static_cast<uint32_t>(flow.channel);
+    entry["messages"] = flow.messages;
+    entry["bytes"] = flow.bytes;
+    entry["signals"] = flow.signals;
+    entry["reorders"] = flow.reorders;
+    entry["max_reorder_depth"] = flow.max_reorder_depth;
+    entry["duplicates"] = flow.duplicates;
+    entry["stalls"] = flow.stalls;
+    entry["retries"] = flow.retries;
+    all.append(entry);
+  }
+  return all;
+}
+
 nb::bytes ToBytes(const std::string& blob) { return nb::bytes(blob.data(), blob.size()); }
 
 std::map<uint32_t, std::string> ToBlobs(const nb::dict& blobs) {
@@ -186,26 +206,6 @@ class PySession : public PySessionOf<Session> {
     return all;
   }
 
-  nb::list FlowStatsList() const {
-    nb::list all;
-    for (const FlowStats& flow : session().flow_stats()) {
-      nb::dict entry;
-      entry["rank"] = flow.rank;
-      entry["peer"] = flow.peer;
-      entry["channel"] = static_cast<uint32_t>(flow.channel);
-      entry["messages"] = flow.messages;
-      entry["bytes"] = flow.bytes;
-      entry["signals"] = flow.signals;
-      entry["reorders"] = flow.reorders;
-      entry["max_reorder_depth"] = flow.max_reorder_depth;
-      entry["duplicates"] = flow.duplicates;
-      entry["stalls"] = flow.stalls;
-      entry["retries"] = flow.retries;
-      all.append(entry);
-    }
-    return all;
-  }
-
  private:
   static std::shared_ptr<Session> Create(const SessionOptions& options) {
     Result<std::unique_ptr<Session>> session = Session::Create(options);
@@ -255,8 +255,7 @@ NB_MODULE(_core, m) {
   session.def(nb::init<const jax_ep::SessionOptions&>(), nb::arg("options"))
       .def("connect", &PySession::Connect, nb::arg("blobs"), "Takes {process index: local_blob}.")
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
-      .def("rank_stats", &PySession::RankStats, "Counters of each local rank.")
-      .def("flow_stats", &PySession::FlowStatsList, "Counters of each proxy flow.");
+      .def("rank_stats", &PySession::RankStats, "Counters of each local rank.");
   PySession::Bind(session);
   jax_ep::BindGpu(m);
 }

@@ -10,8 +10,10 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "proxy/base/status.h"
+#include "proxy/stats.h"
 #include "xla_ffi/operations.h"
 #include "xla_ffi/session_table.h"
 
@@ -26,6 +28,7 @@ std::chrono::nanoseconds Nanoseconds(double seconds);
 nanobind::dict Targets(std::span<const HandlerRegistration> handlers);
 
 nanobind::bytes ToBytes(const std::string& blob);
+nanobind::list ToList(const std::vector<FlowStats>& flows);
 // {process index: bytes} as the sessions want it.
 std::map<uint32_t, std::string> ToBlobs(const nanobind::dict& blobs);
 
@@ -64,6 +67,7 @@ class PySessionOf {
   // The first failure's message, or "" while the group works.
   std::string FailureText() const { return session_->failure().status().message(); }
   std::string DumpState() const { return session_->DumpState(); }
+  nanobind::list FlowStatsList() const { return ToList(session_->flow_stats()); }
   uint64_t heap_bytes() const { return session_->heap_bytes(); }
 
   S& session() const { return *session_; }
@@ -75,6 +79,7 @@ class PySessionOf {
         .def("start", &PySessionOf::Start, "Starts it; every process must have connected.")
         .def("close", &PySessionOf::Close, "Drains, stops, frees; idempotent.")
         .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
+        .def("flow_stats", &PySessionOf::FlowStatsList, "Counters of each proxy flow.")
         .def("dump_state", &PySessionOf::DumpState, "A text with everything a hang report needs.")
         .def_prop_ro("heap_bytes", &PySessionOf::heap_bytes, "Bytes of this process's heaps.");
   }

@@ -4,6 +4,7 @@
 SESSION = [
     "continuation_watch.cc",
     "executor.cc",
+    "gpu_network.cc",
     "gpu_session.cc",
     "monitor.cc",
     "order.cc",

@@ -7,8 +7,17 @@
 
 #include "kernels/gpu/device_memory.h"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/net_kernels.h"
+#include "kernels/gpu/network.h"
+#include "proxy/abi/ring.h"
 
 namespace jax_ep::gpu {
+
+int32_t* WholeEpochOf(const RankHandle& rank) {
+  const DeviceRank& device = rank.device;
+  return reinterpret_cast<int32_t*>(device.peers[device.rank].heap + device.layout.net_state +
+                                    offsetof(NetState, whole_epoch));
+}
 
 const char* KeepText(std::string text) {
   thread_local std::string kept;
@@ -49,9 +58,15 @@ std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) 
 std::string CheckShape(const RankConfig& config) {
   const GroupShape& shape = config.shape;
   constexpr uint32_t kMaxTopK = 64;
-  if (shape.node_size != shape.num_ranks) {
-    return "got " + std::to_string(shape.num_nodes()) +
-           " nodes; GPU kernels reach the ranks of one node only";
+  const NetworkConfig* network = config.network;
+  if ((shape.num_nodes() > 1) != (network != nullptr)) return "a network is for several nodes";
+  if (network != nullptr && (network->num_rings == 0 || network->num_rings > kMaxNetworkRings)) {
+    return "got " + std::to_string(network->num_rings) + " rings, expected 1 to " +
+           std::to_string(kMaxNetworkRings);
+  }
+  // What a command can name (proxy/abi/command.h).
+  if (NetLayout::Make(shape).total_bytes > kCommandUnitBytes << kCommandRemoteOffsetBits) {
+    return "the network stage has more than 64 GiB; lower max_tokens";
   }
   if (shape.num_ranks > kMaxNodeRanks) {
     return "got " + std::to_string(shape.num_ranks) + " ranks, at most " +
@@ -72,10 +87,59 @@ const char* PrepareKernels(const RankHandle& rank) {
         &PrepareLlDispatchKernels, &PreparePushCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
+  if (rank.device.shape.num_nodes() == 1) return nullptr;
+  for (const auto prepare :
+       {&PrepareNetPlanKernels, &PrepareNetDispatchKernels, &PrepareNetCombineKernels,
+        &PrepareNetCombineHalves, &PrepareNetSlotKernels}) {
+    if (const char* error = prepare(rank)) return error;
+  }
   return nullptr;
 }
 
 uint64_t HeapBytes(const GroupShape* shape) { return GpuHeapLayout::Make(*shape).total_bytes; }
+
+uint64_t StageBytes(const GroupShape* shape) { return NetLayout::Make(*shape).total_bytes; }
+uint64_t StageFlag(const GroupShape* shape, Channel channel, uint32_t source) {
+  return NetLayout::Make(*shape).FlagAt(shape->num_ranks, channel, source);
+}
+
+// Fills the device's table of stages and rings, and the peers of other nodes.
+const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
+  const GroupShape& shape = config.shape;
+  const NetworkConfig& network = *config.network;
+  DeviceRank& device = rank.device;
+  DeviceNetwork table{.layout = NetLayout::Make(shape), .num_rings = network.num_rings};
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](void* host) {
+    void* mapped = nullptr;
+    if (error == cudaSuccess) error = cudaHostGetDevicePointer(&mapped, host, 0);
+    return static_cast<std::byte*>(mapped);
+  };
+  for (uint32_t local = 0; local < shape.node_size; ++local) {
+    table.stages[local] = map(network.stages[local]);
+  }
+  for (uint32_t i = 0; i < network.num_rings; ++i) {
+    const auto* ring = reinterpret_cast<const RingMemory*>(network.rings[i]);
+    std::byte* mapped = map(network.rings[i]);
+    table.ring_slots = static_cast<uint32_t>(ring->num_slots);
+    table.ring_slots_log2 = ring->slots_log2;
+    table.slots[i] = reinterpret_cast<uint64_t*>(mapped + sizeof(RingMemory));
+    table.tails[i] = reinterpret_cast<uint64_t*>(mapped + offsetof(RingMemory, tail));
+  }
+  if (error == cudaSuccess) error = cudaMalloc(&rank.network, sizeof(table));
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(rank.network, &table, sizeof(table), cudaMemcpyHostToDevice);
+  }
+  if (error != cudaSuccess) {
+    return KeepText(std::string("create: the network stage: ") + cudaGetErrorString(error));
+  }
+  device.network = rank.network;
+  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    if (peer / shape.node_size == config.rank / shape.node_size) continue;
+    device.peers[peer] = {.heap = table.stages[peer % shape.node_size]};
+  }
+  return nullptr;
+}
 
 // Makes `device` current while it lives.
 class CurrentDevice {
@@ -133,13 +197,20 @@ const char* Create(const RankConfig* config, RankHandle** out) {
   device.debug = config->debug;
   device.timeout_ns = config->timeout_ns;
   device.status = static_cast<RankStatus*>(status);
-  std::copy_n(config->peers, config->shape.node_size, device.peers);
+  device.node_begin = config->rank / config->shape.node_size * config->shape.node_size;
+  std::copy_n(config->peers, config->shape.node_size, device.peers + device.node_begin);
+  if (config->network != nullptr) {
+    if (const char* failure = ConnectNetwork(*config, *rank)) return failure;
+  }
   if (const char* failure = PrepareKernels(*rank)) return failure;
   *out = rank.release();
   return nullptr;
 }
 
-void Destroy(RankHandle* handle) { delete handle; }
+void Destroy(RankHandle* handle) {
+  static_cast<void>(cudaFree(handle->network));
+  delete handle;
+}
 
 // Checks of a start: what it reads.
 std::string CheckStart(const GroupShape& shape, const DispatchParams& params) {
@@ -196,15 +267,16 @@ const char* RunPushCombine(RankHandle& rank, const CombineParams& call, Part par
   std::string wrong = CheckTokens(shape, params.mode, params.num_tokens);
   if (wrong.empty() && part == Part::kWhole) wrong = CheckCombine(shape, params);
   if (wrong.empty() && is_start) {
-    params.send_slot = {};
     params.ride_out = {};
     const auto rows = static_cast<uint64_t>(params.recv_rows);
     const bool is_rank_major = params.layout == Layout::kRankMajor;
     if (params.recv_rows < 0 || params.recv_src.size() != rows ||
+        params.send_slot.size() != pairs ||
         (!params.row_weights.empty() && params.row_weights.size() != rows) ||
         (!params.ride.empty() &&
          params.ride.size() != (is_rank_major ? rows * shape.top_k : rows))) {
-      wrong = "recv_src, row_weights or ride do not have the sizes of R = " + std::to_string(rows);
+      wrong = "recv_src, send_slot, row_weights or ride do not have the sizes of R = " +
+              std::to_string(rows);
     }
   }
   if (wrong.empty() && part == Part::kDone &&
@@ -377,6 +449,8 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
   static const GpuApi api = {
       .abi_version = kAbiVersion,
       .heap_bytes = &HeapBytes,
+      .stage_bytes = &StageBytes,
+      .stage_flag = &StageFlag,
       .create = &Create,
       .destroy = &Destroy,
       .plan = &Plan,

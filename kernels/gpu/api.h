@@ -21,8 +21,9 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 1;
-inline constexpr uint32_t kMaxNodeRanks = 64;  // ranks that load and store each other's memory
+inline constexpr uint32_t kAbiVersion = 2;
+inline constexpr uint32_t kMaxNodeRanks = 64;    // ranks of a group
+inline constexpr uint32_t kMaxNetworkRings = 8;  // of one rank
 
 using Stream = void*;  // cudaStream_t or hipStream_t
 
@@ -52,6 +53,8 @@ enum class FailureKind : uint32_t {
   kTooManyOpen = 6,  // more than max_in_flight starts before a done
   kStaleEpoch = 7,   // a done's slot set holds another start by now
   kInvalidId = 8,    // debug: an expert id was out of range
+  kRingFull = 9,     // this rank's proxy took no command within RankConfig.timeout_ns
+  kBadCommand = 10,  // a command that the proxy would refuse: a fault of this library
 };
 
 enum class Operation : uint32_t {
@@ -77,6 +80,14 @@ struct PeerMemory {
   uint64_t arena_bytes = 0;
 };
 
+// The way to other nodes: stages in pinned host memory that all GPUs of the node map, and the rings
+// of this rank's proxies. A command to node n goes into ring n % num_rings, so that a flow has one.
+struct NetworkConfig {
+  std::byte* const* stages = nullptr;  // [node_size] GpuApi.stage_bytes each, zero-initialised
+  std::byte* const* rings = nullptr;   // [num_rings] made by CommandRing::Create
+  uint32_t num_rings = 0;              // 1 to kMaxNetworkRings
+};
+
 struct RankConfig {
   GroupShape shape;
   uint32_t rank = 0;
@@ -85,10 +96,11 @@ struct RankConfig {
   // inside one's own arena is published as an offset and read in place by peers; any other goes
   // through the stage in the heap, call by call. Peers need no agreement about it.
   const PeerMemory* peers = nullptr;
-  RankStatus* status = nullptr;  // pinned, mapped
-  uint64_t timeout_ns = 0;       // Config.timeout_s, bound of each wait
-  uint32_t max_sms = 24;         // blocks of HT kernels (JAX_EP_GPU_SMS)
-  bool use_tma = true;           // false: the path for devices without bulk copies
+  const NetworkConfig* network = nullptr;  // null in a group of one node
+  RankStatus* status = nullptr;            // pinned, mapped
+  uint64_t timeout_ns = 0;                 // Config.timeout_s, bound of each wait
+  uint32_t max_sms = 24;                   // blocks of HT kernels (JAX_EP_GPU_SMS)
+  bool use_tma = true;                     // false: the path for devices without bulk copies
   // For measurements; 0: the default. Bytes of one bulk copy at most, and copies in flight per
   // warp.
   uint32_t piece_bytes = 0;
@@ -109,6 +121,10 @@ struct GpuApi {
 
   // Bytes of one rank's heap, a function of the shape alone.
   uint64_t (*heap_bytes)(const GroupShape* shape);
+  // Bytes of one rank's network stage, 0 in a group of one node, and where in it the proxy counts
+  // the signals of a channel from `source` (u64).
+  uint64_t (*stage_bytes)(const GroupShape* shape);
+  uint64_t (*stage_flag)(const GroupShape* shape, Channel channel, uint32_t source);
   // Copies the tables to the device, loads and warms every kernel there. Synchronous; the only
   // place that allocates. The heaps must outlive the handle.
   const char* (*create)(const RankConfig* config, RankHandle** out);

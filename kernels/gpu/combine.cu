@@ -13,8 +13,9 @@
 #include <algorithm>
 
 #include "kernels/gpu/combine.cuh"
+#include "kernels/gpu/combine_sums.cuh"
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/local_rows.cuh"
+#include "kernels/gpu/net_kernels.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -50,164 +51,6 @@ __device__ inline Task TaskOf(const CombineKernelParams& params, uint64_t number
 }
 __device__ inline uint64_t NumTasks(const CombineKernelParams& params) {
   return static_cast<uint64_t>(params.num_chunks + params.lag) * params.device.shape.num_ranks;
-}
-
-// Weighted sum of the local rows, words word + i * kWarpSize for i < kWords.
-template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
-__device__ inline void SumLocalRows(const CombineKernelParams& params, const LocalRows& local,
-                                    uint32_t count, uint64_t word, uint64_t num_words,
-                                    float (&sums)[kWords][kElems]) {
-  for (uint32_t i = 0; i < count; ++i) {
-    const auto* row = reinterpret_cast<const Word*>(
-        params.y + static_cast<uint64_t>(local.rows[i]) * params.row_bytes);
-    const float weight = local.weights[i];
-    Word words[kWords];
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) {
-      if (word + j * kWarpSize < num_words) words[j] = row[word + j * kWarpSize];
-    }
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) {
-      float values[kElems];
-      Unpack<Elem>(words[j], values);
-#pragma unroll
-      for (uint32_t e = 0; e < kElems; ++e) {
-        const float product = Multiply(weight, values[e]);
-        sums[j][e] = i == 0 ? product : Add(sums[j][e], product);
-      }
-    }
-  }
-}
-
-// kLevels: of the tree over ranks, num_ranks < 2^kLevels.
-template <typename Elem, typename Partial, bool kIsVectorised, uint32_t kLevels>
-struct Sums {
-  using Word = typename WordOf<Elem, kIsVectorised>::Type;
-  static constexpr uint32_t kElems = WordOf<Elem, kIsVectorised>::kElems;
-  using PartialStorage = typename Partial::Storage;
-
-  // One warp: this rank's partial of a token of `owner`.
-  __device__ static void SendPartial(const CombineKernelParams& params, const RowIndex& index,
-                                     uint32_t owner, uint64_t token, LocalRows& local) {
-    const DeviceRank& device = params.device;
-    const uint32_t count = FindRows(params, index, owner, token, local);
-    if (count == 0) return;
-    const uint64_t block = GpuHeapLayout::ReduceBlock(device.shape.num_ranks, owner, device.rank);
-    const uint64_t place = block * device.shape.max_tokens + token;
-    if (params.ride != nullptr) {
-      float* rides =
-          HeapAt<float>(device, owner, device.layout.reduce_rides) + place * device.shape.top_k;
-      for (uint32_t k = LaneId(); k < device.shape.top_k; k += kWarpSize) {
-        rides[k] = RideOf(params, local, k);
-      }
-    }
-    if (params.y == nullptr) return;
-    auto* to = HeapAt<PartialStorage>(
-        device, owner, device.layout.reduce_rows + place * device.layout.reduce_pitch);
-    constexpr uint32_t kWords = 4;
-    const uint64_t num_words = params.row_bytes / sizeof(Word);
-    for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {
-      float sums[kWords][kElems];
-      SumLocalRows<Elem, Word>(params, local, count, word, num_words, sums);
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i) {
-        const uint64_t index_of_word = word + i * kWarpSize;
-        if (index_of_word < num_words) StoreElems<Partial>(to + index_of_word * kElems, sums[i]);
-      }
-    }
-  }
-
-  // One warp: the sum of a token of this rank. `has_partial` [N]: ranks that hold rows of it.
-  __device__ static void SumToken(const CombineKernelParams& params, uint64_t token,
-                                  const LocalRows& local, uint32_t num_local,
-                                  uint64_t has_partial) {
-    const DeviceRank& device = params.device;
-    const uint32_t num_ranks = device.shape.num_ranks;
-    constexpr uint32_t kWords = 2;
-    const uint64_t num_words = params.row_bytes / sizeof(Word);
-    auto* out = reinterpret_cast<Word*>(params.out + token * params.row_bytes);
-    for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {
-      float waiting[kLevels][kWords][kElems];
-      uint32_t is_present = 0;
-      float sums[kWords][kElems];
-      bool has_sums = false;
-      for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-        has_sums = (has_partial >> rank & 1) != 0;
-        if (has_sums) LoadPartial(params, rank, token, local, num_local, word, num_words, sums);
-        is_present = AddToTree(rank, waiting, is_present, has_sums, sums);
-      }
-      has_sums = SumOfTree(num_ranks, waiting, is_present, sums);
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i) {
-        if (!has_sums) {
-#pragma unroll
-          for (uint32_t e = 0; e < kElems; ++e) sums[i][e] = 0.0f;
-        }
-        if (word + i * kWarpSize < num_words) {
-          out[word + i * kWarpSize] = Pack<Elem, Word>(sums[i]);
-        }
-      }
-    }
-  }
-
- private:
-  template <uint32_t kWords>
-  __device__ static void LoadPartial(const CombineKernelParams& params, uint32_t rank,
-                                     uint64_t token, const LocalRows& local, uint32_t num_local,
-                                     uint64_t word, uint64_t num_words,
-                                     float (&sums)[kWords][kElems]) {
-    const DeviceRank& device = params.device;
-    if (rank == device.rank) {
-      SumLocalRows<Elem, Word>(params, local, num_local, word, num_words, sums);
-      RoundSums<Partial>(sums);
-      return;
-    }
-    const uint64_t block = GpuHeapLayout::ReduceBlock(device.shape.num_ranks, device.rank, rank);
-    const auto* from = OwnHeapAt<PartialStorage>(
-        device, device.layout.reduce_rows +
-                    (block * device.shape.max_tokens + token) * device.layout.reduce_pitch);
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) {
-      const uint64_t index_of_word = word + i * kWarpSize;
-      if (index_of_word < num_words) LoadElems<Partial>(from + index_of_word * kElems, sums[i]);
-    }
-  }
-};
-
-// One warp: everything about a token of this rank, its partials being here.
-template <typename S>
-__device__ void FinishToken(const CombineKernelParams& params, const RowIndex& index,
-                            uint64_t token, LocalRows& local) {
-  const DeviceRank& device = params.device;
-  const uint32_t top_k = device.shape.top_k;
-  const uint32_t num_ranks = device.shape.num_ranks;
-  const uint32_t num_local = FindRows(params, index, device.rank, token, local);
-  uint64_t has_partial = num_local > 0 ? uint64_t{1} << device.rank : 0;
-  for (uint32_t first = 0; first < top_k; first += kWarpSize) {
-    const uint32_t k = first + LaneId();
-    const uint64_t cell = token * top_k + k;
-    const int32_t slot = k < top_k ? params.send_slot[cell] : -1;
-    // Plans come from the caller: a slot beyond the last rank is none.
-    const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot / params.recv_rows) : num_ranks;
-    const bool is_placed = holder < num_ranks;
-    if (is_placed && holder != device.rank) has_partial |= uint64_t{1} << holder;
-    if (params.ride_out == nullptr || k >= top_k) continue;
-    float ride = 0.0f;
-    if (is_placed && holder == device.rank) {
-      if (num_local > 0) ride = RideOf(params, local, k);
-    } else if (is_placed) {
-      const uint64_t block = GpuHeapLayout::ReduceBlock(num_ranks, device.rank, holder);
-      ride = OwnHeapAt<float>(
-          device,
-          device.layout.reduce_rides)[(block * device.shape.max_tokens + token) * top_k + k];
-    }
-    params.ride_out[cell] = ride;
-  }
-  if (params.out == nullptr) return;
-  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
-    has_partial |= FromLaneXor(has_partial, mask);
-  }
-  S::SumToken(params, token, local, num_local, has_partial);
 }
 
 template <typename S>
@@ -345,6 +188,7 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .ride_out = call.ride_out.empty() ? nullptr : call.ride_out.data()};
   const bool is_vectorised =
       params.row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
+  if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && is_vectorised) return LaunchBulkCombine(rank, params, stream);
 #endif

@@ -32,7 +32,16 @@ __device__ inline bool HasFailed(const DeviceRank& rank) {
   return LoadRelaxedGpu(&ControlOf(rank)->failed) != 0;
 }
 
-// One thread. The first failure of the rank is reported to the host and to all peers.
+// Ranks that this one reaches by load and store: [node_begin, MatesEnd).
+__device__ inline uint32_t MatesEnd(const DeviceRank& rank) {
+  return rank.node_begin + rank.shape.node_size;
+}
+__device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
+  return peer - rank.node_begin < rank.shape.node_size;
+}
+
+// One thread. The first failure of the rank is reported to the host, which tells other nodes, and
+// to all mates.
 __device__ inline void Fail(const DeviceRank& rank, FailureKind kind, Operation operation,
                             uint32_t peer, uint64_t expected, uint64_t actual) {
   if (atomicCAS(&ControlOf(rank)->failed, 0u, 1u) != 0) return;
@@ -45,27 +54,34 @@ __device__ inline void Fail(const DeviceRank& rank, FailureKind kind, Operation 
   status->actual = actual;
   // Publishes the fields above to the host.
   StoreReleaseSys(reinterpret_cast<uint32_t*>(&status->failed), 1u);
-  for (uint32_t other = 0; other < rank.shape.num_ranks; ++other) {
+  for (uint32_t other = rank.node_begin; other < MatesEnd(rank); ++other) {
     if (other == rank.rank) continue;
     StoreReleaseSys(HeapAt<uint32_t>(rank, other, rank.layout.peer_failed), rank.rank + 1);
   }
 }
 
-// One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
-// False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
-__device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
-                                Operation operation, uint64_t wanted) {
+enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
+
+// One thread reads `word` (an acquire) until judge(value) says that it is there. False: this rank
+// has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
+template <typename Judge>
+__device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
+                              Operation operation, uint64_t wanted, FailureKind late,
+                              Judge&& judge) {
   constexpr uint32_t kSpinsPerCheck = 64;
   constexpr uint32_t kSpinsPerRareCheck = 4096;
   const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
   uint64_t deadline = 0;  // reading the clock is slow, and most waits are short
   for (uint32_t spins = 1;; ++spins) {
-    const uint64_t seen = LoadAcquireSys(flag);
-    const uint64_t seen_sequence = seen >> kOperationBits;
-    if (seen_sequence >= wanted >> kOperationBits) {
-      if (seen_sequence > wanted >> kOperationBits || seen == wanted) return true;
-      Fail(rank, FailureKind::kWrongOrder, operation, peer, wanted, seen);
-      return false;
+    const uint64_t seen = LoadAcquireSys(word);
+    switch (judge(seen)) {
+      case Seen::kThere:
+        return true;
+      case Seen::kWrong:
+        Fail(rank, FailureKind::kWrongOrder, operation, peer, wanted, seen);
+        return false;
+      case Seen::kTooEarly:
+        break;
     }
     if (spins % kSpinsPerCheck != 0) continue;
     if (HasFailed(rank)) return false;
@@ -83,28 +99,41 @@ __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, ui
     const uint64_t now = ClockNs();
     if (deadline == 0) deadline = now + rank.timeout_ns;
     if (now > deadline) {
-      Fail(rank, FailureKind::kTimeout, operation, peer, wanted, seen);
+      Fail(rank, late, operation, peer, wanted, seen);
       return false;
     }
   }
 }
 
-// One warp waits for the flags [N] at `flags_offset` of all peers.
-__device__ inline bool WarpWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
-                                     Operation operation, uint64_t wanted) {
+// One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
+// False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
+__device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
+                                Operation operation, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
+    if (seen >> kOperationBits < wanted >> kOperationBits) return Seen::kTooEarly;
+    return seen >> kOperationBits > wanted >> kOperationBits || seen == wanted ? Seen::kThere
+                                                                               : Seen::kWrong;
+  });
+}
+
+// One warp waits for the flags at `flags_offset` ([N], by rank) of the ranks [begin, end).
+__device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
+                                     uint32_t end, Operation operation, uint64_t wanted) {
   const uint64_t* flags = OwnHeapAt<uint64_t>(rank, flags_offset);
   bool is_ok = !HasFailed(rank);
-  for (uint32_t peer = LaneId(); peer < rank.shape.num_ranks; peer += kWarpSize) {
+  for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
     if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
   }
   return AllLanes(is_ok);
 }
 
-// All threads of the block; `is_ok` is a shared word. Every thread may read what peers published.
-__device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
-                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+// All threads of the block; `is_ok` is a shared word. Every thread may read what those ranks
+// published.
+__device__ inline bool BlockWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
+                                      uint32_t end, Operation operation, uint64_t wanted,
+                                      uint32_t* is_ok) {
   if (WarpId() == 0) {
-    const bool waited = WarpWaitPeers(rank, flags_offset, operation, wanted);
+    const bool waited = WarpWaitFlags(rank, flags_offset, begin, end, operation, wanted);
     if (LaneId() == 0) *is_ok = waited ? 1 : 0;
   }
   SyncBlock();
@@ -112,12 +141,23 @@ __device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_off
   SyncBlock();  // the word can be used again
   return result;
 }
+// Flags of all ranks. Those of other nodes are set by a kernel of this rank that has met their
+// signal (net_*.cu).
+__device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
+                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, 0, rank.shape.num_ranks, operation, wanted, is_ok);
+}
+__device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_offset,
+                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, rank.node_begin, MatesEnd(rank), operation, wanted,
+                        is_ok);
+}
 
 // All threads of the block, after a SyncBlock that follows what is to be published (stores of
 // other blocks: after LastToArrive).
-__device__ inline void BlockSignalPeers(const DeviceRank& rank, uint64_t flags_offset,
+__device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
                                         uint64_t value) {
-  for (uint32_t peer = threadIdx.x; peer < rank.shape.num_ranks; peer += blockDim.x) {
+  for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
     if (peer == rank.rank) continue;
     StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
   }

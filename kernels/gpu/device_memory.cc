@@ -206,6 +206,22 @@ const char* ReleasePinned(void* memory) {
   return nullptr;
 }
 
+const char* Pin(void* memory, uint64_t bytes) {
+  JAX_EP_RUNTIME(
+      cudaHostRegister(memory, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped));
+  return nullptr;
+}
+
+const char* Unpin(void* memory) {
+  JAX_EP_RUNTIME(cudaHostUnregister(memory));
+  return nullptr;
+}
+
+const char* PciAddress(int device, char* text, size_t size) {
+  JAX_EP_RUNTIME(cudaDeviceGetPCIBusId(text, static_cast<int>(size), device));
+  return nullptr;
+}
+
 const char* Synchronize(int device) {
   JAX_EP_RUNTIME(cudaSetDevice(device));
   JAX_EP_RUNTIME(cudaDeviceSynchronize());
@@ -224,6 +240,9 @@ const DeviceMemoryApi* GetDeviceMemoryApi() {
                                    .release = Release,
                                    .allocate_pinned = AllocatePinned,
                                    .release_pinned = ReleasePinned,
+                                   .pin = Pin,
+                                   .unpin = Unpin,
+                                   .pci_address = PciAddress,
                                    .synchronize = Synchronize};
   return &api;
 }

@@ -39,6 +39,11 @@ struct DeviceMemoryApi {
   // Pinned, zeroed, mapped host memory, valid on every device of the process.
   const char* (*allocate_pinned)(uint64_t bytes, void** out);
   const char* (*release_pinned)(void* memory);
+  // Makes host memory of the caller pinned and mapped for every device of the process, and back.
+  const char* (*pin)(void* memory, uint64_t bytes);
+  const char* (*unpin)(void* memory);
+  // "0000:4f:00.0", NUL-terminated; `size` is at least 16.
+  const char* (*pci_address)(int device, char* text, size_t size);
   // Waits until `device` is idle.
   const char* (*synchronize)(int device);
 };

@@ -9,13 +9,19 @@
 
 namespace jax_ep::gpu {
 
+struct DeviceNetwork;  // network.h
+
 struct DeviceRank {
   GroupShape shape;
   GpuHeapLayout layout;
   uint32_t rank;
+  uint32_t node_begin;  // first rank of this node
   bool debug;
   uint64_t timeout_ns;
-  RankStatus* status;  // as the device addresses it
+  RankStatus* status;            // as the device addresses it
+  const DeviceNetwork* network;  // device memory; null in a group of one node
+  // By rank. Of other nodes' ranks `heap` is the stage where their rows arrive, that of the own
+  // node's rank on their rail: only what a DispatchRecord names is read there.
   PeerMemory peers[kMaxNodeRanks];
 };
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/net_kernels.h"
 #include "kernels/gpu/pull.cuh"
 
 namespace jax_ep::gpu {
@@ -238,6 +239,9 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
                                        .epoch = epoch},
                                       stream)) {
     return error;
+  }
+  if (shape.num_nodes() > 1) {
+    if (const char* error = LaunchExchangeRows(rank, call, epoch, stream)) return error;
   }
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;

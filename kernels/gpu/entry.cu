@@ -37,7 +37,7 @@ __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   SyncBlock();
   if (HasFailed(device)) return;
   const uint64_t value = FlagValue(sequence, params.call.operation);
-  for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += kThreads) {
+  for (uint32_t peer = device.node_begin + threadIdx.x; peer < MatesEnd(device); peer += kThreads) {
     if (params.has_record) {
       HeapAt<DispatchRecord>(device, peer, device.layout.records)[device.rank] = record;
     }

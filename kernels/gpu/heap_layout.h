@@ -45,6 +45,8 @@ struct SetState {
   SlotSet sets[kMaxDepth];
 };
 
+inline constexpr uint64_t kNetStateBytes = 4096;  // room for NetState
+
 // Most pieces that a pushed row is cut into; each has its own flag.
 inline constexpr uint64_t kMaxPieces = 16;
 
@@ -123,6 +125,10 @@ struct GpuHeapLayout {
   uint64_t segments = 0;       // PlanSegment [E_l][N]
   uint64_t row_index = 0;      // u64 [N][T][K]: (tag << 32) | row
   uint64_t set_states = 0;     // SetState [kNumSetKinds]
+  // Groups of several nodes only.
+  uint64_t net_state = 0;        // NetState (network.h)
+  HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
+  uint64_t reduce_presence = 0;  // u32 [N - 1][T]: low bits of the newest combine with a partial
 
   // Block of the reduce area of `owner` that `holder` writes.
   static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
@@ -218,6 +224,13 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.dispatch_stage.set_stride = AlignUp(
       layout.dispatch_stage_weights + ht_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
   layout.dispatch_stage.offset = take(depth * layout.dispatch_stage.set_stride);
+  if (shape.num_nodes() > 1) {
+    layout.net_state = take(kNetStateBytes);
+    layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
+    layout.remote_lists.offset =
+        take((num_ranks - shape.node_size) * layout.remote_lists.peer_stride);
+    layout.reduce_presence = take((num_ranks - 1) * ht_tokens * sizeof(uint32_t));
+  }
   layout.total_bytes = end;
   return layout;
 }

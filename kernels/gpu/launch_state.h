@@ -19,7 +19,12 @@ struct RankHandle {
   uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
   uint32_t piece_bytes = 0;             // most bytes of one bulk copy
   uint32_t ring_slots = 0;              // pieces in flight per warp
+  DeviceNetwork* network = nullptr;     // device memory, owned
 };
+
+// Word of the device between the start and the done that a whole call is made of in mode ll where
+// there are several nodes.
+int32_t* WholeEpochOf(const RankHandle& rank);
 
 // A text that lives until the thread's next call.
 const char* KeepText(std::string text);

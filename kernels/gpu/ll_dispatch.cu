@@ -13,6 +13,7 @@
 #include "kernels/gpu/ll_receive.cuh"
 #include "kernels/gpu/ll_rows.cuh"
 #include "kernels/gpu/ll_send.cuh"
+#include "kernels/gpu/net_kernels.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -137,6 +138,13 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                              Part part, const int32_t* epoch_in, int32_t* epoch_out,
                              cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
+  const bool has_network = shape.num_nodes() > 1;
+  if (has_network && part == Part::kWhole) {
+    int32_t* epoch = WholeEpochOf(rank);
+    const char* error = LaunchLlDispatch(rank, plan, call, Part::kStart, nullptr, epoch, stream);
+    if (error != nullptr) return error;
+    return LaunchLlDispatch(rank, plan, call, Part::kDone, epoch, nullptr, stream);
+  }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
@@ -197,6 +205,31 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     out.recv_topk_idx = outputs.recv_topk_idx.data();
   }
 
+  if (has_network && is_start) {
+    const SendRecordsParams records{
+        .device = rank.device,
+        .operation = params.operation,
+        .is_routed = params.is_routed,
+        .num_tokens = out.num_tokens,
+        .header = {static_cast<int32_t>(out.num_tokens), out.recv_rows,
+                   static_cast<int32_t>(out.layout), params.is_routed ? 1 : 0},
+        .row_bytes = row_bytes,
+        .x = params.has_rows ? params.x : nullptr,
+        .ids = params.is_routed ? params.topk_idx : params.given_slots,
+        .weights = params.has_weights ? params.weights : nullptr};
+    if (const char* error = LaunchSendRecords(rank, records, stream)) return error;
+  }
+  if (has_network && part == Part::kDone) {
+    const TakeRecordsParams records{.device = rank.device,
+                                    .operation = params.operation,
+                                    .start_operation = params.start_operation,
+                                    .kind = kKind,
+                                    .num_tokens = out.num_tokens,
+                                    .num_pieces = pieces.count,
+                                    .has_rows = params.has_rows,
+                                    .epoch = epoch_in};
+    if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
+  }
   // Measured: bulk copies win in whole calls of up to 32 tokens, lanes that store from 128 on and
   // in most halves.
   constexpr int64_t kMostBulkTokens = 64;

@@ -56,14 +56,14 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
   const int32_t first_row = 0;
   for (uint32_t item = share.warp(); item < num_items; item += share.num_warps()) {
     if (item < num_dests) {
-      SendMeta(params, slot, dest_of(item));
+      if (IsMate(device, dest_of(item))) SendMeta(params, slot, dest_of(item));
       continue;
     }
     const uint32_t row = (item - num_dests) / params.pieces.count;
     const uint32_t piece = (item - num_dests) % params.pieces.count;
     const uint32_t token = row / num_dests;
     const uint32_t dest = dest_of(row % num_dests);
-    if (!GoesTo(params, token, dest)) continue;
+    if (!IsMate(device, dest) || !GoesTo(params, token, dest)) continue;
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
     WarpCopyWords<Word>(HeapAt<std::byte>(device, dest, place), 0, &first_row, 1,
                         params.x + token * params.row_bytes,

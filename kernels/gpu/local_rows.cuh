@@ -81,19 +81,44 @@ __device__ inline void AddSums(const float (&left)[kWords][kElems],
   }
 }
 
-// The fixed tree over ranks (docs/semantics.md), fed in the order of ranks; num_ranks < 2^kLevels.
-// `waiting`: sums of complete subtrees of 2^level ranks that wait for their right neighbour; absent
-// ones leave the other unchanged. `is_present`: which of them there are, by level. Adds the partial
-// of `rank`, if it has one; `has_sums` and `sums` are scratch.
-template <uint32_t kLevels, uint32_t kWords, uint32_t kElems>
-__device__ inline uint32_t AddToTree(uint32_t rank, float (&waiting)[kLevels][kWords][kElems],
-                                     uint32_t is_present, bool& has_sums,
-                                     float (&sums)[kWords][kElems]) {
+// Ranks as leaves of the fixed tree (docs/semantics.md): those of a node below its level, nodes
+// above it. A node's leaves are filled up to a power of two, and what is missing is absent.
+struct RankLeaves {
+  static constexpr uint32_t kNone = ~0u;
+  uint32_t node_size;
+  uint32_t node_level;  // no level of the tree in a group of one node
+  uint32_t count;
+
+  __host__ __device__ explicit RankLeaves(const GroupShape& shape)
+      : node_size(shape.node_size), node_level(0), count(shape.num_ranks) {
+    while ((1u << node_level) < node_size) ++node_level;
+    if (shape.num_nodes() > 1) {
+      count = shape.num_nodes() << node_level;
+    } else {
+      node_level = kNone;
+    }
+  }
+  __device__ uint32_t RankOf(uint32_t leaf) const {
+    if (node_level == kNone) return leaf;
+    const uint32_t local = leaf & ((1u << node_level) - 1);
+    return local < node_size ? (leaf >> node_level) * node_size + local : kNone;
+  }
+};
+
+// The tree, fed in the order of leaves; there are less than 2^kLevels. `waiting`: sums of complete
+// subtrees of 2^level leaves that wait for their right neighbour; absent ones leave the other
+// unchanged. `is_present`: which of them there are, by level. Adds what `leaf` has, if anything;
+// `has_sums` and `sums` are scratch. A node's sum is rounded, as if it had travelled.
+template <typename Partial, uint32_t kLevels, uint32_t kWords, uint32_t kElems>
+__device__ inline uint32_t AddToTree(uint32_t leaf, uint32_t node_level,
+                                     float (&waiting)[kLevels][kWords][kElems], uint32_t is_present,
+                                     bool& has_sums, float (&sums)[kWords][kElems]) {
   bool is_left = false;
 #pragma unroll
   for (uint32_t level = 0; level < kLevels; ++level) {
     if (is_left) continue;
-    is_left = (rank >> level & 1) == 0;
+    if (level == node_level) RoundSums<Partial>(sums);
+    is_left = (leaf >> level & 1) == 0;
     const bool has_waiting = (is_present >> level & 1) != 0;
     if (is_left) {
       is_present = (is_present & ~(1u << level)) | (has_sums ? 1u << level : 0);
@@ -106,17 +131,17 @@ __device__ inline uint32_t AddToTree(uint32_t rank, float (&waiting)[kLevels][kW
   return is_present;
 }
 
-// The sum of all ranks of a tree. False: none had a partial.
+// The sum of all leaves of a tree. False: none had anything.
 template <uint32_t kLevels, uint32_t kWords, uint32_t kElems>
-__device__ inline bool SumOfTree(uint32_t num_ranks,
+__device__ inline bool SumOfTree(uint32_t num_leaves,
                                  const float (&waiting)[kLevels][kWords][kElems],
                                  uint32_t is_present, float (&sums)[kWords][kElems]) {
   // What waits has no right neighbour any more, or is its lower levels' left one.
   bool has_sums = false;
 #pragma unroll
   for (uint32_t level = 0; level < kLevels; ++level) {
-    // A level whose bit of num_ranks is 0 has been merged upwards: its content is old.
-    if ((num_ranks >> level & 1) == 0 || (is_present >> level & 1) == 0) continue;
+    // A level whose bit of num_leaves is 0 has been merged upwards: its content is old.
+    if ((num_leaves >> level & 1) == 0 || (is_present >> level & 1) == 0) continue;
     has_sums ? AddSums(waiting[level], sums) : CopySums(sums, waiting[level]);
     has_sums = true;
   }

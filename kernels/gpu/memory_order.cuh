@@ -28,6 +28,11 @@ __device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
 __device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
   __hip_atomic_store(address, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
+  __hip_atomic_store(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+// Orders what this thread has stored and seen before its later stores, for everyone.
+__device__ inline void FenceSys() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 __device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
   return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
@@ -82,6 +87,11 @@ __device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
 __device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+// Orders what this thread has stored and seen before its later stores, for everyone.
+__device__ inline void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -7,12 +7,15 @@
 //                 this rank's codes sorted by expert (list flag).
 //   FillRecvSrc   waits for all lists; recv_src, recv_topk_idx.
 //
+// Over several nodes two more (net_plan.cu) exchange counts and lists with ranks of other nodes.
+//
 // Reuse without another barrier: counts have two sets. A rank that sends counts of operation n + 2
 // has ended n + 1, whose entry or list flags its peers sent after their last read of set n. A list
 // is written again after all peers' counts of that plan, which they send when their last one is
 // over.
 #include <algorithm>
 
+#include "kernels/gpu/net_kernels.h"
 #include "kernels/gpu/plan_count.cuh"
 #include "kernels/gpu/plan_fill.cuh"
 #include "kernels/gpu/plan_place.cuh"
@@ -46,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
     if (blockIdx.x == gridDim.x - 1) WriteCounts(params, sequence, tables);
   }
   if (!LastToArrive(device, &word) || HasFailed(device)) return;
-  BlockSignalPeers(device, device.layout.list_flags, FlagValue(sequence, Operation::kPlan));
+  BlockSignalMates(device, device.layout.list_flags, FlagValue(sequence, Operation::kPlan));
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -132,8 +135,15 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
       params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
   CountPairs<<<blocks, kThreads, histograms, stream>>>(params);
   if (const char* error = LaunchResult("CountPairs")) return error;
+  const bool has_network = shape.num_nodes() > 1;
+  if (has_network) {
+    if (const char* error = LaunchExchangeCounts(rank, stream)) return error;
+  }
   PlaceOwnPairs<<<blocks + extra_blocks, kThreads, tables, stream>>>(params);
   if (const char* error = LaunchResult("PlaceOwnPairs")) return error;
+  if (has_network) {
+    if (const char* error = LaunchExchangeLists(rank, plan, stream)) return error;
+  }
   const uint32_t fill_blocks = blocks_for(static_cast<uint64_t>(plan.recv_rows), kThreads);
   FillRecvSrc<<<fill_blocks, kThreads, tables, stream>>>(params);
   return LaunchResult("FillRecvSrc");

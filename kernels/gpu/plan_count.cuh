@@ -117,7 +117,7 @@ __device__ inline void CountBlock(const PlanKernelParams& params) {
   }
 }
 
-// The last block: sums over the blocks, to every rank.
+// The last block: sums over the blocks, to every mate.
 __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t sequence) {
   const DeviceRank& device = params.device;
   const uint32_t num_experts = device.shape.num_experts;
@@ -143,7 +143,7 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
         sum += counts[i];
       }
     }
-    for (uint32_t peer = 0; peer < device.shape.num_ranks; ++peer) {
+    for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
       HeapAt<int32_t>(device, peer, counts_offset + sizeof(PlanHeader))[expert] = sum;
     }
   }
@@ -162,12 +162,12 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
     }
     const PlanHeader header = {num_dropped, static_cast<int32_t>(params.num_tokens),
                                params.recv_rows, static_cast<int32_t>(params.layout)};
-    for (uint32_t peer = 0; peer < device.shape.num_ranks; ++peer) {
+    for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
       *HeapAt<PlanHeader>(device, peer, counts_offset) = header;
     }
   }
   SyncBlock();
-  BlockSignalPeers(device, device.layout.entry_flags, FlagValue(sequence, Operation::kPlan));
+  BlockSignalMates(device, device.layout.entry_flags, FlagValue(sequence, Operation::kPlan));
 }
 
 }  // namespace jax_ep::gpu::planning

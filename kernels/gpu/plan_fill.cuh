@@ -1,9 +1,18 @@
 // Third kernel of a plan: what each received row holds, from the lists of all ranks.
 #pragma once
 
+#include "kernels/gpu/net_layout.h"
 #include "kernels/gpu/plan_params.cuh"
 
 namespace jax_ep::gpu::planning {
+
+// The plan list of `source`; of another node's rank the part that names rows of this one.
+__device__ inline const int32_t* ListOf(const DeviceRank& device, uint32_t source) {
+  if (IsMate(device, source)) return HeapAt<int32_t>(device, source, device.layout.plan_list);
+  const uint32_t node = device.node_begin / device.shape.node_size;
+  return OwnHeapAt<int32_t>(
+      device, device.layout.remote_lists.At(0, RemoteIndex(device.shape, node, source)));
+}
 
 __device__ inline void FillFromLists(const PlanKernelParams& params) {
   const DeviceRank& device = params.device;
@@ -33,7 +42,7 @@ __device__ inline void FillFromLists(const PlanKernelParams& params) {
       srcs[i] = -1;
       if (row < params.recv_rows && index >= 0 && index < segment.num_kept) {
         const uint32_t source = low % num_ranks;
-        const int32_t* list = HeapAt<int32_t>(device, source, device.layout.plan_list);
+        const int32_t* list = ListOf(device, source);
         srcs[i] = static_cast<int32_t>(source * source_codes) + list[segment.list_begin + index];
       }
     }
@@ -56,7 +65,7 @@ __device__ inline void FillRankMajor(const PlanKernelParams& params) {
        row += static_cast<uint64_t>(gridDim.x) * kThreads) {
     const auto source = static_cast<uint32_t>(row / params.num_tokens);
     const uint64_t first = row % params.num_tokens * top_k;
-    const int32_t* ids = HeapAt<int32_t>(device, source, device.layout.plan_list) + first;
+    const int32_t* ids = ListOf(device, source) + first;
     int32_t src = -1;
     for (uint32_t k = 0; k < top_k; ++k) {
       const int32_t local = ids[k] - own_first;

@@ -260,7 +260,7 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 #endif
 
 // All threads of the block, as the last thing of a dispatch; `word` is shared. Sources may reuse
-// their arrays when this kernel ends, so all ranks leave together.
+// their arrays when this kernel ends, so all ranks of the node leave together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
                                   uint32_t* word) {
   const DeviceRank& device = params.device;
@@ -270,8 +270,8 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   }
   if (!LastToArrive(device, word)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch);
-  if (!HasFailed(device)) BlockSignalPeers(device, device.layout.tail_flags, value);
-  if (!BlockWaitPeers(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
+  if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
+  if (!BlockWaitMates(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
     const uint64_t rows = params.recv_rows;
     const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
     PoisonBytes(params.recv_x, rows * params.row_bytes);

@@ -9,6 +9,7 @@
 //   to its own set as well.
 #include <algorithm>
 
+#include "kernels/gpu/net_kernels.h"
 #include "kernels/gpu/push_combine_add.cuh"
 #include "kernels/gpu/push_combine_send.cuh"
 
@@ -36,7 +37,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<T>(params, slot, local[WarpId()], &word);
-    } else if (WaitReusable(device, params.kind, params.operation, slot, &word)) {
+    } else if (WaitReusable(device, params.kind, params.operation, slot, &word) &&
+               (device.network == nullptr ||
+                BlockWaitRead(device, params.kind, params.operation, slot, &word))) {
       Send<T>(params, slot, local[WarpId()]);
     }
   }
@@ -50,6 +53,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else if (params.part == Part::kDone) {
     SayConsumed(device, params.kind, SequenceOf(device));
+  } else if (device.network != nullptr && slot.is_ok != 0) {
+    FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
   }
   SyncBlock();
   if (threadIdx.x != 0) return;
@@ -98,6 +103,16 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool is_ll = call.mode == Mode::kLl;
+  const bool has_network = shape.num_nodes() > 1;
+  if (has_network && !is_ll) {
+    return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
+  }
+  if (has_network && part == Part::kWhole) {
+    int32_t* epoch = WholeEpochOf(rank);
+    const char* error = LaunchPushCombine(rank, call, Part::kStart, nullptr, epoch, stream);
+    if (error != nullptr) return error;
+    return LaunchPushCombine(rank, call, Part::kDone, epoch, nullptr, stream);
+  }
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
   };
@@ -144,6 +159,17 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   if (!is_start) {
     params.out = has_rows ? call.out : nullptr;
     params.ride_out = call.ride_out.empty() ? nullptr : call.ride_out.data();
+  }
+  if (has_network && part == Part::kDone) {
+    const TakeRecordsParams records{.device = rank.device,
+                                    .operation = params.operation,
+                                    .start_operation = params.start_operation,
+                                    .kind = params.kind,
+                                    .num_tokens = num_tokens,
+                                    .num_pieces = params.pieces.count,
+                                    .has_rows = has_rows,
+                                    .epoch = epoch_in};
+    if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
   const uint64_t num_owners = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
   const uint64_t send_units = num_tokens * num_owners * params.pieces.count;

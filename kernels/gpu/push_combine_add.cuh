@@ -44,26 +44,30 @@ class TokenAdder {
   using Loaded = float[kWords][kElems];
 
   __device__ void AddWords(uint32_t word, uint32_t end, Loaded& sums) {
-    const uint32_t num_ranks = params_.device.shape.num_ranks;
+    const RankLeaves leaves(params_.device.shape);
     Loaded waiting[T::kLevels];
     bool has_sums = false;
     uint32_t first = 0;
     uint32_t is_present = 0;
-    for (; first < num_ranks; first += kRanksInFlight) {
+    for (; first < leaves.count; first += kRanksInFlight) {
       Loaded loaded[kRanksInFlight];
 #pragma unroll
-      for (uint32_t i = 0; i < kRanksInFlight; ++i) Load(first + i, word, end, loaded[i]);
+      for (uint32_t i = 0; i < kRanksInFlight; ++i) {
+        Load(leaves.RankOf(first + i), word, end, loaded[i]);
+      }
 #pragma unroll
       for (uint32_t i = 0; i < kRanksInFlight; ++i) {
-        const uint32_t rank = first + i;
-        if (rank >= num_ranks) continue;
+        const uint32_t leaf = first + i;
+        if (leaf >= leaves.count) continue;
+        const uint32_t rank = leaves.RankOf(leaf);
         has_sums = Has(rank);
         CopySums(sums, loaded[i]);
         if (has_sums && IsLocal(rank)) SumLocal(word, end, sums);
-        is_present = AddToTree(rank, waiting, is_present, has_sums, sums);
+        is_present =
+            AddToTree<Partial>(leaf, leaves.node_level, waiting, is_present, has_sums, sums);
       }
     }
-    if (SumOfTree(num_ranks, waiting, is_present, sums)) return;
+    if (SumOfTree(leaves.count, waiting, is_present, sums)) return;
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i) {
 #pragma unroll
@@ -71,7 +75,9 @@ class TokenAdder {
     }
   }
 
-  __device__ bool Has(uint32_t rank) const { return (parts_.has_partial >> rank & 1) != 0; }
+  __device__ bool Has(uint32_t rank) const {
+    return rank < params_.device.shape.num_ranks && (parts_.has_partial >> rank & 1) != 0;
+  }
   __device__ bool IsLocal(uint32_t rank) const {
     return rank == params_.device.rank && params_.part == Part::kWhole;
   }
@@ -79,7 +85,7 @@ class TokenAdder {
   // The partial of `rank` in the set, if there is one.
   __device__ void Load(uint32_t rank, uint32_t word, uint32_t end, Loaded& sums) {
     const DeviceRank& device = params_.device;
-    if (rank >= device.shape.num_ranks || !Has(rank) || IsLocal(rank)) return;
+    if (!Has(rank) || IsLocal(rank)) return;
     const PushArea& area = params_.area;
     const auto* from = OwnHeapAt<typename T::Storage>(
         device, area.blocks.At(parts_.set, rank) + area.rows + parts_.token * area.pitch);

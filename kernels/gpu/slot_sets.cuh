@@ -4,7 +4,7 @@
 // the same order, hence all choose the same set.
 //
 // A set may be written again when every rank has read its previous use: each rank says so in the
-// consumed flags of its peers, when a done ends and, for whole calls, when the next start or whole
+// consumed flags of its mates, when a done ends and, for whole calls, when the next start or whole
 // call of the kind begins.
 #pragma once
 
@@ -83,7 +83,7 @@ __device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Ope
 // operation `done`.
 __device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_t done) {
   if (done == 0) return;
-  BlockSignalPeers(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
+  BlockSignalMates(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
 }
 
 // All threads of every block, at the beginning of an operation with a set. One warp each, while the
@@ -94,7 +94,8 @@ __device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, P
   if (blockIdx.x == 0 && threadIdx.x == kWarpSize) TakeBusyWord(rank, operation);
   if (blockIdx.x == 0 && WarpId() == 2 && part != Part::kDone) {
     const uint64_t done = StateOf(rank, kind)->last_done;
-    for (uint32_t peer = LaneId(); peer < rank.shape.num_ranks && done != 0; peer += kWarpSize) {
+    for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank) && done != 0;
+         peer += kWarpSize) {
       if (peer == rank.rank) continue;
       StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
                       FlagValue(done, Operation{}));
@@ -106,11 +107,11 @@ __device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, P
   }
 }
 
-// All threads of the block; `word` is shared. True: the set may be written at every peer.
+// All threads of the block; `word` is shared. True: the set may be written at every mate.
 __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
                                     const CallSlot& slot, uint32_t* word) {
   if (slot.reusable_at == 0) return true;
-  return BlockWaitPeers(rank, ConsumedOffset(rank, kind), operation,
+  return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
                         FlagValue(slot.reusable_at, Operation{}), word);
 }
 

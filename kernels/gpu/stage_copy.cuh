@@ -11,7 +11,8 @@ namespace jax_ep::gpu {
 __device__ inline void GridCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
   const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const uint64_t num_threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0;
+  const auto ends = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
+  const bool is_aligned = ends % sizeof(uint4) == 0;
   const uint64_t num_words = is_aligned ? num_bytes / sizeof(uint4) : 0;
   const auto* from_words = reinterpret_cast<const uint4*>(from);
   auto* to_words = reinterpret_cast<uint4*>(to);

@@ -112,6 +112,8 @@ Result<Env> Env::Read(const Lookup& lookup) {
                                        "a number of at least 16, with K, M or G if you like",
                                        &env.window_bytes));
   JAX_EP_RETURN_IF_ERROR(reader.PowerOfTwo("JAX_EP_RING_SLOTS", &env.ring_slots));
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_PROXY_THREADS", 1, 8, "a number from 1 to 8", &env.proxy_threads));
   JAX_EP_RETURN_IF_ERROR(reader.PowerOfTwo("JAX_EP_INBOX_SLOTS", &env.inbox_slots));
   env.faulty_spec = std::string(reader.Text("JAX_EP_FAULTY"));
   env.socket_ifname = std::string(reader.Text("JAX_EP_SOCKET_IFNAME"));

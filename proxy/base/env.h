@@ -20,6 +20,9 @@ struct Env {
   uint64_t window_bytes = uint64_t{8} << 20;
   // JAX_EP_RING_SLOTS: power of two, 16..1048576. Commands that fit into one rank's ring.
   uint32_t ring_slots = 4096;
+  // JAX_EP_PROXY_THREADS: 1..8. Proxies of one GPU rank, each with a ring of its own; nodes are
+  // dealt to them.
+  uint32_t proxy_threads = 1;
   // JAX_EP_INBOX_SLOTS: power of two, 16..1048576. Arrivals that a loopback or shm endpoint holds
   // before its senders have to retry.
   uint32_t inbox_slots = 8192;

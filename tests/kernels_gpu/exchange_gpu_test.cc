@@ -70,7 +70,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
     std::mt19937 random(seed);
     GroupShape shape;
     shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 4, 8});
-    shape.node_size = shape.num_ranks;
+    shape.node_size = DrawNodeSize(shape.num_ranks, random);
     const auto experts = Pick<uint32_t>(random, {1, 3, 4, 40});
     shape.num_experts = shape.num_ranks * experts;
     shape.top_k = std::min(Pick<uint32_t>(random, {1, 2, 8, 8, 64}), shape.num_experts);
@@ -88,6 +88,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
     options.max_sms = Pick<uint32_t>(random, {3, 16});
     options.piece_bytes = Pick<uint32_t>(random, {0, 512});
     options.arena_bytes = uint64_t{1} << 30;
+    options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     Team cpu({.shape = shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {

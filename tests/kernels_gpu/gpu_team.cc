@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/layout.h"
+#include "tests/kernels_gpu/gpu_network.h"
 
 namespace jax_ep::testing {
 namespace {
@@ -61,13 +62,22 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
       peers[r].arena_bytes = options_.arena_bytes;
     }
   }
+  const GroupShape& shape = options_.shape;
+  if (shape.num_nodes() > 1) {
+    network_ = std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.faulty_spec);
+  }
   for (uint32_t r = 0; r < num_ranks(); ++r) {
     UseDeviceOf(r);
     gpu::RankConfig config;
-    config.shape = options_.shape;
+    config.shape = shape;
     config.rank = r;
     config.device = ranks_[r].device;
-    config.peers = peers.data();
+    config.peers = peers.data() + r / shape.node_size * shape.node_size;
+    gpu::NetworkConfig network;
+    if (network_ != nullptr) {
+      network = network_->ConfigOf(r);
+      config.network = &network;
+    }
     config.status = ranks_[r].status;
     config.timeout_ns = options_.timeout_ns;
     config.max_sms = options_.max_sms;

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -35,7 +36,12 @@ struct GpuTeamOptions {
   uint32_t ring_slots = 0;
   uint64_t timeout_ns = 20'000'000'000;
   uint64_t arena_bytes = uint64_t{256} << 20;
+  // Of a shape with several nodes.
+  uint32_t num_rings = 1;
+  std::string faulty_spec;
 };
+
+class GpuNetwork;  // between nodes: gpu_network.h
 
 class GpuTeam {
  public:
@@ -70,6 +76,7 @@ class GpuTeam {
   };
   GpuTeamOptions options_;
   std::vector<RankState> ranks_;
+  std::unique_ptr<GpuNetwork> network_;
 };
 
 // A device copy of a host array.

@@ -228,7 +228,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     std::mt19937 random(seed + 1000);
     GroupShape shape;
     shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 4, 8});
-    shape.node_size = shape.num_ranks;
+    shape.node_size = DrawNodeSize(shape.num_ranks, random);
     shape.num_experts = shape.num_ranks * Pick<uint32_t>(random, {1, 3, 4, 40});
     shape.top_k = std::min(Pick<uint32_t>(random, {1, 2, 6, 8, 8, 64}), shape.num_experts);
     shape.align = Pick<uint32_t>(random, {1, 4, 24});
@@ -246,6 +246,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     options.max_sms = Pick<uint32_t>(random, {3, 16, 24});
     if (shape.num_ranks > 4) options.max_sms = 3;
     options.arena_bytes = uint64_t{2} << 30;
+    options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     Team cpu({.shape = shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {

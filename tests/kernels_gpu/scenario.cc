@@ -50,11 +50,11 @@ void ExpectSame(const DeviceArray<T>& got, const std::vector<T>& want, const cha
 
 std::string Scenario::Name() const {
   std::ostringstream name;
-  name << (mode == Mode::kLl ? "ll " : "ht ") << shape.num_ranks << " ranks E" << shape.num_experts
-       << " K" << shape.top_k << " A" << shape.align << " T" << num_tokens << "/"
-       << shape.max_tokens << " H" << shape.hidden << " R" << recv_rows << " type "
-       << static_cast<int>(shape.elem_type) << " layout " << static_cast<int>(layout) << " "
-       << DrawName(draw) << (shape.f32_partials ? "" : " dtype_partials")
+  name << (mode == Mode::kLl ? "ll " : "ht ") << shape.num_ranks << " ranks in nodes of "
+       << shape.node_size << " E" << shape.num_experts << " K" << shape.top_k << " A" << shape.align
+       << " T" << num_tokens << "/" << shape.max_tokens << " H" << shape.hidden << " R" << recv_rows
+       << " type " << static_cast<int>(shape.elem_type) << " layout " << static_cast<int>(layout)
+       << " " << DrawName(draw) << (shape.f32_partials ? "" : " dtype_partials")
        << (misalignment != 0 ? " misaligned" : "");
   return name.str();
 }
@@ -66,6 +66,11 @@ int64_t DrawRecvRows(const Scenario& s, std::mt19937& random) {
   const int64_t fair = s.num_tokens * s.shape.top_k;
   if (random() % 2 == 0) return fair / 2 / align * align;
   return (fair * 5 / 4 + align - 1) / align * align + s.shape.experts_per_rank() * align;
+}
+
+uint32_t DrawNodeSize(uint32_t num_ranks, std::mt19937& random) {
+  const auto num_nodes = Pick<uint32_t>(random, {1, 1, 1, 2, 3, 4, 8});
+  return num_ranks % num_nodes == 0 ? num_ranks / num_nodes : num_ranks;
 }
 
 std::vector<HostArrays> RunOnCpu(const Scenario& s, Team& team, std::mt19937& random) {

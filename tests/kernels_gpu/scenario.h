@@ -154,6 +154,9 @@ void ExpectPlan(const DeviceArrays& device, const HostArrays& host);
 void ExpectDispatch(const DeviceArrays& device, const HostArrays& host, int number);
 void ExpectCombine(const DeviceArrays& device, const HostArrays& host, int number);
 
+// Half of the teams are one node.
+uint32_t DrawNodeSize(uint32_t num_ranks, std::mt19937& random);
+
 template <typename T>
 T Pick(std::mt19937& random, std::initializer_list<T> choices) {
   return *(choices.begin() + random() % choices.size());

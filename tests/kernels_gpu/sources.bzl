@@ -1,6 +1,7 @@
 """Files of the GPU kernels' tests, compiled by CMake where there is a GPU compiler."""
 
 TESTING = [
+    "gpu_network.cc",
     "gpu_team.cc",
     "scenario.cc",
 ]

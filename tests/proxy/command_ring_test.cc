@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -52,6 +54,26 @@ TEST(CommandRing, commands_of_zeros_pass_in_every_lap) {
   }
 }
 
+// A GPU's ring: its producers count elsewhere, so only the slots say what waits.
+TEST(CommandRing, lives_in_memory_of_the_caller_and_ignores_its_head) {
+  alignas(RingMemory) std::array<std::byte, CommandRing::BytesFor(4)> memory;
+  EXPECT_FALSE(CommandRing::Create(4, std::span(memory).first(64)).ok());
+  EXPECT_FALSE(CommandRing::Create(2, std::span(memory).subspan(8)).ok());
+  auto ring = std::move(CommandRing::Create(4, memory).value());
+  auto* shared = reinterpret_cast<RingMemory*>(memory.data());
+  PackedCommand out[4];
+  for (uint64_t i = 0; i < 12; ++i) {
+    EXPECT_EQ(ring->num_queued(), 0u);
+    RingSlot& slot = shared->slots()[i % 4];
+    slot.payload.store(i, std::memory_order_relaxed);
+    slot.commit.store(shared->LapBit(i), std::memory_order_release);
+    EXPECT_EQ(ring->num_queued(), 1u);
+    ASSERT_EQ(ring->PopBatch(out), 1u);
+    EXPECT_EQ(out[0].words[0], i);
+  }
+  EXPECT_EQ(ring->num_popped(), 12u);
+}
+
 TEST(CommandRing, keeps_order_and_content_over_many_laps) {
   auto ring = MakeRing(8);
   const RingView view = ring->view();
@@ -68,7 +90,7 @@ TEST(CommandRing, keeps_order_and_content_over_many_laps) {
       ASSERT_EQ(out[i].words[1], popped);
     }
   }
-  EXPECT_EQ(ring->num_pushed(), pushed);
+  EXPECT_EQ(ring->num_popped() + ring->num_queued(), pushed);
   EXPECT_EQ(ring->num_popped(), popped);
 }
 

@@ -1,0 +1,103 @@
+#include "tests/kernels_gpu/gpu_network.h"
+
+#include <cuda_runtime.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "proxy/command_ring.h"
+#include "tests/kernels_gpu/gpu_team.h"
+
+namespace jax_ep::testing {
+namespace {
+
+constexpr uint32_t kRingSlots = 64;  // few: producers meet a full ring
+
+std::byte* AllocatePinned(uint64_t bytes) {
+  void* memory = nullptr;
+  CheckCuda(cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "pinned");
+  std::memset(memory, 0, bytes);
+  return static_cast<std::byte*>(memory);
+}
+
+void Must(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message().c_str());
+  std::abort();
+}
+
+}  // namespace
+
+GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, const std::string& faulty_spec)
+    : shape_(shape), num_rings_(num_rings) {
+  const gpu::GpuApi* api = jax_ep_gpu_api();
+  for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+    stages_.push_back(AllocatePinned(api->stage_bytes(&shape)));
+    for (uint32_t i = 0; i < num_rings; ++i) {
+      rings_.push_back(AllocatePinned(CommandRing::BytesFor(kRingSlots)));
+    }
+  }
+  for (uint32_t ring = 0; ring < num_rings; ++ring) {
+    Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(
+        {.group_name = "test", .transport = "loopback", .faulty_spec = faulty_spec}, &failure_);
+    Must(proxy.status());
+    proxies_.push_back(std::move(*proxy));
+    for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) AddEndpoint(ring, rank);
+    Proxy& all = *proxies_.back();
+    for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+      for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+        if (!IsServedBy(ring, rank, peer)) continue;
+        Must(all.Connect(static_cast<int>(rank), peer, all.LocalBlob(static_cast<int>(peer)),
+                         Deadline::After(std::chrono::seconds(30))));
+      }
+    }
+  }
+  for (const auto& proxy : proxies_) Must(proxy->Start());
+}
+
+GpuNetwork::~GpuNetwork() {
+  for (const auto& proxy : proxies_) proxy->Stop();
+  proxies_.clear();
+  for (std::byte* stage : stages_) CheckCuda(cudaFreeHost(stage), "free");
+  for (std::byte* ring : rings_) CheckCuda(cudaFreeHost(ring), "free");
+}
+
+// A flow has one ring at both ends, so that each proxy knows all of its peers' endpoints.
+bool GpuNetwork::IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const {
+  const uint32_t node = rank / shape_.node_size;
+  const uint32_t other = peer / shape_.node_size;
+  return node != other && (other % num_rings_ == ring || node % num_rings_ == ring);
+}
+
+void GpuNetwork::AddEndpoint(uint32_t ring, uint32_t rank) {
+  std::byte* stage = stages_[rank];
+  const GroupShape shape = shape_;
+  EndpointOptions options{
+      .rank = rank,
+      .num_ranks = shape_.num_ranks,
+      .ll_slots = static_cast<uint32_t>(shape_.ll_tokens) + 1,
+      .heap = {stage, jax_ep_gpu_api()->stage_bytes(&shape_)},
+      .flag =
+          [stage, shape](Channel channel, uint32_t source) {
+            return reinterpret_cast<std::atomic<uint64_t>*>(
+                stage + jax_ep_gpu_api()->stage_flag(&shape, channel, source));
+          },
+      .ring_slots = kRingSlots,
+      .ring_memory = {rings_[rank * num_rings_ + ring], CommandRing::BytesFor(kRingSlots)}};
+  for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
+    if (IsServedBy(ring, rank, peer)) options.peers.push_back(peer);
+  }
+  const Result<int> endpoint = proxies_.back()->AddEndpoint(std::move(options));
+  Must(endpoint.status());
+  if (*endpoint != static_cast<int>(rank)) std::abort();
+}
+
+gpu::NetworkConfig GpuNetwork::ConfigOf(uint32_t rank) const {
+  const uint32_t node_begin = rank / shape_.node_size * shape_.node_size;
+  return {.stages = stages_.data() + node_begin,
+          .rings = rings_.data() + rank * num_rings_,
+          .num_rings = num_rings_};
+}
+
+}  // namespace jax_ep::testing

@@ -1,0 +1,40 @@
+// The network between the virtual nodes of a GpuTeam: pinned stages and rings, and proxies over the
+// loopback transport.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/gpu/api.h"
+#include "proxy/base/failure.h"
+#include "proxy/proxy.h"
+
+namespace jax_ep::testing {
+
+class GpuNetwork {
+ public:
+  // `num_rings` proxies, each with one ring per rank.
+  GpuNetwork(const GroupShape& shape, uint32_t num_rings, const std::string& faulty_spec);
+  ~GpuNetwork();  // after the streams have been drained
+  GpuNetwork(const GpuNetwork&) = delete;
+  GpuNetwork& operator=(const GpuNetwork&) = delete;
+
+  gpu::NetworkConfig ConfigOf(uint32_t rank) const;
+  const FailureLatch& failure() const { return failure_; }
+
+ private:
+  void AddEndpoint(uint32_t ring, uint32_t rank);
+  bool IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const;
+
+  GroupShape shape_;
+  uint32_t num_rings_;
+  FailureLatch failure_;
+  std::vector<std::byte*> stages_;  // [N]
+  std::vector<std::byte*> rings_;   // [N][num_rings]
+  std::vector<std::unique_ptr<Proxy>> proxies_;
+};
+
+}  // namespace jax_ep::testing

@@ -1,0 +1,277 @@
+#include "xla_ffi/gpu_network.h"
+
+#include <algorithm>
+#include <array>
+
+#include "proxy/base/blob.h"
+#include "proxy/base/env.h"
+#include "proxy/command_ring.h"
+#include "proxy/transport/topology.h"
+
+namespace jax_ep {
+namespace {
+
+Status ToStatus(const char* error, const std::string& what) {
+  if (error == nullptr) return Status::Ok();
+  return Internal(what + ": " + error);
+}
+
+// Commands of a flow go into the ring of the receiver's node and arrive at the endpoint of that
+// number, so both ends have the peer there.
+bool IsServedBy(uint32_t ring, uint32_t num_rings, uint32_t node, uint32_t other_node) {
+  return node != other_node && (other_node % num_rings == ring || node % num_rings == ring);
+}
+
+// CPUs of the device's NUMA node that this process may use; empty: not known, or none of them.
+std::vector<int> NearCpus(std::string_view pci_address) {
+  const int numa_node = ReadPciDevice(kSysfs, pci_address).numa_node;
+  if (numa_node < 0) return {};
+  std::vector<int> cpus = AllowedCpus();
+  std::erase_if(cpus, [numa_node](int cpu) {
+    return NumaNodesOf(kSysfs, {cpu}) != std::vector<int>{numa_node};
+  });
+  return cpus;
+}
+
+}  // namespace
+
+struct GpuNetwork::Member {
+  LocalRank id;
+  SharedMemory stage;
+  std::vector<SharedMemory> imported;  // mates' stages of other processes
+  std::vector<std::byte*> stages;      // [node_size] of the node
+  std::vector<SharedMemory> ring_memory;
+  std::vector<std::byte*> rings;
+  std::vector<std::unique_ptr<Proxy>> proxies;  // one endpoint each, number 0
+
+  int device() const { return static_cast<int>(id.device_ordinal); }
+};
+
+GpuNetwork::GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api)
+    : options_(options), api_(api) {}
+
+GpuNetwork::~GpuNetwork() {
+  Stop();
+  static_cast<void>(Release());
+}
+
+bool GpuNetwork::IsOneProcess() const {
+  return std::all_of(
+      options_.team_processes.begin(), options_.team_processes.end(), [this](const auto& team) {
+        return std::all_of(team.begin(), team.end(),
+                           [this](uint32_t process) { return process == options_.process_index; });
+      });
+}
+
+Status GpuNetwork::Pin(std::span<std::byte> memory) {
+  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->pin(memory.data(), memory.size()),
+                                  "group " + options_.name + ": pinning " +
+                                      std::to_string(memory.size()) + " bytes of host memory"));
+  pinned_.push_back(memory.data());
+  return Status::Ok();
+}
+
+Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(const SessionOptions& options,
+                                                       const gpu::GpuApi& api,
+                                                       FailureLatch* failure) {
+  std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api));
+  for (const LocalRank& local : options.local_ranks) {
+    JAX_EP_RETURN_IF_ERROR(network->AddMember(local, failure));
+  }
+  return network;
+}
+
+Status GpuNetwork::AddMember(const LocalRank& local, FailureLatch* failure) {
+  auto member = std::make_unique<Member>();
+  member->id = local;
+  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->use_device(member->device()), "network"));
+  JAX_EP_ASSIGN_OR_RETURN(member->stage, SharedMemory::Create(api_.stage_bytes(&options_.shape),
+                                                              /*shareable=*/!IsOneProcess()));
+  JAX_EP_RETURN_IF_ERROR(Pin(member->stage.bytes()));
+  Member& added = *members_.emplace_back(std::move(member));
+  return AddProxies(added, failure);
+}
+
+Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
+  const GroupShape& shape = options_.shape;
+  const uint32_t node = member.id.rank / shape.node_size;
+  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+  num_rings_ = env.proxy_threads;
+  RankPlace place = PlaceOf(options_, member.id);
+  std::array<char, 32> pci_address{};
+  JAX_EP_RETURN_IF_ERROR(
+      ToStatus(api_.memory->pci_address(member.device(), pci_address.data(), pci_address.size()),
+               "network"));
+  place.device_pci = pci_address.data();
+  std::byte* stage = member.stage.bytes().data();
+  for (uint32_t ring = 0; ring < num_rings_; ++ring) {
+    JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
+                            Proxy::Create({.group_name = options_.name,
+                                           .transport = options_.transport,
+                                           .faulty_spec = env.faulty_spec,
+                                           .window_messages = env.window_messages,
+                                           .window_bytes = env.window_bytes,
+                                           .inbox_slots = env.inbox_slots,
+                                           .peer_timeout = options_.peer_timeout,
+                                           .timeout = options_.timeout,
+                                           .cpus = NearCpus(place.device_pci)},
+                                          failure));
+    JAX_EP_ASSIGN_OR_RETURN(
+        SharedMemory memory,
+        SharedMemory::Create(CommandRing::BytesFor(env.ring_slots), /*shareable=*/false));
+    JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
+    EndpointOptions endpoint{.rank = member.id.rank,
+                             .num_ranks = shape.num_ranks,
+                             .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
+                             .heap = member.stage.bytes(),
+                             .heap_export = IsOneProcess() ? std::string() : member.stage.Export(),
+                             .flag =
+                                 [this, stage](Channel channel, uint32_t source) {
+                                   return reinterpret_cast<std::atomic<uint64_t>*>(
+                                       stage + api_.stage_flag(&options_.shape, channel, source));
+                                 },
+                             .ring_slots = env.ring_slots,
+                             .ring_memory = memory.bytes(),
+                             .place = place};
+    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      if (IsServedBy(ring, num_rings_, node, peer / shape.node_size)) {
+        endpoint.peers.push_back(peer);
+      }
+    }
+    JAX_EP_RETURN_IF_ERROR(proxy->AddEndpoint(std::move(endpoint)).status());
+    member.rings.push_back(memory.bytes().data());
+    member.ring_memory.push_back(std::move(memory));
+    member.proxies.push_back(std::move(proxy));
+  }
+  return Status::Ok();
+}
+
+std::string GpuNetwork::LocalBlob(size_t index) const {
+  const Member& member = *members_[index];
+  BlobWriter blob;
+  blob.Text(member.stage.Export());
+  blob.U64(member.proxies.size());
+  for (const auto& proxy : member.proxies) blob.Text(proxy->LocalBlob(0));
+  return blob.Take();
+}
+
+Status GpuNetwork::Connect(const Blobs& blobs) {
+  Blobs all = blobs;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    all[{members_[i]->id.team, members_[i]->id.rank}] = LocalBlob(i);
+  }
+  for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, all));
+  return Status::Ok();
+}
+
+Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
+  const GroupShape& shape = options_.shape;
+  const uint32_t node = member.id.rank / shape.node_size;
+  const Deadline deadline = Deadline::After(options_.timeout);
+  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->use_device(member.device()), "network"));
+  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    const std::string who =
+        "group " + options_.name + ": the network stage of rank " + std::to_string(peer);
+    const uint32_t peer_node = peer / shape.node_size;
+    const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
+      return other->id.team == member.id.team && other->id.rank == peer;
+    });
+    if (peer_node == node && mate != members_.end()) {
+      member.stages.push_back((*mate)->stage.bytes().data());
+      continue;
+    }
+    const auto found = blobs.find({member.id.team, peer});
+    if (found == blobs.end()) {
+      return InvalidArgument(who + " was not published by its process");
+    }
+    BlobReader reader(found->second);
+    const std::string stage_export(reader.Text());
+    const uint64_t num_endpoints = reader.U64();
+    std::vector<std::string> endpoints;
+    for (uint64_t i = 0; i < num_endpoints && reader.ok(); ++i) {
+      endpoints.emplace_back(reader.Text());
+    }
+    if (!reader.finished() || endpoints.size() != num_rings_) {
+      return InvalidArgument(who + " has " + std::to_string(num_endpoints) +
+                             " endpoints, expected " + std::to_string(num_rings_) +
+                             "; set JAX_EP_PROXY_THREADS alike on all processes");
+    }
+    if (peer_node == node) {
+      JAX_EP_ASSIGN_OR_RETURN(SharedMemory stage, SharedMemory::Import(stage_export));
+      if (stage.bytes().size() < api_.stage_bytes(&shape)) {
+        return InvalidArgument(who + " is smaller than this group's layout");
+      }
+      JAX_EP_RETURN_IF_ERROR(Pin(stage.bytes()));
+      member.stages.push_back(stage.bytes().data());
+      member.imported.push_back(std::move(stage));
+      continue;
+    }
+    for (uint32_t ring = 0; ring < num_rings_; ++ring) {
+      if (!IsServedBy(ring, num_rings_, node, peer_node)) continue;
+      JAX_EP_RETURN_IF_ERROR(member.proxies[ring]->Connect(0, peer, endpoints[ring], deadline));
+    }
+  }
+  return Status::Ok();
+}
+
+Status GpuNetwork::Start() {
+  for (const auto& member : members_) {
+    for (const auto& proxy : member->proxies) JAX_EP_RETURN_IF_ERROR(proxy->Start());
+  }
+  return Status::Ok();
+}
+
+gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
+  const Member& member = *members_[index];
+  return {.stages = member.stages.data(), .rings = member.rings.data(), .num_rings = num_rings_};
+}
+
+void GpuNetwork::Stop() {
+  for (const auto& member : members_) {
+    for (const auto& proxy : member->proxies) proxy->Stop();
+  }
+}
+
+Status GpuNetwork::Release() {
+  Status status;
+  for (std::byte* memory : pinned_) {
+    if (const char* error = api_.memory->unpin(memory); error != nullptr && status.ok()) {
+      status = ToStatus(error, "group " + options_.name + ": unpinning");
+    }
+  }
+  pinned_.clear();
+  for (const auto& member : members_) member->proxies.clear();
+  members_.clear();
+  return status;
+}
+
+void GpuNetwork::Leak() {
+  pinned_.clear();
+  for (auto& member : members_) static_cast<void>(member.release());
+  members_.clear();
+}
+
+uint64_t GpuNetwork::stage_bytes() const {
+  return members_.size() * api_.stage_bytes(&options_.shape);
+}
+
+std::vector<FlowStats> GpuNetwork::flow_stats() const {
+  std::vector<FlowStats> all;
+  for (const auto& member : members_) {
+    for (const auto& proxy : member->proxies) {
+      const std::vector<FlowStats> stats = proxy->Stats();
+      all.insert(all.end(), stats.begin(), stats.end());
+    }
+  }
+  return all;
+}
+
+std::string GpuNetwork::DumpState() const {
+  std::string text;
+  for (const auto& member : members_) {
+    for (const auto& proxy : member->proxies) text += proxy->DumpState();
+  }
+  return text;
+}
+
+}  // namespace jax_ep
