@@ -22,8 +22,8 @@
 namespace jax_ep::gpu {
 
 inline constexpr uint32_t kAbiVersion = 2;
-inline constexpr uint32_t kMaxNodeRanks = 64;    // ranks of a group
-inline constexpr uint32_t kMaxNetworkRings = 8;  // of one rank
+inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
+inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
 using Stream = void*;  // cudaStream_t or hipStream_t
 
