@@ -8,7 +8,7 @@ from harness import Case, inputs_of, keep, mesh_of, run
 import jax_ep
 
 pytestmark = pytest.mark.skipif(
-    jax.default_backend() == "gpu", reason="several nodes need the CPU platform"
+    jax.default_backend() == "gpu", reason="these are counters of the CPU kernels"
 )
 
 RANKS, NODE_SIZE, TOP_K, HIDDEN = 4, 2, 4, 256
