@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "../../multiprocess/programs"))
-from meeting import meet  # noqa: E402
+from meeting import meet
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--node-size", type=int, default=None)
