@@ -4,6 +4,9 @@
 //
 //   bench_kernels OUT.json [name=value...]   tokens hidden topk experts align rows iterations, and
 //   lists: sms=24,16 piece=4096 slots=3 tma=1
+//
+// nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
+// then what a host stage can carry, measured in the same run.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -15,6 +18,7 @@
 #include <vector>
 
 #include "tests/kernels_gpu/gpu_team.h"
+#include "tests/kernels_gpu/host_copies.h"
 
 namespace jax_ep::testing {
 namespace {
@@ -23,10 +27,10 @@ const gpu::GpuApi& Api() { return *jax_ep_gpu_api(); }
 
 struct Options {
   std::map<std::string, std::vector<int64_t>> values = {
-      {"tokens", {4096}}, {"hidden", {7168}},   {"topk", {8}},        {"experts", {256}},
-      {"align", {16}},    {"rows", {0}},        {"iterations", {20}}, {"launches", {9}},
-      {"sms", {24}},      {"piece", {0}},       {"slots", {0}},       {"tma", {1}},
-      {"in_place", {1}},  {"f32_partials", {0}}};
+      {"tokens", {4096}}, {"hidden", {7168}},    {"topk", {8}},        {"experts", {256}},
+      {"align", {16}},    {"rows", {0}},         {"iterations", {20}}, {"launches", {9}},
+      {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
+      {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -60,6 +64,7 @@ class Bench {
   Bench(const Options& options, int64_t sms, int64_t piece, int64_t slots, bool tma)
       : options_(options), num_tokens_(options["tokens"]) {
     shape_.num_ranks = shape_.node_size = static_cast<uint32_t>(NumDevices());
+    shape_.node_size = shape_.num_ranks / static_cast<uint32_t>(options["nodes"]);
     shape_.num_experts = static_cast<uint32_t>(options["experts"]);
     shape_.top_k = static_cast<uint32_t>(options["topk"]);
     shape_.align = static_cast<uint32_t>(options["align"]);
@@ -73,13 +78,16 @@ class Bench {
         (static_cast<uint64_t>(recv_rows_) * 2 + static_cast<uint64_t>(num_tokens_) * 2) *
             row_bytes +
         (uint64_t{64} << 20);
-    team_ = std::make_unique<GpuTeam>(GpuTeamOptions{.shape = shape_,
-                                                     .in_place = options["in_place"] != 0,
-                                                     .use_tma = tma,
-                                                     .max_sms = static_cast<uint32_t>(sms),
-                                                     .piece_bytes = static_cast<uint32_t>(piece),
-                                                     .ring_slots = static_cast<uint32_t>(slots),
-                                                     .arena_bytes = arena});
+    team_ = std::make_unique<GpuTeam>(
+        GpuTeamOptions{.shape = shape_,
+                       .in_place = options["in_place"] != 0,
+                       .use_tma = tma,
+                       .max_sms = static_cast<uint32_t>(sms),
+                       .piece_bytes = static_cast<uint32_t>(piece),
+                       .ring_slots = static_cast<uint32_t>(slots),
+                       .arena_bytes = arena,
+                       .num_rings = static_cast<uint32_t>(options["rings"]),
+                       .network_slots = 4096});
     for (uint32_t r = 0; r < shape_.num_ranks; ++r) buffers_.push_back(MakeBuffers(r));
   }
 
@@ -87,6 +95,10 @@ class Bench {
   // Most rows that one rank gets from others, once per (token, rank).
   int64_t remote_rows() const {
     return *std::max_element(remote_rows_.begin(), remote_rows_.end());
+  }
+  // Most rows that leave a rank for other nodes, once per (token, node).
+  int64_t network_rows() const {
+    return *std::max_element(network_rows_.begin(), network_rows_.end());
   }
   int64_t copies() const { return *std::max_element(copies_.begin(), copies_.end()); }
   int64_t recv_rows() const { return recv_rows_; }
@@ -210,15 +222,19 @@ class Bench {
     for (size_t e = 0; e < experts.size(); ++e) experts[e] = static_cast<int32_t>(e);
     remote_rows_.resize(shape_.num_ranks);
     copies_.resize(shape_.num_ranks);
+    network_rows_.resize(shape_.num_ranks);
     for (int64_t t = 0; t < num_tokens_; ++t) {
-      std::set<uint32_t> owners;
+      std::set<uint32_t> owners, nodes;
       for (uint32_t k = 0; k < shape_.top_k; ++k) {
         std::swap(experts[k], experts[k + random() % (experts.size() - k)]);
         topk[static_cast<size_t>(t) * shape_.top_k + k] = experts[k];
         const uint32_t owner = static_cast<uint32_t>(experts[k]) / shape_.experts_per_rank();
         ++copies_[owner];
         if (owner != r && owners.insert(owner).second) ++remote_rows_[owner];
+        if (owner / shape_.node_size != r / shape_.node_size)
+          nodes.insert(owner / shape_.node_size);
       }
+      network_rows_[r] += static_cast<int64_t>(nodes.size());
     }
     std::vector<uint16_t> x(static_cast<size_t>(num_tokens_) * row_elems);
     for (uint16_t& elem : x) elem = static_cast<uint16_t>(0x3f00 + random() % 256);
@@ -248,7 +264,7 @@ class Bench {
   GroupShape shape_;
   int64_t num_tokens_;
   int64_t recv_rows_;
-  std::vector<int64_t> remote_rows_, copies_;
+  std::vector<int64_t> remote_rows_, copies_, network_rows_;
   std::unique_ptr<GpuTeam> team_;
   std::vector<Buffers> buffers_;
 };
@@ -357,16 +373,31 @@ int Main(int argc, char** argv) {
               "combine %.1f (%.0f GB/s) backward %.1f us\n",
               tma, sms, piece, slots, plan, dispatch, wire / dispatch / 1e3, both, combine,
               wire / combine / 1e3, backward);
+          HostStageRates host{};
+          if (bench.shape().num_nodes() > 1) {
+            host = MeasureHostStage(static_cast<uint32_t>(sms),
+                                    static_cast<uint32_t>(options["rings"]));
+            const double network = static_cast<double>(bench.network_rows()) * row_bytes;
+            const double bound = network / host.least() / 1e3;
+            std::printf(
+                "host stage: kernels store %.1f, load %.1f, threads copy %.1f GB/s; bound %.0f us: "
+                "dispatch %.2f, combine %.2f of it\n",
+                host.kernel_stores, host.kernel_loads, host.copies, bound, bound / dispatch,
+                bound / combine);
+          }
           std::fprintf(
               json,
-              "%s\n{\"tma\": %ld, \"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
+              "%s\n{\"nodes\": %u, \"rings\": %ld, \"host_stores_gb_per_s\": %.1f, "
+              "\"host_loads_gb_per_s\": %.1f, \"host_copies_gb_per_s\": %.1f, \"tma\": %ld, "
+              "\"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
               "\"tokens\": %ld, \"hidden\": %lu, \"top_k\": %u, \"experts\": %u, \"rows\": %ld, "
               "\"remote_rows\": %ld, \"copies\": %ld, \"plan_us\": %.2f, \"dispatch_us\": %.2f, "
               "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f}",
-              separator, tma, sms, piece, slots, bench.shape().num_ranks, options["tokens"],
-              bench.shape().hidden, bench.shape().top_k, bench.shape().num_experts,
-              bench.recv_rows(), bench.remote_rows(), bench.copies(), plan, dispatch, both, combine,
-              backward);
+              separator, bench.shape().num_nodes(), options["rings"], host.kernel_stores,
+              host.kernel_loads, host.copies, tma, sms, piece, slots, bench.shape().num_ranks,
+              options["tokens"], bench.shape().hidden, bench.shape().top_k,
+              bench.shape().num_experts, bench.recv_rows(), bench.remote_rows(), bench.copies(),
+              plan, dispatch, both, combine, backward);
           separator = ",";
         }
       }

@@ -12,8 +12,6 @@
 namespace jax_ep::testing {
 namespace {
 
-constexpr uint32_t kRingSlots = 64;  // few: producers meet a full ring
-
 std::byte* AllocatePinned(uint64_t bytes) {
   void* memory = nullptr;
   CheckCuda(cudaHostAlloc(&memory, bytes, cudaHostAllocMapped | cudaHostAllocPortable), "pinned");
@@ -29,13 +27,14 @@ void Must(const Status& status) {
 
 }  // namespace
 
-GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, const std::string& faulty_spec)
-    : shape_(shape), num_rings_(num_rings) {
+GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots,
+                       const std::string& faulty_spec)
+    : shape_(shape), num_rings_(num_rings), ring_slots_(ring_slots) {
   const gpu::GpuApi* api = jax_ep_gpu_api();
   for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
     stages_.push_back(AllocatePinned(api->stage_bytes(&shape)));
     for (uint32_t i = 0; i < num_rings; ++i) {
-      rings_.push_back(AllocatePinned(CommandRing::BytesFor(kRingSlots)));
+      rings_.push_back(AllocatePinned(CommandRing::BytesFor(ring_slots_)));
     }
   }
   for (uint32_t ring = 0; ring < num_rings; ++ring) {
@@ -83,8 +82,8 @@ void GpuNetwork::AddEndpoint(uint32_t ring, uint32_t rank) {
             return reinterpret_cast<std::atomic<uint64_t>*>(
                 stage + jax_ep_gpu_api()->stage_flag(&shape, channel, source));
           },
-      .ring_slots = kRingSlots,
-      .ring_memory = {rings_[rank * num_rings_ + ring], CommandRing::BytesFor(kRingSlots)}};
+      .ring_slots = ring_slots_,
+      .ring_memory = {rings_[rank * num_rings_ + ring], CommandRing::BytesFor(ring_slots_)}};
   for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
     if (IsServedBy(ring, rank, peer)) options.peers.push_back(peer);
   }

@@ -16,8 +16,9 @@ namespace jax_ep::testing {
 
 class GpuNetwork {
  public:
-  // `num_rings` proxies, each with one ring per rank.
-  GpuNetwork(const GroupShape& shape, uint32_t num_rings, const std::string& faulty_spec);
+  // `num_rings` proxies, each with one ring of `ring_slots` per rank.
+  GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots,
+             const std::string& faulty_spec);
   ~GpuNetwork();  // after the streams have been drained
   GpuNetwork(const GpuNetwork&) = delete;
   GpuNetwork& operator=(const GpuNetwork&) = delete;
@@ -31,6 +32,7 @@ class GpuNetwork {
 
   GroupShape shape_;
   uint32_t num_rings_;
+  uint32_t ring_slots_;
   FailureLatch failure_;
   std::vector<std::byte*> stages_;  // [N]
   std::vector<std::byte*> rings_;   // [N][num_rings]

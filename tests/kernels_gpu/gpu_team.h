@@ -38,6 +38,7 @@ struct GpuTeamOptions {
   uint64_t arena_bytes = uint64_t{256} << 20;
   // Of a shape with several nodes.
   uint32_t num_rings = 1;
+  uint32_t network_slots = 64;  // of a ring; few: producers meet a full one
   std::string faulty_spec;
 };
 
