@@ -132,7 +132,7 @@ struct Sums {
                                   const LocalRows& local, uint32_t num_local, uint64_t has_partial,
                                   const NodeSums& node_sums) {
     const RankLeaves leaves(params.device.shape);
-    constexpr uint32_t kWords = 2;
+    constexpr uint32_t kWords = kLevels <= 3 ? 2 : 1;
     const uint64_t num_words = params.row_bytes / sizeof(Word);
     auto* out = reinterpret_cast<Word*>(params.out + token * params.row_bytes);
     for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {

@@ -87,7 +87,7 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
     }
   }
   if (params.y == nullptr) return;
-  constexpr uint32_t kWords = 2;
+  constexpr uint32_t kWords = 1;
   const uint64_t num_words = params.row_bytes / sizeof(typename S::Word);
   auto* out = reinterpret_cast<typename S::PartialStorage*>(to + token * layout.sums_pitch);
   for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {
@@ -199,25 +199,16 @@ struct Kernels {
   Kernel sum_rows, send_node_sums, add_nodes;
 };
 
-template <typename S>
-Kernels KernelsWith() {
-  return {&SumRows<S>, &SendNodeSums<S>, &AddNodes<S>};
-}
-template <typename Elem, typename Partial>
-Kernels KernelsOf(uint32_t num_leaves, bool is_vectorised) {
-  constexpr uint32_t kFewLevels = 3;
-  constexpr uint32_t kMostLevels = 7;
-  static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
-  if (num_leaves < 1u << kFewLevels) {
-    return is_vectorised ? KernelsWith<Sums<Elem, Partial, true, kFewLevels>>()
-                         : KernelsWith<Sums<Elem, Partial, false, kFewLevels>>();
-  }
-  return is_vectorised ? KernelsWith<Sums<Elem, Partial, true, kMostLevels>>()
-                       : KernelsWith<Sums<Elem, Partial, false, kMostLevels>>();
-}
+// One depth of the tree: the network is slower than registers that spill, and each costs a minute
+// of the build.
 Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
+  constexpr uint32_t kLevels = 7;
+  static_assert(2 * kMaxNodeRanks <= 1u << kLevels, "nodes are filled up to powers of two");
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    return KernelsOf<Elem, Partial>(RankLeaves(shape).count, is_vectorised);
+    using Words = Sums<Elem, Partial, true, kLevels>;
+    using Elems = Sums<Elem, Partial, false, kLevels>;
+    return is_vectorised ? Kernels{&SumRows<Words>, &SendNodeSums<Words>, &AddNodes<Words>}
+                         : Kernels{&SumRows<Elems>, &SendNodeSums<Elems>, &AddNodes<Elems>};
   });
 }
 

@@ -37,18 +37,16 @@ GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t rin
       rings_.push_back(AllocatePinned(CommandRing::BytesFor(ring_slots_)));
     }
   }
-  for (uint32_t ring = 0; ring < num_rings; ++ring) {
-    Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(
-        {.group_name = "test", .transport = "loopback", .faulty_spec = faulty_spec}, &failure_);
-    Must(proxy.status());
-    proxies_.push_back(std::move(*proxy));
-    for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) AddEndpoint(ring, rank);
-    Proxy& all = *proxies_.back();
-    for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+  for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+    for (uint32_t ring = 0; ring < num_rings; ++ring) AddProxy(rank, ring, faulty_spec);
+  }
+  for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+    for (uint32_t ring = 0; ring < num_rings; ++ring) {
       for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
         if (!IsServedBy(ring, rank, peer)) continue;
-        Must(all.Connect(static_cast<int>(rank), peer, all.LocalBlob(static_cast<int>(peer)),
-                         Deadline::After(std::chrono::seconds(30))));
+        Must(ProxyOf(rank, ring)
+                 .Connect(0, peer, ProxyOf(peer, ring).LocalBlob(0),
+                          Deadline::After(std::chrono::seconds(30))));
       }
     }
   }
@@ -62,14 +60,17 @@ GpuNetwork::~GpuNetwork() {
   for (std::byte* ring : rings_) CheckCuda(cudaFreeHost(ring), "free");
 }
 
-// A flow has one ring at both ends, so that each proxy knows all of its peers' endpoints.
+// A flow has one ring at both ends, so that proxies of one number meet.
 bool GpuNetwork::IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const {
   const uint32_t node = rank / shape_.node_size;
   const uint32_t other = peer / shape_.node_size;
   return node != other && (other % num_rings_ == ring || node % num_rings_ == ring);
 }
 
-void GpuNetwork::AddEndpoint(uint32_t ring, uint32_t rank) {
+void GpuNetwork::AddProxy(uint32_t rank, uint32_t ring, const std::string& faulty_spec) {
+  Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(
+      {.group_name = "test", .transport = "loopback", .faulty_spec = faulty_spec}, &failure_);
+  Must(proxy.status());
   std::byte* stage = stages_[rank];
   const GroupShape shape = shape_;
   EndpointOptions options{
@@ -87,9 +88,8 @@ void GpuNetwork::AddEndpoint(uint32_t ring, uint32_t rank) {
   for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
     if (IsServedBy(ring, rank, peer)) options.peers.push_back(peer);
   }
-  const Result<int> endpoint = proxies_.back()->AddEndpoint(std::move(options));
-  Must(endpoint.status());
-  if (*endpoint != static_cast<int>(rank)) std::abort();
+  Must((*proxy)->AddEndpoint(std::move(options)).status());
+  proxies_.push_back(std::move(*proxy));
 }
 
 gpu::NetworkConfig GpuNetwork::ConfigOf(uint32_t rank) const {

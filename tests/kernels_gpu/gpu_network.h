@@ -16,7 +16,7 @@ namespace jax_ep::testing {
 
 class GpuNetwork {
  public:
-  // `num_rings` proxies, each with one ring of `ring_slots` per rank.
+  // Each rank has `num_rings` proxies, each with a ring of `ring_slots`.
   GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots,
              const std::string& faulty_spec);
   ~GpuNetwork();  // after the streams have been drained
@@ -27,16 +27,17 @@ class GpuNetwork {
   const FailureLatch& failure() const { return failure_; }
 
  private:
-  void AddEndpoint(uint32_t ring, uint32_t rank);
+  void AddProxy(uint32_t rank, uint32_t ring, const std::string& faulty_spec);
+  Proxy& ProxyOf(uint32_t rank, uint32_t ring) { return *proxies_[rank * num_rings_ + ring]; }
   bool IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const;
 
   GroupShape shape_;
   uint32_t num_rings_;
   uint32_t ring_slots_;
   FailureLatch failure_;
-  std::vector<std::byte*> stages_;  // [N]
-  std::vector<std::byte*> rings_;   // [N][num_rings]
-  std::vector<std::unique_ptr<Proxy>> proxies_;
+  std::vector<std::byte*> stages_;               // [N]
+  std::vector<std::byte*> rings_;                // [N][num_rings]
+  std::vector<std::unique_ptr<Proxy>> proxies_;  // [N][num_rings]
 };
 
 }  // namespace jax_ep::testing
