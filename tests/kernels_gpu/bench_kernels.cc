@@ -3,7 +3,8 @@
 // slowest rank. Also the copy engines' all-to-all in the same run, which is the ceiling.
 //
 //   bench_kernels OUT.json [name=value...]   tokens hidden topk experts align rows iterations, and
-//   lists: sms=24,16 piece=4096 slots=3 tma=1
+//   lists: sms=24,16 piece=4096 slots=3 tma=1; ranks=N: so many, several per GPU, whose SMs must
+//   all fit on it
 //
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
 // then what a host stage can carry, measured in the same run.
@@ -30,7 +31,8 @@ struct Options {
       {"tokens", {4096}}, {"hidden", {7168}},    {"topk", {8}},        {"experts", {256}},
       {"align", {16}},    {"rows", {0}},         {"iterations", {20}}, {"launches", {9}},
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
-      {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}}};
+      {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
+      {"ranks", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -63,7 +65,8 @@ class Bench {
  public:
   Bench(const Options& options, int64_t sms, int64_t piece, int64_t slots, bool tma)
       : options_(options), num_tokens_(options["tokens"]) {
-    shape_.num_ranks = shape_.node_size = static_cast<uint32_t>(NumDevices());
+    shape_.num_ranks =
+        static_cast<uint32_t>(options["ranks"] != 0 ? options["ranks"] : NumDevices());
     shape_.node_size = shape_.num_ranks / static_cast<uint32_t>(options["nodes"]);
     shape_.num_experts = static_cast<uint32_t>(options["experts"]);
     shape_.top_k = static_cast<uint32_t>(options["topk"]);

@@ -1,8 +1,10 @@
 // Times mode ll on all GPUs of one process, without JAX: plan and dispatch in one call, combine,
 // and both halves of each. Graphs of many calls; median over launches of the slowest rank.
 //
-//   bench_ll [plain] [tokens...]    DeepSeek-V3 shape, layout expert_batched, padding undefined;
-//                                   plain: without bulk copies
+//   bench_ll [plain] [ranks=N] [sms=M] [tokens...]
+//
+// DeepSeek-V3 shape, layout expert_batched, padding undefined. plain: without bulk copies; ranks:
+// several per GPU, whose blocks (8/3 of M, 24 if not given, at most 64) must all fit on it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -73,9 +75,16 @@ double Time(GpuTeam& team, Launch&& launch) {
   return times[times.size() / 2];
 }
 
-void Run(int64_t num_tokens, bool use_tma) {
+struct Machine {
+  uint32_t num_ranks = static_cast<uint32_t>(NumDevices());
+  uint32_t sms = 24;
+  bool use_tma = true;
+};
+
+void Run(int64_t num_tokens, const Machine& machine) {
+  const bool use_tma = machine.use_tma;
   Scenario s;
-  s.shape.num_ranks = s.shape.node_size = static_cast<uint32_t>(NumDevices());
+  s.shape.num_ranks = s.shape.node_size = machine.num_ranks;
   s.shape.num_experts = 256;
   s.shape.top_k = 8;
   s.shape.hidden = 7168;
@@ -89,7 +98,7 @@ void Run(int64_t num_tokens, bool use_tma) {
   const uint64_t rows_bytes = static_cast<uint64_t>(s.recv_rows) * s.shape.hidden * 2;
   GpuTeam team({.shape = s.shape,
                 .use_tma = use_tma,
-                .max_sms = 24,
+                .max_sms = machine.sms,
                 .arena_bytes = 2 * rows_bytes + (uint64_t{64} << 20)});
   std::mt19937 random(5);
   const auto topk = DrawTopk(s.shape, num_tokens, Draw::kUniform, random);
@@ -195,10 +204,24 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "bench_ll needs a CUDA device\n");
     return 2;
   }
+  Machine machine;
   std::vector<int64_t> tokens;
-  const bool is_plain = argc > 1 && std::string(argv[1]) == "plain";
-  for (int i = is_plain ? 2 : 1; i < argc; ++i) tokens.push_back(std::atoll(argv[i]));
+  for (int i = 1; i < argc; ++i) {
+    const std::string text = argv[i];
+    const auto value_of = [&](const char* name) {
+      return static_cast<uint32_t>(std::atoi(text.c_str() + std::string(name).size()));
+    };
+    if (text == "plain") {
+      machine.use_tma = false;
+    } else if (text.starts_with("ranks=")) {
+      machine.num_ranks = value_of("ranks=");
+    } else if (text.starts_with("sms=")) {
+      machine.sms = value_of("sms=");
+    } else {
+      tokens.push_back(std::atoll(text.c_str()));
+    }
+  }
   if (tokens.empty()) tokens = {1, 8, 32, 64, 128, 256, 512};
-  for (const int64_t count : tokens) Run(count, !is_plain);
+  for (const int64_t count : tokens) Run(count, machine);
   return 0;
 }
