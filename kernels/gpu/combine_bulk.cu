@@ -2,9 +2,9 @@
 //
 // A block is made of teams. A team's rows stream through a ring in shared memory, many in flight:
 //   the scout   takes chunks: partials for other owners in the order that all ranks share, or the
-//               sums of this rank's own tokens once their partials are here; it writes one command
-//               per piece of a row, in the order in which they are summed;
-//   the issuer  turns commands into bulk loads, as slots of the ring become free;
+//               sums of this rank's own tokens once their partials are here; it writes batches of
+//               commands, one per piece of a row, in the order in which they are summed;
+//   the issuer  turns commands into bulk loads, as groups of the ring's slots become free;
 //   summers     each have their share of a piece in registers, add slot after slot, and store the
 //               result where the last command of a sum says;
 //   the herald  sends a chunk's flag when the summers are through with it.
@@ -33,26 +33,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint32_t team_warps = params.summers + kRoles;
   const uint32_t warp = WarpId() % team_warps;
   TeamState& team = TeamOf(params, WarpId() / team_warps);
-  if (warp == 0) {
-    if (LaneId() == 0) {
-      for (uint32_t i = 0; i < params.ring_slots; ++i) {
-        BarrierInit(&team.full[i], 1);
-        BarrierInit(&team.empty[i], params.summers);
-      }
-      FenceBarrierInit();
-      team.commands_written = team.commands_issued = team.tasks_written = team.tasks_sent = 0;
-    }
-    if (LaneId() < kMaxSummers) team.tasks_summed[LaneId()] = 0;
-  }
+  if (warp == 0) InitTeam(params, team);
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine), &word)) {
     if (warp < params.summers) {
       Summer<Elem, Partial, kDepth>::Run(params, team, warp);
     } else if (warp == params.summers) {
-      if (LaneId() == 0) IssueLoads(params, team);
+      IssueLoads(params, team);
     } else if (warp == params.summers + 1) {
       Scout<Elem, Partial>(params, sequence, team).Run();
-    } else {
+    } else if (LaneId() == 0) {
       SendFlags(params, sequence, team);
     }
   }
@@ -99,12 +89,15 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
       static_cast<uint32_t>(AlignUp(divide_up(shape.hidden, num_pieces), kElemUnit));
   params.summers = divide_up(params.piece_elems, kWarpElems);
   params.num_teams = std::min(kMaxWarps / (params.summers + kRoles), kMaxTeams);
-  params.slot_bytes = static_cast<uint32_t>(AlignUp(params.piece_elems * elem_bytes, 128));
-  params.slot_words = params.slot_bytes / static_cast<uint32_t>(sizeof(uint4));
-  const uint32_t head_bytes = TeamHeadBytes(shape.top_k);
+  // Summers read all their words, whatever the piece has.
+  params.slot_bytes = params.summers * kWarpElems * static_cast<uint32_t>(elem_bytes);
+  constexpr uint32_t kHeadBytes = TeamHeadBytes();
   const uint32_t share = rank.shared_bytes_per_block / params.num_teams;
-  params.ring_slots = std::min((share - head_bytes) / params.slot_bytes, kMaxSlots);
-  params.team_bytes = head_bytes + params.ring_slots * params.slot_bytes;
+  const uint32_t ring_slots = std::min((share - kHeadBytes) / params.slot_bytes, kMaxSlots);
+  constexpr uint32_t kFewestGroups = 4;
+  params.group_rows = std::clamp(ring_slots / kFewestGroups, 1u, kMaxGroupRows);
+  params.ring_groups = ring_slots / params.group_rows;
+  params.team_bytes = kHeadBytes + ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, rank.max_blocks));

@@ -8,7 +8,8 @@
 namespace jax_ep::gpu::team {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// The scout's warp.
+// The scout's warp. A lane has a pair (or two) of the tokens that it writes commands for, and what
+// it knows of the pairs after them is on its way meanwhile.
 template <typename Elem, typename Partial>
 class Scout {
  public:
@@ -18,368 +19,394 @@ class Scout {
         sequence_(sequence),
         index_(params.device, sequence, params.num_tokens),
         team_(team),
-        rows_(reinterpret_cast<int32_t*>(&team + 1)),
-        weights_(reinterpret_cast<float*>(rows_ + kChunkTokens * params.device.shape.top_k)),
-        holders_(rows_ + 2 * kChunkTokens * params.device.shape.top_k) {}
+        top_k_(params.device.shape.top_k),
+        tokens_per_batch_(
+            min(static_cast<uint32_t>(kChunkTokens), kBatchCommands / params.device.shape.top_k)) {}
 
   __device__ void Run() {
-    Control* control = ControlOf(device_);
-    const uint32_t num_peers = device_.shape.num_ranks - 1;
-    const uint32_t num_partials = num_peers * params_.num_chunks;
     // The next task of each kind is taken early, so that its number is here in time.
-    uint32_t next_partial = Take(&control->partials_taken);  // in lane 0
-    uint32_t next_sum = Take(&control->sums_taken);
+    next_partial_ = Take(&ControlOf(device_)->partials_taken);
+    next_sum_ = Take(&ControlOf(device_)->sums_taken);
+    Work work;
+    Pair pairs[kLanePairs];
     while (true) {
-      const uint32_t chunk = FromLane(next_sum, 0);
-      const bool has_sum = chunk < params_.num_chunks;
-      if (has_sum && IsReady(chunk)) {
-        next_sum = Take(&control->sums_taken);
-        WriteSums(chunk);
-        continue;
+      const Work next = WorkAfter(work);
+      Pair next_pairs[kLanePairs];
+      LoadPlaces(next, next_pairs);
+      if (work.kind != Kind::kNone) {
+        Write(work, pairs);
+      } else if (next.kind == Kind::kNone && !Wait()) {
+        break;
       }
-      const uint32_t number = FromLane(next_partial, 0);
-      if (number < num_partials) {
-        next_partial = Take(&control->partials_taken);
-        WritePartials(number / num_peers, number % num_peers);
-        continue;
-      }
-      const uint64_t value = FlagValue(sequence_, Operation::kCombine);
-      const auto flag_of = [&](uint32_t peer) { return ChunkFlag(device_, peer, chunk); };
-      if (!has_sum || !WaitChunk(device_, value, flag_of)) break;
+      LoadWeights(next, next_pairs);
+      work = next;
+#pragma unroll
+      for (uint32_t i = 0; i < kLanePairs; ++i) pairs[i] = next_pairs[i];
     }
     WriteTask({kNone, 0});
-    Write(LaneId() == 0, 0, 1, {.ops = kStops | kEndsSum});
-    Publish(++written_);
+    Publish(1, [&](Batch& batch) {
+      if (LaneId() == 0) batch.commands[0] = {.ops = kStops | kEndsTask | kEndsSum};
+      batch.stops = 1;
+    });
   }
 
  private:
-  __device__ static uint32_t Take(uint32_t* counter) {
+  static constexpr uint32_t kLanePairs = kBatchCommands / kWarpSize;
+
+  enum class Kind : uint32_t { kNone, kPartials, kSums };
+  // Tokens of one task whose commands are one batch per piece.
+  struct Work {
+    Kind kind = Kind::kNone;
+    uint32_t owner;
+    uint32_t chunk;
+    uint32_t first;  // token of the chunk
+    uint32_t num_tokens;
+    bool begins_task, ends_task;
+  };
+  struct Pair {
+    uint64_t entry;
+    int32_t place;  // send_slot of a pair of an own token
+    int32_t row;
+    float weight;
+  };
+  // Lane t: of token t of the work.
+  struct TokenRows {
+    uint32_t count;    // rows here
+    uint64_t remote;   // other ranks that hold rows of it
+    uint32_t begin;    // of its commands
+    uint32_t num_all;  // commands of all tokens
+  };
+
+  __device__ static uint32_t Take(uint32_t* counter) {  // for lane 0
     return LaneId() == 0 ? atomicAdd(counter, 1u) : 0;
   }
 
+  // Finding work.
   __device__ bool IsReady(uint32_t chunk) const {
-    bool is_ready = true;
-    for (uint32_t peer = LaneId(); peer < device_.shape.num_ranks; peer += kWarpSize) {
-      if (peer == device_.rank) continue;
-      is_ready &= LoadAcquireSys(ChunkFlag(device_, peer, chunk)) >> kOperationBits >= sequence_;
+    const auto all_here = [&](auto&& load) {
+      bool is_here = true;
+      for (uint32_t peer = LaneId(); peer < device_.shape.num_ranks; peer += kWarpSize) {
+        if (peer == device_.rank) continue;
+        is_here &= load(ChunkFlag(device_, peer, chunk)) >> kOperationBits >= sequence_;
+      }
+      return AllLanes(is_here);
+    };
+    // Mostly they are not, and an acquire costs the SM its first-level cache.
+    if (!all_here([](const uint64_t* flag) { return LoadRelaxedSys(flag); })) return false;
+    const bool is_ready = all_here([](const uint64_t* flag) { return LoadAcquireSys(flag); });
+    SyncWarp();  // what the lanes acquired
+    return is_ready;
+  }
+
+  // Nothing: there is nothing to do now, which is not yet the end.
+  __device__ Work WorkAfter(const Work& work) {
+    Work next = work;
+    next.begins_task = work.kind == Kind::kNone || work.ends_task;
+    if (!next.begins_task) {
+      next.first += tokens_per_batch_;
+    } else {
+      next = NextTask();
+      if (next.kind == Kind::kNone) return next;
     }
-    return AllLanes(is_ready);
+    const uint64_t first_token = static_cast<uint64_t>(next.chunk) * kChunkTokens;
+    const auto chunk_tokens = static_cast<uint32_t>(
+        min(static_cast<uint64_t>(kChunkTokens), params_.num_tokens - first_token));
+    next.num_tokens = min(tokens_per_batch_, chunk_tokens - next.first);
+    next.ends_task = next.first + next.num_tokens == chunk_tokens;
+    return next;
   }
-  // Commands. Room for `count` (<= kCommands / 2) of them; lanes with `mine` write one each.
-  __device__ void Write(bool mine, uint32_t position, uint32_t count, const Command& command) {
-    while (written_ + count - LoadAcquireBlock(&team_.commands_issued) > kCommands) SleepBriefly();
-    if (mine) team_.commands[(written_ + position) % kCommands] = command;
+  __device__ Work NextTask() {
+    const uint32_t num_peers = device_.shape.num_ranks - 1;
+    Work next{.begins_task = true};
+    next.first = 0;
+    const uint32_t chunk = FromLane(next_sum_, 0);
+    const uint32_t number = FromLane(next_partial_, 0);
+    if (chunk < params_.num_chunks && IsReady(chunk)) {
+      next_sum_ = Take(&ControlOf(device_)->sums_taken);
+      next.kind = Kind::kSums;
+      next.owner = device_.rank;
+      next.chunk = chunk;
+    } else if (number < num_peers * params_.num_chunks) {
+      next_partial_ = Take(&ControlOf(device_)->partials_taken);
+      next.kind = Kind::kPartials;
+      next.chunk = number / num_peers;
+      const uint32_t step = (number % num_peers + Scatter(next.chunk)) % num_peers;
+      next.owner = (device_.rank + 1 + step) % device_.shape.num_ranks;
+    }
+    return next;
   }
-  __device__ void Publish(uint32_t written) {
+  // With nothing in hand that a peer may wait for. False: the end.
+  __device__ bool Wait() const {
+    const uint32_t chunk = FromLane(next_sum_, 0);
+    if (chunk >= params_.num_chunks) return false;
+    return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine),
+                     [&](uint32_t peer) { return ChunkFlag(device_, peer, chunk); });
+  }
+
+  // What is known of pairs. Loads only: nothing here waits for them.
+  __device__ uint64_t FirstToken(const Work& work) const {
+    return static_cast<uint64_t>(work.chunk) * kChunkTokens + work.first;
+  }
+  __device__ void LoadPlaces(const Work& work, Pair (&pairs)[kLanePairs]) const {
+    const uint32_t num_pairs = work.kind == Kind::kNone ? 0 : work.num_tokens * top_k_;
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const uint32_t cell = i * kWarpSize + LaneId();
+      pairs[i].entry = 0;
+      pairs[i].place = -1;
+      if (cell >= num_pairs) continue;
+      pairs[i].entry = index_.Entry(work.owner, FirstToken(work), cell);
+      if (work.kind == Kind::kSums) {
+        pairs[i].place = params_.send_slot[FirstToken(work) * top_k_ + cell];
+      }
+    }
+  }
+  __device__ void LoadWeights(const Work& work, Pair (&pairs)[kLanePairs]) const {
+    if (work.kind == Kind::kNone) return;
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const int32_t row = pairs[i].entry == 0 ? kNoRow : index_.RowOf(pairs[i].entry);
+      pairs[i].row = row;
+      pairs[i].weight =
+          row >= 0 && params_.row_weights != nullptr ? params_.row_weights[row] : 1.0f;
+    }
+  }
+
+  // Handing over. write(batch) in all lanes.
+  template <typename WriteCommands>
+  __device__ void Publish(uint32_t count, WriteCommands&& write) {
+    BarrierWait(&team_.batch_empty[batch_.slot], batch_.parity);
+    Batch& batch = team_.batches[batch_.slot];
+    if (LaneId() == 0) {
+      batch.count = count;
+      batch.needs_fence = batch.stops = 0;
+    }
     SyncWarp();
-    if (LaneId() == 0) StoreReleaseBlock(&team_.commands_written, written);
+    write(batch);
+    SyncWarp();
+    if (LaneId() == 0) BarrierArrive(&team_.batch_full[batch_.slot]);
+    batch_.Advance(kBatches);
   }
   __device__ void WriteTask(const Task& task) {
-    while (tasks_ - LoadAcquireBlock(&team_.tasks_sent) >= kTasks) SleepBriefly();
-    SyncWarp();
-    if (LaneId() == 0) {
-      team_.tasks[tasks_ % kTasks] = task;
-      StoreReleaseBlock(&team_.tasks_written, tasks_ + 1);
-    }
-    ++tasks_;
+    BarrierWait(&team_.task_sent[task_.slot], task_.parity);
+    if (LaneId() == 0) team_.tasks[task_.slot] = task;  // goes with the task's commands
+    task_.Advance(kTasks);
   }
 
-  // Rows and weights of `count` tokens of `source`.
-  __device__ void LoadChunk(uint32_t source, uint64_t first_token, uint32_t num_tokens) {
-    const uint32_t num_cells = num_tokens * device_.shape.top_k;
-    const bool is_own = source == device_.rank;
-    SyncWarp();  // the chunk before has been read
-    constexpr uint32_t kInFlight = 4;
-    for (uint32_t first = LaneId(); first < num_cells; first += kInFlight * kWarpSize) {
-      uint64_t entries[kInFlight];
-      int32_t places[kInFlight];
+  // Commands.
+  __device__ void Write(const Work& work, const Pair (&pairs)[kLanePairs]) {
+    const bool is_sum = work.kind == Kind::kSums;
+    if (!is_sum && work.begins_task) WriteTask({work.owner, work.chunk});
+    SyncWarp();  // the pairs before have been read
 #pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t cell = first + i * kWarpSize;
-        entries[i] = cell < num_cells ? index_.Entry(source, first_token, cell) : 0;
-        places[i] = is_own && cell < num_cells
-                        ? params_.send_slot[first_token * device_.shape.top_k + cell]
-                        : -1;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t cell = first + i * kWarpSize;
-        if (cell >= num_cells) continue;
-        const int32_t row = entries[i] == 0 ? kNoRow : index_.RowOf(entries[i]);
-        rows_[cell] = row;
-        weights_[cell] =
-            row >= 0 && params_.row_weights != nullptr ? params_.row_weights[row] : 1.0f;
-        // Plans come from the caller: a slot beyond the last rank is none.
-        const int32_t holder = places[i] / params_.recv_rows;
-        const bool is_placed =
-            places[i] >= 0 && holder < static_cast<int32_t>(device_.shape.num_ranks);
-        holders_[cell] = is_placed ? holder : -1;
-      }
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const uint32_t cell = i * kWarpSize + LaneId();
+      const int32_t holder = pairs[i].place / params_.recv_rows;
+      // Plans come from the caller: a slot beyond the last rank is none.
+      const bool is_placed =
+          pairs[i].place >= 0 && holder < static_cast<int32_t>(device_.shape.num_ranks);
+      team_.rows[cell] = pairs[i].row;
+      team_.holders[cell] = is_placed ? holder : -1;
     }
     SyncWarp();
+    const TokenRows tokens = CountRows(work);
+    if (is_sum ? params_.ride_out != nullptr : params_.ride != nullptr) WriteRides(work, tokens);
+    const bool has_rows = is_sum ? params_.out != nullptr : params_.y != nullptr;
+    const uint32_t num_commands = has_rows ? tokens.num_all : 0;
+    const bool ends_task = !is_sum && work.ends_task;
+    if (num_commands > 0) {
+      WriteCommands(work, pairs, tokens, ends_task);
+    } else if (ends_task) {
+      Publish(1, [&](Batch& batch) {
+        if (LaneId() == 0) batch.commands[0] = {.ops = kEndsTask | kEndsSum};
+      });
+    }
   }
 
-  __device__ uint32_t CountRows(const int32_t* rows) const {
-    uint32_t count = 0;
-    for (uint32_t first = 0; first < device_.shape.top_k; first += kWarpSize) {
-      const uint32_t k = first + LaneId();
-      count += CountLanes(Ballot(k < device_.shape.top_k && rows[k] >= 0));
-    }
-    return count;
-  }
-
-  // Ride of pair k of a token with `count` rows here.
-  __device__ float RideOf(const int32_t* rows, uint32_t k) const {
-    if (params_.layout != Layout::kRankMajor) return rows[k] >= 0 ? params_.ride[rows[k]] : 0.0f;
-    for (uint32_t other = 0; other < device_.shape.top_k; ++other) {
-      if (rows[other] < 0) continue;
-      return params_.ride[static_cast<uint64_t>(rows[other]) * device_.shape.top_k + k];
-    }
-    return 0.0f;
-  }
-
-  // Elements of a piece, and what a command of it has in common.
-  struct Piece {
-    uint64_t first;
-    uint32_t num_elems;
-
-    __device__ uint32_t words() const {
-      return num_elems / WordOf<Elem, true>::kElems << kWordsShift;
-    }
-  };
-  __device__ Piece PieceAt(uint64_t first) const {
-    const uint64_t rest = device_.shape.hidden - first;
-    return {first, static_cast<uint32_t>(rest < params_.piece_elems ? rest : params_.piece_elems)};
-  }
-
-  // The local rows of a token, ascending, as one sum; the last one has `last_ops`.
-  __device__ void WriteRows(const int32_t* rows, const float* weights, uint32_t count,
-                            const Piece& piece, std::byte* to, uint32_t last_ops) {
-    const uint32_t top_k = device_.shape.top_k;
-    constexpr uint32_t kBytes = sizeof(typename Elem::Storage);
-    for (uint32_t first = 0; first < top_k; first += kWarpSize) {
-      const uint32_t k = first + LaneId();
-      const int32_t row = k < top_k ? rows[k] : kNoRow;
-      uint32_t lower = 0;
-      for (uint32_t other = 0; other < top_k; ++other) {
-        lower += rows[other] >= 0 && rows[other] < row;
-      }
-      Write(row >= 0, lower, count,
-            {.from =
-                 params_.y + static_cast<uint64_t>(row) * params_.row_bytes + piece.first * kBytes,
-             .to = to,
-             .weight = k < top_k ? weights[k] : 0.0f,
-             .ops = kHasRow | (lower == count - 1 ? last_ops | kEndsSum : 0) | piece.words(),
-             .num_bytes = piece.num_elems * kBytes});
-    }
-    written_ += count;
-  }
-
-  // All tokens of a chunk of `owner` at once, a warp of pairs at a time.
-  __device__ void WritePartialsByPair(uint32_t owner, uint64_t first_token, uint32_t num_tokens) {
-    const uint32_t top_k = device_.shape.top_k;
-    const uint32_t num_cells = num_tokens * top_k;
-    const uint32_t token_lane = LaneId() / top_k * top_k;  // of the token's first pair
-    const LaneMask lanes_before = (LaneMask{1} << token_lane) - 1;
-    const LaneMask token_lanes = (top_k == kWarpSize ? ~LaneMask{0} : (LaneMask{1} << top_k) - 1)
-                                 << token_lane;
-    const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, device_.rank);
-    std::byte* area = HeapAt<std::byte>(device_, owner, device_.layout.reduce_rows);
-    const uint64_t first_place = block * device_.shape.max_tokens + first_token;
-    const uint32_t before = written_;
-    constexpr uint32_t kBytes = sizeof(typename Elem::Storage);
-    constexpr uint32_t kInFlight = 2;
-    for (uint32_t first = LaneId(); first < AlignUp(num_cells, kWarpSize);
-         first += kInFlight * kWarpSize) {
-      int32_t rows[kInFlight];
-      float weights[kInFlight];
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t cell = first + i * kWarpSize;
-        const uint64_t entry = cell < num_cells ? index_.Entry(owner, first_token, cell) : 0;
-        rows[i] = entry == 0 ? kNoRow : index_.RowOf(entry);
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        weights[i] =
-            rows[i] >= 0 && params_.row_weights != nullptr ? params_.row_weights[rows[i]] : 1.0f;
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const int32_t row = rows[i];
-        const LaneMask with_row = Ballot(row >= 0);
-        const uint32_t count = CountLanes(with_row);
-        if (count == 0) continue;
-        uint32_t lower = 0;
-        for (uint32_t other = 0; other < top_k; ++other) {
-          const int32_t other_row = FromLane(row, token_lane + other);
-          lower += other_row >= 0 && other_row < row;
-        }
-        const bool is_last = lower + 1 == CountLanes(with_row & token_lanes);
-        const uint64_t place = first_place + (first + i * kWarpSize) / top_k;
-        for (uint64_t begin = 0; begin < device_.shape.hidden; begin += params_.piece_elems) {
-          const Piece piece = PieceAt(begin);
-          Write(
-              row >= 0, CountLanes(with_row & lanes_before) + lower, count,
-              {.from = params_.y + static_cast<uint64_t>(row) * params_.row_bytes + begin * kBytes,
-               .to = area + place * device_.layout.reduce_pitch +
-                     begin * sizeof(typename Partial::Storage),
-               .weight = weights[i],
-               .ops = kHasRow | (is_last ? kIsPartial | kEndsSum : 0u) | piece.words(),
-               .num_bytes = piece.num_elems * kBytes});
-          written_ += count;
-          Publish(written_ - 1);  // the last one may have to end the task
-        }
-      }
-    }
-    EndTask(before);
-  }
-
-  // The last command since `before` ends a task.
-  __device__ void EndTask(uint32_t before) {
-    SyncWarp();
-    if (written_ == before) {
-      Write(LaneId() == 0, 0, 1, {.ops = kEndsTask | kEndsSum});
-      ++written_;
-    } else if (LaneId() == 0) {
-      team_.commands[(written_ - 1) % kCommands].ops |= kEndsTask | kEndsSum;
-    }
-    Publish(written_);
-  }
-
-  __device__ void WritePartials(uint32_t chunk, uint32_t position) {
-    const uint32_t top_k = device_.shape.top_k;
-    const uint32_t num_ranks = device_.shape.num_ranks;
-    const uint32_t owner =
-        (device_.rank + 1 + (position + Scatter(chunk)) % (num_ranks - 1)) % num_ranks;
-    const uint64_t first_token = static_cast<uint64_t>(chunk) * kChunkTokens;
-    const auto num_tokens = static_cast<uint32_t>(
-        min(static_cast<uint64_t>(kChunkTokens), params_.num_tokens - first_token));
-    WriteTask({owner, chunk});
-    if (params_.y != nullptr && params_.ride == nullptr && kWarpSize % top_k == 0) {
-      WritePartialsByPair(owner, first_token, num_tokens);
-      return;
-    }
-    LoadChunk(owner, first_token, num_tokens);
-    const uint64_t block = GpuHeapLayout::ReduceBlock(num_ranks, owner, device_.rank);
-    const uint32_t before = written_;
-    for (uint32_t i = 0; i < num_tokens; ++i) {
-      const int32_t* rows = rows_ + i * top_k;
-      const uint32_t count = CountRows(rows);
-      if (count == 0) continue;
-      const uint64_t place = block * device_.shape.max_tokens + first_token + i;
-      if (params_.ride != nullptr) {
-        float* rides = HeapAt<float>(device_, owner, device_.layout.reduce_rides) + place * top_k;
-        for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) rides[k] = RideOf(rows, k);
-      }
-      if (params_.y == nullptr) continue;
-      std::byte* to = HeapAt<std::byte>(
-          device_, owner, device_.layout.reduce_rows + place * device_.layout.reduce_pitch);
-      for (uint64_t first = 0; first < device_.shape.hidden; first += params_.piece_elems) {
-        WriteRows(rows, weights_ + i * top_k, count, PieceAt(first),
-                  to + first * sizeof(typename Partial::Storage), kIsPartial);
-        Publish(written_ - 1);  // the last one may have to end the task
-      }
-    }
-    EndTask(before);
-  }
-
-  __device__ void WriteSums(uint32_t chunk) {
-    const uint32_t top_k = device_.shape.top_k;
-    const uint64_t first_token = static_cast<uint64_t>(chunk) * kChunkTokens;
-    const auto num_tokens = static_cast<uint32_t>(
-        min(static_cast<uint64_t>(kChunkTokens), params_.num_tokens - first_token));
-    LoadChunk(device_.rank, first_token, num_tokens);
-    uint32_t fence = kNeedsFence;
-    for (uint32_t i = 0; i < num_tokens; ++i) {
-      const uint64_t token = first_token + i;
-      const int32_t* rows = rows_ + i * top_k;
-      const int32_t* holders = holders_ + i * top_k;
-      const uint32_t count = CountRows(rows);
-      uint64_t present = 0;  // ranks that hold rows of it
-      for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
-        const int32_t holder = holders[k];
+  __device__ TokenRows CountRows(const Work& work) const {
+    TokenRows token{};
+    uint32_t num_commands = 0;
+    if (LaneId() < work.num_tokens) {
+      for (uint32_t cell = LaneId() * top_k_; cell < (LaneId() + 1) * top_k_; ++cell) {
+        token.count += team_.rows[cell] >= 0;
+        const int32_t holder = team_.holders[cell];
         if (holder >= 0 && holder != static_cast<int32_t>(device_.rank)) {
-          present |= uint64_t{1} << holder;
+          token.remote |= uint64_t{1} << holder;
         }
       }
-      for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
-        present |= FromLaneXor(present, mask);
-      }
-      if (count > 0) present |= uint64_t{1} << device_.rank;
-      if (params_.ride_out != nullptr) WriteRides(token, rows, holders, count);
-      if (params_.out == nullptr) continue;
-      for (uint64_t first = 0; first < device_.shape.hidden; first += params_.piece_elems) {
-        fence = WriteSum(token, i, count, present, PieceAt(first), fence);
-        Publish(written_);
-      }
+      num_commands = token.count + static_cast<uint32_t>(__popcll(token.remote));
+      // A sum of no rows is one, too.
+      if (work.kind == Kind::kSums && num_commands == 0) num_commands = 1;
     }
+    const auto inclusive =
+        static_cast<uint32_t>(WarpInclusiveSum(static_cast<int32_t>(num_commands)));
+    token.begin = inclusive - num_commands;
+    token.num_all = FromLane(inclusive, kWarpSize - 1);
+    return token;
   }
 
-  __device__ void WriteRides(uint64_t token, const int32_t* rows, const int32_t* holders,
-                             uint32_t count) {
-    const uint32_t top_k = device_.shape.top_k;
-    for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
-      const int32_t holder = holders[k];
-      float ride = 0.0f;
-      if (holder == static_cast<int32_t>(device_.rank)) {
-        if (count > 0) ride = RideOf(rows, k);
-      } else if (holder >= 0) {
-        const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, device_.rank,
-                                                          static_cast<uint32_t>(holder));
-        ride = OwnHeapAt<float>(
-            device_,
-            device_.layout.reduce_rides)[(block * device_.shape.max_tokens + token) * top_k + k];
-      }
-      params_.ride_out[token * top_k + k] = ride;
+  // What a pair has to load: its row, or for the first pair of a token at another rank that rank's
+  // partial, or for the first pair of a token without any nothing.
+  struct Source {
+    bool is_one = false;
+    uint32_t position;  // among the batch's commands
+    uint32_t ops;
+    const std::byte* from;
+    std::byte* to;
+    uint32_t elem_bytes;  // of what is loaded
+  };
+  __device__ Source SourceOf(const Work& work, const Pair& pair, uint32_t cell,
+                             const TokenRows& tokens) const {
+    const uint32_t t = min(cell / top_k_, work.num_tokens - 1);
+    const uint32_t count = FromLane(tokens.count, t);
+    const uint64_t remote = FromLane(tokens.remote, t);
+    const uint32_t begin = FromLane(tokens.begin, t);
+    Source source;
+    if (cell >= work.num_tokens * top_k_) return source;
+    const uint32_t first = t * top_k_;
+    const uint64_t token = FirstToken(work) + t;
+    const int32_t row = pair.row;
+    const int32_t holder = team_.holders[cell];
+    uint32_t lower = 0;
+    bool is_first = true;  // of its holder
+    for (uint32_t other = first; other < first + top_k_; ++other) {
+      const int32_t other_row = team_.rows[other];
+      lower += other_row >= 0 && other_row < row;
+      is_first &= other >= cell || team_.holders[other] != holder;
     }
+    const bool is_remote = holder >= 0 && (remote >> holder & 1) != 0 && is_first;
+    const bool is_zero = work.kind == Kind::kSums && count == 0 && remote == 0 && cell == first;
+    source.is_one = row >= 0 || is_remote || is_zero;
+    if (!source.is_one) return source;
+    const GpuHeapLayout& layout = device_.layout;
+    const uint32_t num_ranks = device_.shape.num_ranks;
+    source.position = begin;
+    source.elem_bytes = sizeof(typename Elem::Storage);
+    source.from = params_.y + static_cast<uint64_t>(row) * params_.row_bytes;
+    source.ops = kHasRow;
+    if (work.kind == Kind::kPartials) {
+      const uint64_t block = GpuHeapLayout::ReduceBlock(num_ranks, work.owner, device_.rank);
+      const uint64_t place = block * device_.shape.max_tokens + token;
+      source.to =
+          HeapAt<std::byte>(device_, work.owner, layout.reduce_rows + place * layout.reduce_pitch);
+      source.position += lower;
+      if (lower == 0) source.ops |= kBeginsSum;
+      if (lower + 1 == count) source.ops |= kIsPartial | kEndsSum;
+      return source;
+    }
+    source.to = params_.out + token * params_.row_bytes;
+    if (is_zero) {
+      source.ops = kIsZero | kIsResult | kEndsSum;
+      source.elem_bytes = 0;
+      return source;
+    }
+    const uint32_t self = row >= 0 ? device_.rank : static_cast<uint32_t>(holder);
+    const uint64_t below = (uint64_t{1} << self) - 1;
+    source.position += static_cast<uint32_t>(__popcll(remote & below));
+    if (row >= 0) {
+      source.position += lower;
+      if (lower == 0) source.ops |= kBeginsSum;
+      if (lower + 1 < count) return source;
+      source.ops |= kRounds;
+    } else {
+      if (self > device_.rank) source.position += count;
+      const uint64_t place =
+          GpuHeapLayout::ReduceBlock(num_ranks, device_.rank, self) * device_.shape.max_tokens +
+          token;
+      source.from = OwnHeapAt<std::byte>(device_, layout.reduce_rows + place * layout.reduce_pitch);
+      source.elem_bytes = sizeof(typename Partial::Storage);
+      source.ops = std::is_same_v<Elem, Partial> ? kHasRow | kBeginsSum : kHasPartial;
+    }
+    const uint64_t own = count > 0 ? uint64_t{1} << device_.rank : 0;
+    source.ops |= kEndsSum | TreeOps(remote | own, self);
+    return source;
   }
 
-  // One piece of a token's sum along the tree over ranks. Returns the fence that is still due.
-  __device__ uint32_t WriteSum(uint64_t token, uint32_t i, uint32_t count, uint64_t present,
-                               const Piece& piece, uint32_t fence) {
-    const uint32_t top_k = device_.shape.top_k;
-    std::byte* to =
-        params_.out + token * params_.row_bytes + piece.first * sizeof(typename Elem::Storage);
-    if (present == 0) {
-      Write(LaneId() == 0, 0, 1, {.to = to, .ops = kIsZero | kIsResult | kEndsSum | piece.words()});
-      ++written_;
-      return fence;
-    }
+  // What happens to the partial of rank `self` along the tree over the ranks that are present.
+  __device__ static uint32_t TreeOps(uint64_t present, uint32_t self) {
     uint32_t waiting = 0;  // bit l: a sum waits whose right neighbour joins at level l
-    while (present != 0) {
+    while (true) {
       const auto holder = static_cast<uint32_t>(__ffsll(static_cast<long long>(present))) - 1;
       present &= present - 1;
-      uint32_t merges = __popc(waiting);
-      uint32_t ops = kIsResult;
-      if (present != 0) {
-        const auto next = static_cast<uint32_t>(__ffsll(static_cast<long long>(present))) - 1;
-        const auto level = static_cast<uint32_t>(32 - __clz(static_cast<int>(holder ^ next)));
-        const uint32_t lower = (1u << level) - 1;
-        merges = __popc(waiting & lower);
-        waiting = (waiting & ~lower) | 1u << level;
-        ops = kPushes;
-      }
-      ops |= merges << kMergesShift;
-      if (holder == device_.rank) {
-        WriteRows(rows_ + i * top_k, weights_ + i * top_k, count, piece, to, ops | kRounds);
+      if (present == 0) return kIsResult | __popc(waiting) << kMergesShift;
+      const auto next = static_cast<uint32_t>(__ffsll(static_cast<long long>(present))) - 1;
+      const auto level = static_cast<uint32_t>(32 - __clz(static_cast<int>(holder ^ next)));
+      const uint32_t lower = (1u << level) - 1;
+      if (holder == self) return kPushes | __popc(waiting & lower) << kMergesShift;
+      waiting = (waiting & ~lower) | 1u << level;
+    }
+  }
+
+  __device__ void WriteCommands(const Work& work, const Pair (&pairs)[kLanePairs],
+                                const TokenRows& tokens, bool ends_task) {
+    Source sources[kLanePairs];
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      sources[i] = SourceOf(work, pairs[i], i * kWarpSize + LaneId(), tokens);
+    }
+    const uint32_t to_bytes = work.kind == Kind::kSums ? sizeof(typename Elem::Storage)
+                                                       : sizeof(typename Partial::Storage);
+    const uint64_t hidden = device_.shape.hidden;
+    for (uint64_t first = 0; first < hidden; first += params_.piece_elems) {
+      const auto num_elems =
+          static_cast<uint32_t>(min(hidden - first, static_cast<uint64_t>(params_.piece_elems)));
+      const bool is_last_piece = first + num_elems == hidden;
+      Publish(tokens.num_all, [&](Batch& batch) {
+        if (LaneId() == 0) batch.needs_fence = work.kind == Kind::kSums && first == 0;
+#pragma unroll
+        for (uint32_t i = 0; i < kLanePairs; ++i) {
+          const Source& source = sources[i];
+          if (!source.is_one) continue;
+          const bool is_last = source.position + 1 == tokens.num_all;
+          batch.commands[source.position] = {
+              .from = source.from + first * source.elem_bytes,
+              .to = source.to + first * to_bytes,
+              .weight = pairs[i].weight,
+              .ops = source.ops | (ends_task && is_last_piece && is_last ? kEndsTask : 0u) |
+                     num_elems / WordOf<Elem, true>::kElems << kWordsShift,
+              .num_bytes = num_elems * source.elem_bytes};
+        }
+      });
+    }
+  }
+
+  // Rides.
+  __device__ void WriteRides(const Work& work, const TokenRows& tokens) const {
+    for (uint32_t first = 0; first < work.num_tokens * top_k_; first += kWarpSize) {
+      const uint32_t cell = first + LaneId();
+      const uint32_t t = min(cell / top_k_, work.num_tokens - 1);
+      const uint32_t count = FromLane(tokens.count, t);
+      if (cell >= work.num_tokens * top_k_) continue;
+      const uint64_t token = FirstToken(work) + t;
+      const uint32_t k = cell - t * top_k_;
+      if (work.kind == Kind::kPartials) {
+        if (count > 0) *RideAt(work.owner, device_.rank, token, k) = RideOf(t, k);
         continue;
       }
-      constexpr uint32_t kBytes = sizeof(typename Partial::Storage);
-      const uint64_t block =
-          GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, device_.rank, holder);
-      const uint64_t place = block * device_.shape.max_tokens + token;
-      Write(LaneId() == 0, 0, 1,
-            {.from = OwnHeapAt<std::byte>(device_, device_.layout.reduce_rows +
-                                                       place * device_.layout.reduce_pitch) +
-                     piece.first * kBytes,
-             .to = to,
-             .ops = kHasPartial | ops | fence | kEndsSum | piece.words(),
-             .num_bytes = piece.num_elems * kBytes});
-      ++written_;
-      fence = 0;
+      const int32_t holder = team_.holders[cell];
+      float ride = 0.0f;
+      if (holder == static_cast<int32_t>(device_.rank)) {
+        if (count > 0) ride = RideOf(t, k);
+      } else if (holder >= 0) {
+        ride = *RideAt(device_.rank, static_cast<uint32_t>(holder), token, k);
+      }
+      params_.ride_out[token * top_k_ + k] = ride;
     }
-    return fence;
+  }
+  __device__ float* RideAt(uint32_t owner, uint32_t holder, uint64_t token, uint32_t k) const {
+    const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);
+    return HeapAt<float>(device_, owner, device_.layout.reduce_rides) +
+           (block * device_.shape.max_tokens + token) * top_k_ + k;
+  }
+  // Ride of pair k of a token with rows here.
+  __device__ float RideOf(uint32_t t, uint32_t k) const {
+    const int32_t* rows = team_.rows + t * top_k_;
+    if (params_.layout != Layout::kRankMajor) return rows[k] >= 0 ? params_.ride[rows[k]] : 0.0f;
+    for (uint32_t other = 0; other < top_k_; ++other) {
+      if (rows[other] < 0) continue;
+      return params_.ride[static_cast<uint64_t>(rows[other]) * top_k_ + k];
+    }
+    return 0.0f;
   }
 
   const CombineKernelParams& params_;
@@ -387,11 +414,10 @@ class Scout {
   uint64_t sequence_;
   RowIndex index_;
   TeamState& team_;
-  int32_t* rows_;     // [kChunkTokens][K]
-  float* weights_;    // [kChunkTokens][K]
-  int32_t* holders_;  // [kChunkTokens][K], of own tokens: rank that has the pair's row, or -1
-  uint32_t written_ = 0;
-  uint32_t tasks_ = 0;
+  uint32_t top_k_, tokens_per_batch_;
+  uint32_t next_partial_, next_sum_;  // in lane 0
+  RingPosition batch_{.parity = 1};
+  RingPosition task_{.parity = 1};
 };
 #endif
 

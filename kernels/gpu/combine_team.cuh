@@ -13,14 +13,16 @@ inline constexpr uint32_t kMaxTeams = 4;
 inline constexpr uint32_t kLaneElems = 16;  // of a piece, per lane of a summer
 inline constexpr uint32_t kWarpElems = kLaneElems * kWarpSize;
 inline constexpr uint32_t kMaxSlots = 32;
-inline constexpr uint32_t kCommands = 128;
+inline constexpr uint32_t kMaxGroupRows = 4;
+inline constexpr uint32_t kBatches = 4;
+inline constexpr uint32_t kBatchCommands = 64;  // all pairs of a token, at least
 inline constexpr uint32_t kTasks = 32;
 
 // What summers do with a slot, in this order. The number of 16-byte words of the row's type that
 // the piece has is in the upper half.
 enum SumOps : uint32_t {
-  kHasRow = 1u << 0,      // weighted row of this rank
-  kHasPartial = 1u << 1,  // partial of a peer, the first and only row of its sum
+  kHasRow = 1u << 0,      // weighted row of this rank, or a partial that is like one of weight 1
+  kHasPartial = 1u << 1,  // partial of another type, the first and only row of its sum
   kIsZero = 1u << 2,      // the sum of no rows
   kRounds = 1u << 3,      // rounded as if it had left this rank
   kPushes = 1u << 4,      // waits for its right neighbour in the tree
@@ -28,8 +30,8 @@ enum SumOps : uint32_t {
   kIsPartial = 1u << 6,   // stored as a partial
   kEndsTask = 1u << 7,    // of partials
   kStops = 1u << 8,       // nothing follows
-  kNeedsFence = 1u << 9,  // for the issuer: peers wrote what is loaded
-  kEndsSum = 1u << 10,    // any of the above but the first two
+  kEndsSum = 1u << 9,     // any of the above but the first two
+  kBeginsSum = 1u << 10,  // first row of its sum
   kMergesShift = 11,      // how many waiting neighbours are added
   kMergesMask = 7u,       // merges < 8
   kWordsShift = 16,
@@ -47,27 +49,36 @@ struct alignas(16) Command {
   uint32_t ops;
   uint32_t num_bytes;
 };
+// Commands that go from the scout to the issuer at once.
+struct Batch {
+  Command commands[kBatchCommands];
+  uint32_t count;
+  uint32_t needs_fence;  // peers wrote what is loaded from here on
+  uint32_t stops;        // nothing follows
+};
 struct Task {
   uint32_t owner;  // kNone: no more
   uint32_t chunk;
 };
 
-// Of one team; arrays [kChunkTokens * K] and the ring follow.
+// Of one team; the ring follows. Its slots are handed over in groups of group_rows, so that summers
+// wait once for several rows and load the next one while they add. All that goes from warp to warp
+// is handed over by mbarriers: an arrival releases, a wait acquires, and unlike a release by a
+// store an arrival does not wait for loads that are still in flight.
 struct TeamState {
-  uint64_t full[kMaxSlots];
-  uint64_t empty[kMaxSlots];
+  uint64_t full[kMaxSlots], empty[kMaxSlots];            // groups: issuer, summers
+  uint64_t batch_full[kBatches], batch_empty[kBatches];  // scout, issuer
+  uint64_t task_summed[kTasks], task_sent[kTasks];       // summers, herald
   Slot slots[kMaxSlots];
-  Command commands[kCommands];
+  uint32_t counts[kMaxSlots];  // of used slots, by group
+  Batch batches[kBatches];
   Task tasks[kTasks];
-  // Counts since the start of the kernel.
-  uint32_t commands_written, commands_issued, tasks_written, tasks_sent;
-  uint32_t tasks_summed[kMaxSummers];
+  int32_t rows[kBatchCommands];     // of the batch's pairs
+  int32_t holders[kBatchCommands];  // of own tokens: rank that has the pair's row, or -1
 };
 
-__host__ __device__ inline uint32_t TeamHeadBytes(uint32_t top_k) {
-  constexpr uint32_t kArrays = 3;
-  return static_cast<uint32_t>(
-      AlignUp(sizeof(TeamState) + kArrays * kChunkTokens * top_k * sizeof(int32_t), 128));
+__host__ __device__ constexpr uint32_t TeamHeadBytes() {
+  return static_cast<uint32_t>(AlignUp(sizeof(TeamState), 128));
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -79,11 +90,29 @@ __device__ inline TeamState& TeamOf(const CombineKernelParams& params, uint32_t 
   return *reinterpret_cast<TeamState*>(shared_bytes +
                                        static_cast<uint64_t>(team) * params.team_bytes);
 }
-__device__ inline unsigned char* RingOf(const CombineKernelParams& params, TeamState& team) {
-  return reinterpret_cast<unsigned char*>(&team) + TeamHeadBytes(params.device.shape.top_k);
+__device__ inline unsigned char* RingOf(TeamState& team) {
+  return reinterpret_cast<unsigned char*>(&team) + TeamHeadBytes();
 }
 
-// Position in a ring of slots, with the parity of its barriers.
+// One warp, before a SyncBlock.
+__device__ inline void InitTeam(const CombineKernelParams& params, TeamState& team) {
+  for (uint32_t i = LaneId(); i < params.ring_groups; i += kWarpSize) {
+    BarrierInit(&team.full[i], 1);
+    BarrierInit(&team.empty[i], params.summers);
+  }
+  for (uint32_t i = LaneId(); i < kBatches; i += kWarpSize) {
+    BarrierInit(&team.batch_full[i], 1);
+    BarrierInit(&team.batch_empty[i], 1);
+  }
+  for (uint32_t i = LaneId(); i < kTasks; i += kWarpSize) {
+    BarrierInit(&team.task_summed[i], params.summers);
+    BarrierInit(&team.task_sent[i], 1);
+  }
+  FenceBarrierInit();
+}
+
+// Position in a ring of groups, batches or tasks, with the parity of its barriers. Who fills a ring
+// begins with parity 1: what it waits for first is what has never been used.
 struct RingPosition {
   uint32_t slot = 0;
   uint32_t parity = 0;

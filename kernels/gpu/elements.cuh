@@ -88,6 +88,17 @@ struct WordOf {
 template <typename Elem, typename Word, uint32_t kElems>
 __device__ inline void Unpack(Word word, float (&values)[kElems]) {
   static_assert(sizeof(Word) == kElems * sizeof(typename Elem::Storage));
+  if constexpr (std::is_same_v<Elem, Bf16> && kElems % 2 == 0) {
+    // One instruction per element: the upper ones need no shift.
+    uint32_t pairs[kElems / 2];
+    __builtin_memcpy(pairs, &word, sizeof(word));
+#pragma unroll
+    for (uint32_t i = 0; i < kElems / 2; ++i) {
+      values[2 * i] = __uint_as_float(pairs[i] << 16);
+      values[2 * i + 1] = __uint_as_float(pairs[i] & 0xffff0000u);
+    }
+    return;
+  }
   typename Elem::Storage elems[kElems];
   __builtin_memcpy(elems, &word, sizeof(word));
 #pragma unroll
@@ -142,6 +153,18 @@ __device__ inline void StoreElems(typename Elem::Storage* to, const float (&valu
   } else {
 #pragma unroll
     for (uint32_t i = 0; i < kElems; ++i) to[i] = Elem::Store(values[i]);
+  }
+}
+
+// As if they had been stored, and loaded again. In words: one conversion takes two elements there,
+// and one at a time is much slower.
+template <typename Elem, uint32_t kElems>
+__device__ inline void RoundElems(float (&values)[kElems]) {
+  if constexpr (sizeof(typename Elem::Storage) * kElems == sizeof(uint4)) {
+    Unpack<Elem>(Pack<Elem, uint4>(values), values);
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < kElems; ++i) values[i] = Elem::Load(Elem::Store(values[i]));
   }
 }
 

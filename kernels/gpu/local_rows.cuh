@@ -64,10 +64,7 @@ __device__ inline void CopySums(float (&to)[kWords][kElems], const float (&from)
 template <typename Partial, uint32_t kWords, uint32_t kElems>
 __device__ inline void RoundSums(float (&sums)[kWords][kElems]) {
 #pragma unroll
-  for (uint32_t i = 0; i < kWords; ++i) {
-#pragma unroll
-    for (uint32_t e = 0; e < kElems; ++e) sums[i][e] = Partial::Load(Partial::Store(sums[i][e]));
-  }
+  for (uint32_t i = 0; i < kWords; ++i) RoundElems<Partial>(sums[i]);
 }
 
 // right = left + right

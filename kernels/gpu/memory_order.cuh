@@ -22,6 +22,9 @@ __device__ inline uint32_t LoadAcquireSys(const uint32_t* address) {
 __device__ inline uint32_t LoadRelaxedSys(const uint32_t* address) {
   return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+__device__ inline uint64_t LoadRelaxedSys(const uint64_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
 __device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
   __hip_atomic_store(address, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -79,6 +82,11 @@ __device__ inline uint32_t LoadAcquireSys(const uint32_t* address) {
 __device__ inline uint32_t LoadRelaxedSys(const uint32_t* address) {
   uint32_t value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline uint64_t LoadRelaxedSys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
   return value;
 }
 __device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
