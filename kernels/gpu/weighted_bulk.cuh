@@ -6,19 +6,22 @@
 namespace jax_ep::gpu::weighted {
 
 #if JAX_EP_BULK_COPIES
-// Shared memory of a block with bulk copies: zeroes, then for each warp two rows, a ring of pieces
-// of y, the places of two rows' copies, and barriers.
+// Shared memory of a block with bulk copies: zeroes, then for each warp a row, a ring of pieces of
+// y, the places of two rows' copies, and barriers. Warps are what the arithmetic lacks, so a warp
+// has one row: a piece of the next one takes the place of a piece that was read for the last time.
 struct BulkShared {
   static constexpr uint32_t kPieceBytes = 2048;
-  uint32_t row_stride, places_offset, barriers_offset, warp_bytes;
+  uint32_t pieces_per_row, row_stride, places_offset, barriers_offset, warp_bytes;
 
   __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k, uint32_t ring_slots) {
+    pieces_per_row = static_cast<uint32_t>((row_bytes + kPieceBytes - 1) / kPieceBytes);
     row_stride = static_cast<uint32_t>(AlignUp(row_bytes, 128));
-    places_offset = 2 * row_stride + ring_slots * kPieceBytes;
+    places_offset = row_stride + ring_slots * kPieceBytes;
     barriers_offset =
         places_offset + static_cast<uint32_t>(AlignUp(2 * top_k * sizeof(int32_t), 8));
+    const auto num_barriers = pieces_per_row + ring_slots;
     warp_bytes =
-        static_cast<uint32_t>(AlignUp(barriers_offset + (2 + ring_slots) * sizeof(uint64_t), 128));
+        static_cast<uint32_t>(AlignUp(barriers_offset + num_barriers * sizeof(uint64_t), 128));
   }
 };
 
@@ -36,27 +39,34 @@ class BulkPuller {
                static_cast<uint64_t>(WarpId()) * shared_.warp_bytes),
         places_(reinterpret_cast<int32_t*>(bytes_ + shared_.places_offset)),
         row_barriers_(reinterpret_cast<uint64_t*>(bytes_ + shared_.barriers_offset)),
-        barriers_(row_barriers_ + 2),
-        pieces_per_row_(static_cast<uint32_t>((params.row_bytes + BulkShared::kPieceBytes - 1) /
-                                              BulkShared::kPieceBytes)),
+        barriers_(row_barriers_ + shared_.pieces_per_row),
         items_(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps) {
     if (LaneId() != 0) return;
-    for (uint32_t i = 0; i < 2 + params.ring_slots; ++i) BarrierInit(row_barriers_ + i, 1);
+    const uint32_t num_barriers = shared_.pieces_per_row + params.ring_slots;
+    for (uint32_t i = 0; i < num_barriers; ++i) BarrierInit(row_barriers_ + i, 1);
     FenceBarrierInit();
   }
 
   // Remote rows read.
   __device__ uint64_t Run() {
     SyncWarp();
-    LoadRow();
-    for (uint32_t number = 0; number < rows_loaded_; ++number) {
-      LoadRow();  // its buffer was read by row number - 1
-      FillRing();
-      const uint32_t buffer = number % 2;
-      BarrierWait(row_barriers_ + buffer, number / 2 % 2);
-      const int32_t* places = places_ + buffer * device_.shape.top_k;
-      for (uint32_t copy = 0; copy < num_copies_[0]; ++copy) {
-        SendCopy(bytes_ + buffer * shared_.row_stride, static_cast<uint64_t>(places[copy]));
+    FindRow();
+    if (rows_found_ > 0) {
+      for (uint32_t piece = 0; piece < shared_.pieces_per_row; ++piece) LoadPiece(piece);
+      next_weight_ = WeightOf(places_[0]);
+    }
+    for (uint32_t number = 0; number < rows_found_; ++number) {
+      FindRow();  // its places were those of row number - 1
+      const bool is_last_row = number + 1 == rows_found_;
+      const int32_t* places = PlacesOf(number);
+      const uint32_t num_copies = num_copies_[0];
+      for (uint32_t copy = 0; copy < num_copies; ++copy) {
+        const bool is_last = copy + 1 == num_copies;
+        const float weight = next_weight_;
+        if (!is_last || !is_last_row) {
+          next_weight_ = WeightOf(is_last ? *PlacesOf(number + 1) : places[copy + 1]);
+        }
+        SendCopy(static_cast<uint64_t>(places[copy]), weight, number, is_last && !is_last_row);
       }
       SyncWarp();
       num_copies_[0] = num_copies_[1];
@@ -71,31 +81,42 @@ class BulkPuller {
   static constexpr uint32_t kPieceWords = BulkShared::kPieceBytes / sizeof(uint4) / kWarpSize;
   static_assert(kPieceWords % kRoundWords == 0);
 
-  // Starts to load the next row, if there is one.
-  __device__ void LoadRow() {
-    const uint32_t buffer = rows_loaded_ % 2;
-    if (!items_.Next(places_ + buffer * device_.shape.top_k)) return;
-    num_copies_[rows_loaded_ == 0 ? 0 : 1] = items_.num_rows();
+  __device__ int32_t* PlacesOf(uint32_t number) const {
+    return places_ + number % 2 * device_.shape.top_k;
+  }
+  __device__ float WeightOf(int32_t place) const {
+    return params_.row_weights != nullptr ? params_.row_weights[place] : 1.0f;
+  }
+
+  // The next row, if there is one.
+  __device__ void FindRow() {
+    if (!items_.Next(PlacesOf(rows_found_))) return;
+    num_copies_[rows_found_ == 0 ? 0 : 1] = items_.num_rows();
     num_pulled_ += items_.source() != device_.rank;
-    if (LaneId() == 0) {
-      const auto* records = OwnHeapAt<DispatchRecord>(device_, device_.layout.records);
-      const std::byte* from = PublishedArray(device_, items_.source(), records[items_.source()].x) +
-                              items_.token() * params_.row_bytes;
-      BarrierExpectBytes(row_barriers_ + buffer, static_cast<uint32_t>(params_.row_bytes));
-      BulkLoad(bytes_ + buffer * shared_.row_stride, from, static_cast<uint32_t>(params_.row_bytes),
-               row_barriers_ + buffer);
-      progress_.Set(items_.steps());
-    }
-    ++rows_loaded_;
+    const auto* records = OwnHeapAt<DispatchRecord>(device_, device_.layout.records);
+    from_ = PublishedArray(device_, items_.source(), records[items_.source()].x) +
+            items_.token() * params_.row_bytes;
+    if (LaneId() == 0) progress_.Set(items_.steps());
+    ++rows_found_;
+  }
+
+  // Starts to load a piece of the row that was found last.
+  __device__ void LoadPiece(uint32_t piece) {
+    if (LaneId() != 0) return;
+    const uint32_t begin = piece * BulkShared::kPieceBytes;
+    const auto num_bytes = static_cast<uint32_t>(
+        min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
+    BarrierExpectBytes(row_barriers_ + piece, num_bytes);
+    BulkLoad(bytes_ + begin, from_ + begin, num_bytes, row_barriers_ + piece);
   }
 
   // Starts to load pieces of y, as far ahead as the ring has room and rows are known.
   __device__ void FillRing() {
     if (params_.recv_dots == nullptr) return;
-    while (issued_ - used_ < params_.ring_slots && y_row_ < rows_loaded_) {
+    while (issued_ - used_ < params_.ring_slots && y_row_ < rows_found_) {
       const uint32_t slot = issued_ % params_.ring_slots;
       if (LaneId() == 0) {
-        const auto row = static_cast<uint64_t>(places_[y_row_ % 2 * device_.shape.top_k + y_copy_]);
+        const auto row = static_cast<uint64_t>(PlacesOf(y_row_)[y_copy_]);
         const uint64_t begin = static_cast<uint64_t>(y_piece_) * BulkShared::kPieceBytes;
         const auto num_bytes = static_cast<uint32_t>(
             min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
@@ -104,10 +125,10 @@ class BulkPuller {
                  barriers_ + slot);
       }
       ++issued_;
-      if (++y_piece_ < pieces_per_row_) continue;
+      if (++y_piece_ < shared_.pieces_per_row) continue;
       y_piece_ = 0;
       // Two rows at most are known: the current one, and one more. After the last, both are that.
-      const bool is_newest = y_row_ + 1 == rows_loaded_ && rows_loaded_ > 1;
+      const bool is_newest = y_row_ + 1 == rows_found_ && rows_found_ > 1;
       if (++y_copy_ < (is_newest ? num_copies_[1] : num_copies_[0])) continue;
       y_copy_ = 0;
       ++y_row_;
@@ -115,7 +136,7 @@ class BulkPuller {
   }
 
   __device__ unsigned char* RingAt(uint32_t slot) const {
-    return bytes_ + 2 * shared_.row_stride + slot * BulkShared::kPieceBytes;
+    return bytes_ + shared_.row_stride + slot * BulkShared::kPieceBytes;
   }
 
   __device__ static void AddProducts(const float (&values)[kElems], uint4 word,
@@ -126,15 +147,16 @@ class BulkPuller {
     for (uint32_t e = 0; e < kElems; ++e) sums[e] = Add(sums[e], Multiply(values[e], others[e]));
   }
 
-  // Scales the row to its place, and takes its dot product with y there.
-  __device__ void SendCopy(const unsigned char* row, uint64_t place) {
-    const float weight = params_.row_weights != nullptr ? params_.row_weights[place] : 1.0f;
-    const auto* from = reinterpret_cast<const uint4*>(row);
+  // Scales row `number` to its place, and takes its dot product with y there. The last copy of a
+  // row makes place for the next one.
+  __device__ void SendCopy(uint64_t place, float weight, uint32_t number, bool loads_next) {
+    const auto* from = reinterpret_cast<const uint4*>(bytes_);
     auto* to = reinterpret_cast<uint4*>(params_.recv_x + place * params_.row_bytes);
     const auto num_words = static_cast<uint32_t>(params_.row_bytes / sizeof(uint4));
     const bool has_dots = params_.recv_dots != nullptr;
     float sums[kRoundWords][kElems] = {};
-    for (uint32_t piece = 0; piece < pieces_per_row_; ++piece) {
+    for (uint32_t piece = 0; piece < shared_.pieces_per_row; ++piece) {
+      BarrierWait(row_barriers_ + piece, number % 2);
       const uint32_t first = piece * kPieceWords * kWarpSize + LaneId();
       const uint4* y = nullptr;
       if (has_dots) {
@@ -180,10 +202,9 @@ class BulkPuller {
           to[word] = Pack<Elem, uint4>(values);
         }
       }
-      if (has_dots) {
-        SyncWarp();  // the slot has been read
-        ++used_;
-      }
+      SyncWarp();  // the piece and the slot have been read
+      if (loads_next) LoadPiece(piece);
+      if (has_dots) ++used_;
     }
     if (!has_dots) return;
     // Dot lane (i * kWarpSize + lane) * kElems + e is in sums[i][e].
@@ -211,12 +232,13 @@ class BulkPuller {
   BulkShared shared_;
   unsigned char* bytes_;
   int32_t* places_;         // [2][K]
-  uint64_t* row_barriers_;  // [2]
+  uint64_t* row_barriers_;  // [pieces_per_row]
   uint64_t* barriers_;      // [ring_slots]
-  uint32_t pieces_per_row_;
   ItemCursor items_;
   uint32_t num_copies_[2] = {0, 0};  // of the current row and the one after it
-  uint32_t rows_loaded_ = 0;
+  uint32_t rows_found_ = 0;
+  const std::byte* from_ = nullptr;                // of the row that was found last
+  float next_weight_ = 1.0f;                       // of the copy that comes next
   uint32_t issued_ = 0, used_ = 0;                 // pieces of y
   uint32_t y_row_ = 0, y_copy_ = 0, y_piece_ = 0;  // next one to issue
   uint64_t num_pulled_ = 0;

@@ -1,8 +1,8 @@
 // The backward of a weighted combine: like dispatch, but each copy of a row is scaled by its own
 // weight on the way, and its dot product with y's row is the gradient of that weight.
 //
-// With bulk copies a warp has the whole row of the source in shared memory, and the next one on its
-// way, while the rows of y stream through a ring. Without, a piece of the source's row is kept and
+// With bulk copies a warp has the whole row of the source in shared memory, while the rows of y
+// stream through a ring. Without, a piece of the source's row is kept and
 // read for all copies.
 #include <algorithm>
 
@@ -101,8 +101,8 @@ const char* LaunchWeightedPull(RankHandle& rank, const PullParams& call, cudaStr
   const ElemType type = params.device.shape.elem_type;
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && params.is_vectorised) {
-    constexpr uint64_t kZeroBytes = 4096;
-    constexpr uint32_t kRingSlots = 4;
+    constexpr uint64_t kZeroBytes = 2048;
+    constexpr uint32_t kRingSlots = 3;
     params.zero_bytes = static_cast<uint32_t>(std::min(AlignUp(params.row_bytes, 128), kZeroBytes));
     params.ring_slots = kRingSlots;
     const BulkShared shared(params.row_bytes, params.device.shape.top_k, params.ring_slots);
