@@ -54,6 +54,7 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
   const uint32_t num_items = num_dests + num_rows * params.pieces.count;
   const uint64_t value = FlagValue(slot.started, params.operation);
   const int32_t first_row = 0;
+  Outbox outbox(device, value);
   for (uint32_t item = share.warp(); item < num_items; item += share.num_warps()) {
     if (item < num_dests) {
       if (IsMate(device, dest_of(item))) SendMeta(params, slot, dest_of(item));
@@ -68,8 +69,9 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
     WarpCopyWords<Word>(HeapAt<std::byte>(device, dest, place), 0, &first_row, 1,
                         params.x + token * params.row_bytes,
                         WordsOf(params.pieces, piece, params.row_words));
-    WarpPublish(device, dest, PieceFlag(area, slot.set, device.rank, token, piece), value);
+    outbox.Add(dest, PieceFlag(area, slot.set, device.rank, token, piece));
   }
+  outbox.Send();
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

@@ -71,6 +71,11 @@ __device__ inline void SumLocalRows(const PushCombineParams& params, const Local
   }
 }
 
+// f32 partials of a word of 16-bit elements.
+struct alignas(16) TwoWords {
+  uint4 words[2];
+};
+
 // kLevels: of the tree over ranks, num_ranks < 2^kLevels.
 template <typename E, typename P, bool kVectorised, uint32_t kLevelsOfTree>
 struct Types {
@@ -79,6 +84,9 @@ struct Types {
   using Word = typename WordOf<E, kVectorised>::Type;
   using Storage = typename P::Storage;
   static constexpr uint32_t kElems = WordOf<E, kVectorised>::kElems;
+  // The partial of a word.
+  using PartialWord = std::conditional_t<sizeof(Storage) * kElems == sizeof(Word), Word,
+                                         std::conditional_t<kElems == 1, Storage, TwoWords>>;
   static constexpr uint32_t kLevels = kLevelsOfTree;
   static constexpr uint32_t kSendWords = 4;  // in flight per lane
   static constexpr uint32_t kAddWords = sizeof(Storage) == 2 && kLevels <= 3 ? 2 : 1;

@@ -42,6 +42,8 @@ class TokenAdder {
   static constexpr uint32_t kElems = T::kElems;
   static constexpr uint32_t kRanksInFlight = 4;
   using Loaded = float[kWords][kElems];
+  // As it is in memory: half the registers where partials have the type of rows.
+  using PartialWord = typename T::PartialWord;
 
   __device__ void AddWords(uint32_t word, uint32_t end, Loaded& sums) {
     const RankLeaves leaves(params_.device.shape);
@@ -50,7 +52,7 @@ class TokenAdder {
     uint32_t first = 0;
     uint32_t is_present = 0;
     for (; first < leaves.count; first += kRanksInFlight) {
-      Loaded loaded[kRanksInFlight];
+      PartialWord loaded[kRanksInFlight][kWords];
 #pragma unroll
       for (uint32_t i = 0; i < kRanksInFlight; ++i) {
         Load(leaves.RankOf(first + i), word, end, loaded[i]);
@@ -61,7 +63,8 @@ class TokenAdder {
         if (leaf >= leaves.count) continue;
         const uint32_t rank = leaves.RankOf(leaf);
         has_sums = Has(rank);
-        CopySums(sums, loaded[i]);
+#pragma unroll
+        for (uint32_t j = 0; j < kWords; ++j) Unpack<Partial>(loaded[i][j], sums[j]);
         if (has_sums && IsLocal(rank)) SumLocal(word, end, sums);
         is_present =
             AddToTree<Partial>(leaf, leaves.node_level, waiting, is_present, has_sums, sums);
@@ -83,16 +86,16 @@ class TokenAdder {
   }
 
   // The partial of `rank` in the set, if there is one.
-  __device__ void Load(uint32_t rank, uint32_t word, uint32_t end, Loaded& sums) {
+  __device__ void Load(uint32_t rank, uint32_t word, uint32_t end, PartialWord (&words)[kWords]) {
     const DeviceRank& device = params_.device;
     if (!Has(rank) || IsLocal(rank)) return;
     const PushArea& area = params_.area;
-    const auto* from = OwnHeapAt<typename T::Storage>(
+    const auto* from = OwnHeapAt<PartialWord>(
         device, area.blocks.At(parts_.set, rank) + area.rows + parts_.token * area.pitch);
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i) {
       const uint32_t at = word + i * kWarpSize;
-      if (at < end) LoadElems<Partial>(from + static_cast<uint64_t>(at) * kElems, sums[i]);
+      if (at < end) words[i] = from[at];
     }
   }
 
