@@ -178,7 +178,9 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .layout = call.layout,
       .num_tokens = num_tokens,
       .num_chunks = static_cast<uint32_t>((num_tokens + kChunkTokens - 1) / kChunkTokens),
-      .recv_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
+      .max_blocks = call.mode == Mode::kLl ? rank.ll_blocks : rank.max_blocks,
+      .rank_rows = static_cast<int32_t>(std::max<int64_t>(
+          call.mode == Mode::kLl ? shape.num_ranks * call.num_tokens : call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
       .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
@@ -194,7 +196,7 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
 #endif
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(
-      std::clamp<uint64_t>((num_tasks + kTeams - 1) / kTeams, 1, rank.max_blocks));
+      std::clamp<uint64_t>((num_tasks + kTeams - 1) / kTeams, 1, params.max_blocks));
   // Far enough back that the flags of a chunk are here when its turn to be summed comes.
   constexpr uint32_t kRoundsBack = 2;
   params.lag =

@@ -15,7 +15,8 @@ struct CombineKernelParams {
   uint32_t num_tokens;
   uint32_t num_chunks;
   uint32_t lag;  // chunks between a partial and its use; without bulk copies
-  int32_t recv_rows;
+  uint32_t max_blocks;
+  int32_t rank_rows;  // slots of one rank in send_slot
   uint64_t row_bytes;
   const std::byte* y;        // [R, H] or null
   const float* row_weights;  // [R] or null

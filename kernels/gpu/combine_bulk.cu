@@ -100,7 +100,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   params.team_bytes = kHeadBytes + ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(
-      std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, rank.max_blocks));
+      std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
   const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
   KernelOf(shape)<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

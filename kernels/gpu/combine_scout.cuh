@@ -201,7 +201,7 @@ class Scout {
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const uint32_t cell = i * kWarpSize + LaneId();
-      const int32_t holder = pairs[i].place / params_.recv_rows;
+      const int32_t holder = pairs[i].place / params_.rank_rows;
       // Plans come from the caller: a slot beyond the last rank is none.
       const bool is_placed =
           pairs[i].place >= 0 && holder < static_cast<int32_t>(device_.shape.num_ranks);

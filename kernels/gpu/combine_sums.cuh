@@ -203,7 +203,7 @@ __device__ void FinishToken(const CombineKernelParams& params, const RowIndex& i
     const uint64_t cell = token * top_k + k;
     const int32_t slot = k < top_k ? params.send_slot[cell] : -1;
     // Plans come from the caller: a slot beyond the last rank is none.
-    const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot / params.recv_rows) : num_ranks;
+    const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot / params.rank_rows) : num_ranks;
     const bool is_placed = holder < num_ranks;
     const bool is_mate = is_placed && IsMate(device, holder);
     if (is_placed && holder != device.rank) {

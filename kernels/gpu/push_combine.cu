@@ -85,6 +85,16 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
+// Whole calls of mode ll with enough tokens: rows through rings of bulk copies beat lanes that load
+// them, although peers have to say first that they have entered.
+bool PrefersBulkCombine(const RankHandle& rank, const CombineParams& call) {
+  constexpr int64_t kFewestTokens = 1;
+  const GroupShape& shape = rank.device.shape;
+  return rank.use_bulk_copies && shape.has_ht && shape.num_nodes() == 1 &&
+         call.num_tokens >= kFewestTokens && call.mode == Mode::kLl && call.y != nullptr &&
+         shape.hidden * ElemBytes(shape.elem_type) % sizeof(uint4) == 0;
+}
+
 struct Operations {
   Operation whole, start, done;
 };
@@ -106,6 +116,9 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   const bool has_network = shape.num_nodes() > 1;
   if (has_network && !is_ll) {
     return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
+  }
+  if (part == Part::kWhole && PrefersBulkCombine(rank, call)) {
+    return LaunchCombine(rank, call, stream);
   }
   if (has_network && part == Part::kWhole) {
     int32_t* epoch = WholeEpochOf(rank);
