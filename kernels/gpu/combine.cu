@@ -1,9 +1,10 @@
-// HT combine: every rank sums the rows that it has of a token, weighted, and stores the one partial
-// into the token owner's reduce area; the owner adds the partials along the fixed tree.
+// HT combine, and LL combine of many tokens: every rank sums the rows that it has of a token,
+// weighted, and stores the one partial into the token owner's reduce area; the owner adds the
+// partials along the fixed tree.
 //
 //   EnterOperation (entry.cu): entry flag (peers are through with the last combine, so their reduce
 //   areas are free), row index.
-//   CombineRows: one grid runs both halves. Work is cut into chunks of kChunkTokens tokens, one
+//   CombineRows: one grid runs both halves. Work is cut into chunks of chunk_tokens, one
 //   token per warp and one chunk per team of warps, in the same order on all ranks: the partials of
 //   chunk c for each other owner, then the sums of this rank's chunk c - lag. A warp that sums
 //   waits for the chunk's flags of all peers. Whatever it waits for comes earlier in the order, so
@@ -63,7 +64,10 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
   uint32_t num_done = 0;
   for (uint64_t number = first; number < NumTasks(params); number += gridDim.x * kTeams) {
     const Task task = TaskOf(params, number);
-    const uint64_t token = static_cast<uint64_t>(task.chunk) * kChunkTokens + WarpId() % kTeamWarps;
+    const uint32_t number_in_chunk = WarpId() % kTeamWarps;
+    const uint64_t token = number_in_chunk < params.chunk_tokens
+                               ? uint64_t{task.chunk} * params.chunk_tokens + number_in_chunk
+                               : params.num_tokens;
     if (!task.is_empty && task.is_partial) {
       if (token < params.num_tokens) S::SendPartial(params, index, task.owner, token, local);
     } else if (!task.is_empty) {
@@ -142,6 +146,15 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
+// The same on all ranks, however their arrays are aligned. Mode ll: so few that two rounds of its
+// blocks take all chunks of all owners, for a block's chunk takes as long as its rows.
+uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens, uint32_t num_ranks) {
+  constexpr uint32_t kMost = kChunkTokens;
+  constexpr uint32_t kLlBlocks = 64;
+  if (mode == Mode::kHt) return kMost;
+  return std::clamp(num_tokens * num_ranks / (2 * kLlBlocks), 1u, kMost);
+}
+
 }  // namespace
 
 const char* PrepareCombineKernels(const RankHandle& rank) {
@@ -173,11 +186,13 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
   };
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
+  const uint32_t chunk_tokens = ChunkTokensOf(call.mode, num_tokens, shape.num_ranks);
   CombineKernelParams params{
       .device = rank.device,
       .layout = call.layout,
       .num_tokens = num_tokens,
-      .num_chunks = static_cast<uint32_t>((num_tokens + kChunkTokens - 1) / kChunkTokens),
+      .chunk_tokens = chunk_tokens,
+      .num_chunks = (num_tokens + chunk_tokens - 1) / chunk_tokens,
       .max_blocks = call.mode == Mode::kLl ? rank.ll_blocks : rank.max_blocks,
       .rank_rows = static_cast<int32_t>(std::max<int64_t>(
           call.mode == Mode::kLl ? shape.num_ranks * call.num_tokens : call.recv_rows, 1)),

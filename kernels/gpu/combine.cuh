@@ -13,6 +13,7 @@ struct CombineKernelParams {
   DeviceRank device;
   Layout layout;
   uint32_t num_tokens;
+  uint32_t chunk_tokens;  // of a flag, the same on all ranks; kChunkTokens without bulk copies
   uint32_t num_chunks;
   uint32_t lag;  // chunks between a partial and its use; without bulk copies
   uint32_t max_blocks;

@@ -20,8 +20,7 @@ class Scout {
         index_(params.device, sequence, params.num_tokens),
         team_(team),
         top_k_(params.device.shape.top_k),
-        tokens_per_batch_(
-            min(static_cast<uint32_t>(kChunkTokens), kBatchCommands / params.device.shape.top_k)) {}
+        tokens_per_batch_(min(params.chunk_tokens, kBatchCommands / params.device.shape.top_k)) {}
 
   __device__ void Run() {
     // The next task of each kind is taken early, so that its number is here in time.
@@ -108,9 +107,9 @@ class Scout {
       next = NextTask();
       if (next.kind == Kind::kNone) return next;
     }
-    const uint64_t first_token = static_cast<uint64_t>(next.chunk) * kChunkTokens;
+    const uint64_t first_token = static_cast<uint64_t>(next.chunk) * params_.chunk_tokens;
     const auto chunk_tokens = static_cast<uint32_t>(
-        min(static_cast<uint64_t>(kChunkTokens), params_.num_tokens - first_token));
+        min(static_cast<uint64_t>(params_.chunk_tokens), params_.num_tokens - first_token));
     next.num_tokens = min(tokens_per_batch_, chunk_tokens - next.first);
     next.ends_task = next.first + next.num_tokens == chunk_tokens;
     return next;
@@ -145,7 +144,7 @@ class Scout {
 
   // What is known of pairs. Loads only: nothing here waits for them.
   __device__ uint64_t FirstToken(const Work& work) const {
-    return static_cast<uint64_t>(work.chunk) * kChunkTokens + work.first;
+    return static_cast<uint64_t>(work.chunk) * params_.chunk_tokens + work.first;
   }
   __device__ void LoadPlaces(const Work& work, Pair (&pairs)[kLanePairs]) const {
     const uint32_t num_pairs = work.kind == Kind::kNone ? 0 : work.num_tokens * top_k_;

@@ -7,7 +7,8 @@
 //   plan, and wait for the flag of each piece before they place it. Senders wait for nobody but
 //   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
 //   start is a kernel of senders, done one of receivers. A whole call reads its own rows in place;
-//   a start pushes them to its own set as well.
+//   a start pushes them to its own set as well. Over several nodes a whole call is a start and a
+//   done, and net_slots.cu sends and takes in what crosses nodes.
 #include <algorithm>
 
 #include "kernels/gpu/ll_receive.cuh"

@@ -6,7 +6,8 @@
 //   pieces of their tokens and add them. Senders wait for nobody but for the readers of an older
 //   use of the set (slot_sets.cuh); adders come later in the grid. start is a kernel of senders,
 //   done one of adders. A whole call sums its own rows where it adds; a start pushes that partial
-//   to its own set as well.
+//   to its own set as well. Over several nodes a whole call of mode ll is a start and a done, and
+//   net_slots.cu takes in what crosses nodes.
 #include <algorithm>
 
 #include "kernels/gpu/net_kernels.h"
@@ -85,14 +86,13 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// Whole calls of mode ll with enough tokens: rows through rings of bulk copies beat lanes that load
-// them, although peers have to say first that they have entered.
-bool PrefersBulkCombine(const RankHandle& rank, const CombineParams& call) {
-  constexpr int64_t kFewestTokens = 1;
-  const GroupShape& shape = rank.device.shape;
-  return rank.use_bulk_copies && shape.has_ht && shape.num_nodes() == 1 &&
-         call.num_tokens >= kFewestTokens && call.mode == Mode::kLl && call.y != nullptr &&
-         shape.hidden * ElemBytes(shape.elem_type) % sizeof(uint4) == 0;
+// Whole calls of mode ll with enough tokens go the way of mode ht: rows through rings of bulk
+// copies beat lanes that load them, although peers have to say first that they have entered.
+// Decided by what all ranks know.
+bool GoesLikeHt(const GroupShape& shape, const CombineParams& call) {
+  constexpr int64_t kFewestTokens = 32;  // measured: benchmarks/notes.md, LL
+  return call.mode == Mode::kLl && call.num_tokens >= kFewestTokens && shape.num_nodes() == 1 &&
+         GpuHeapLayout::ReduceTokens(shape) > 0;
 }
 
 struct Operations {
@@ -117,7 +117,7 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   if (has_network && !is_ll) {
     return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
   }
-  if (part == Part::kWhole && PrefersBulkCombine(rank, call)) {
+  if (part == Part::kWhole && GoesLikeHt(shape, call)) {
     return LaunchCombine(rank, call, stream);
   }
   if (has_network && part == Part::kWhole) {
