@@ -2,9 +2,12 @@
 
 Times are of one call in a `lax.scan` of many, over all GPUs: the slowest rank decides. Every
 method's round trip is checked (identity experts: every token comes back) before it is timed.
+jax_ep's dispatch gives rows grouped by expert; the baselines stop when the rows are with their
+owner, in the order of their sources, which spares them that grouping.
 """
 
 import argparse
+import concurrent.futures
 import json
 import math
 import time
@@ -16,7 +19,7 @@ from baselines import AllGather, DenseAllToAll, RaggedAllToAll, Sizes
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from specs import SPECS
+from specs import SPECS, machine
 
 import jax_ep
 from jax_ep.testing import make_routing
@@ -28,7 +31,9 @@ parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
 parser.add_argument("--methods", nargs="+", default=["jax_ep", "dense", "ragged", "all_gather"])
 parser.add_argument("--calls", type=int, default=50, help="calls inside one scan")
+parser.add_argument("--ragged-calls", type=int, default=3, help="the same, of ragged_all_to_all")
 parser.add_argument("--repeats", type=int, default=7)
+parser.add_argument("--ragged-name", default="ragged", help="its name in the results")
 parser.add_argument("--ranks", type=int, default=0, help="0: every GPU")
 args = parser.parse_args()
 
@@ -53,6 +58,9 @@ class Ours:
         del weights
         return jax_ep.combine(self.group, rows, recv.plan, weights=recv.weights)
 
+    def plan(self, idx):
+        return jax_ep.plan(self.group, idx, mode=args.mode).group_sizes * 1.0
+
 
 def per_rank(function):
     """`function` of local arrays, jitted over arrays [N, ...]."""
@@ -67,12 +75,13 @@ def per_rank(function):
 
 
 def touch(tree):
-    """One element of every float leaf: enough to keep the whole result."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in leaves)
+    """One element of every float leaf, of results that are computed as a whole."""
+    leaves = jax.tree.leaves(lax.optimization_barrier(tree))
+    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in floats)
 
 
-def looped(body):
+def looped(body, calls):
     """Calls `body(arrays)` many times, each after the one before; arrays do not change."""
 
     def run(*arrays):
@@ -80,19 +89,51 @@ def looped(body):
             held, _ = lax.optimization_barrier((arrays, carry))
             return touch(body(*held)), None
 
-        return lax.scan(step, jnp.float32(0), None, length=args.calls)[0]
+        return lax.scan(step, jnp.float32(0), None, length=calls)[0]
 
     return per_rank(run)
 
 
-def measure(run, *arrays):
+def measure(run, calls, *arrays):
     run(*arrays).block_until_ready()
     seconds = []
     for _ in range(args.repeats):
         start = time.perf_counter()
         run(*arrays).block_until_ready()
-        seconds.append((time.perf_counter() - start) / args.calls)
+        seconds.append((time.perf_counter() - start) / calls)
     return float(np.median(seconds)) * 1e6
+
+
+def calls_of(name):
+    """Calls inside one scan."""
+    return args.ragged_calls if name == "ragged" else args.calls
+
+
+@jax.jit
+def largest_difference(a, b):
+    return jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
+
+
+def compile_all(methods, arrays):
+    """{method: {what: program}}, compiled side by side; arrays as dispatch takes them."""
+    programs = {}
+    for name, method in methods.items():
+        once = per_rank(method.dispatch)
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            jax.eval_shape(once, *arrays),
+        )
+        there = (*shapes, arrays[2])
+        calls = calls_of(name)
+        programs[name, "dispatch once"] = once, arrays
+        programs[name, "combine once"] = per_rank(method.combine), there
+        programs[name, "dispatch"] = looped(method.dispatch, calls), arrays
+        programs[name, "combine"] = looped(method.combine, calls), there
+        if name == "jax_ep":
+            programs[name, "plan"] = looped(method.plan, calls), arrays[1:2]
+    lowered = [program.lower(*operands) for program, operands in programs.values()]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
+        return dict(zip(programs, pool.map(lambda low: low.compile(), lowered), strict=True))
 
 
 def methods_for(sizes, group):
@@ -117,7 +158,7 @@ def inputs(tokens):
     rng = np.random.default_rng(1)
     weights = rng.random((N, tokens, spec.top_k)).astype(np.float32)
     weights /= weights.sum(axis=2, keepdims=True)
-    x = jax.random.normal(jax.random.key(0), (N, tokens, spec.hidden), jnp.float32).astype(dtype)
+    x = jax.random.normal(jax.random.key(0), (N, tokens, spec.hidden), dtype)
     return [jax.device_put(a, sharding) for a in (x, idx.astype(np.int32), weights)]
 
 
@@ -147,30 +188,34 @@ def report(tokens):
         recv_rows=rows if args.mode == "ht" else None,
     )
     result = {
+        "machine": machine(N),
         "spec": args.spec,
         "mode": args.mode,
         "routing": args.routing,
         "tokens": tokens,
         "ranks": N,
-        "recv_rows": rows,
+        "recv_rows": config.recv_rows,
         "remote_rows_per_rank": remote,
         "remote_bytes_per_rank": remote * spec.hidden * dtype.itemsize,
-        "calls_per_scan": args.calls,
+        "calls_per_scan": {name: calls_of(name) for name in args.methods},
         "us": {},
     }
     with jax_ep.create_group(mesh, "ep", config) as group:
-        for name, method in methods_for(sizes, group).items():
-            rows, state = per_rank(method.dispatch)(x, idx, weights)
-            out = per_rank(method.combine)(rows, state, weights)
-            error = np.max(np.abs(np.asarray(out - x, np.float32)))
+        programs = compile_all(methods_for(sizes, group), (x, idx, weights))
+        for name in args.methods:
+            rows, state = programs[name, "dispatch once"](x, idx, weights)
+            out = programs[name, "combine once"](rows, state, weights)
+            error = float(largest_difference(out, x))
             assert error < 0.1, f"{name} returned wrong rows: {error}"
-            result["us"][name] = {
-                "dispatch": measure(looped(method.dispatch), x, idx, weights),
-                "combine": measure(looped(method.combine), rows, state, weights),
-            }
+            operands = {"dispatch": (x, idx, weights), "combine": (rows, state, weights)}
             if name == "jax_ep":
-                plan = looped(lambda i: jax_ep.plan(group, i, mode=args.mode).group_sizes * 1.0)
-                result["us"][name]["plan"] = measure(plan, idx)
+                operands["plan"] = (idx,)
+            shown = args.ragged_name if name == "ragged" else name
+            result["us"][shown] = {
+                what: measure(programs[name, what], calls_of(name), *arrays)
+                for what, arrays in operands.items()
+            }
+            del rows, state, out, operands  # the next method's are as large
         jax_ep.block_until_ready(x)
     print("RESULT " + json.dumps(result), flush=True)
 

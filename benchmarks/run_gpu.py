@@ -1,107 +1,173 @@
-"""Runs the GPU benchmarks on this machine and writes results/gpu.json and a plot.
+"""Runs the GPU benchmarks on this machine's GPUs; writes results/NAME.json, NAME_layer.json, plots.
 
-    python benchmarks/run_gpu.py [--commit HASH] [--copy-engine-gb-s RATE]
+    python benchmarks/run_gpu.py [--ranks N] [--only CASE...] [--tokens T...] [--commit HASH]
 
-Everything is inside jit, one process, all GPUs. RATE is what tests/kernels_gpu/bench_kernels
-measured for the copy engines' all-to-all just before, the bound of the figures.
+Everything is inside jit, one process, all GPUs or the first N. Files are written after every
+result; cases that a file holds already stay in it if they are of the same commit and machine, so
+that the benchmarks can be run in parts. With --copy-engine-gb-s RATE (what bench_kernels of
+tests/kernels_gpu measured for the copy engines' all-to-all just before), the least times that RATE
+allows are added.
 """
 
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import subprocess
 import sys
+import threading
 
-import jax
+import plots
 
 HERE = pathlib.Path(__file__).parent
-CASES = {
-    "ht": ["--tokens", "1024", "4096", "8192"],
-    "ht zipf": ["--routing", "zipf", "--methods", "jax_ep", "all_gather"],
-    "ht qwen3-235b": ["--spec", "qwen3-235b", "--methods", "jax_ep", "dense", "all_gather"],
-    "ll": ["--mode", "ll", "--tokens", "8", "32", "128", "--methods", "jax_ep", "dense"],
+SIZES = {"ht": ["1024", "4096", "8192", "16384"], "ll": ["1", "8", "32", "128", "512"]}
+# XLA's own kernel for one host is the default; this takes NCCL's sends and receives instead.
+RAGGED_BY_NCCL = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
+EXCHANGE, LAYER = "gpu_worker.py", "gpu_layer_worker.py"
+
+
+def exchange_cases():
+    """{name: (worker, arguments, XLA flags)}: every mode, shape and routing."""
+    cases = {}
+    for mode, tokens in SIZES.items():
+        for spec in ("deepseek-v3", "qwen3-235b"):
+            for routing in ("uniform", "zipf"):
+                name = f"{mode} {spec} {routing}"
+                arguments = ["--mode", mode, "--spec", spec, "--routing", routing, "--tokens"]
+                cases[name] = EXCHANGE, [*arguments, *tokens], ""
+                ragged = ["--methods", "ragged", "--ragged-name", "ragged_nccl"]
+                cases[f"{name} ragged_nccl"] = (
+                    EXCHANGE,
+                    [*ragged, *arguments, *tokens],
+                    RAGGED_BY_NCCL,
+                )
+    return cases
+
+
+CASES = exchange_cases() | {
+    "layer uniform": (LAYER, ["--tokens", "8192"], ""),
+    "layer zipf": (LAYER, ["--routing", "zipf", "--tokens", "8192"], ""),
+}
+DEFAULT = list(CASES)
+# Where ragged_all_to_all does not exist, as on CPU: shows that the programs run.
+WITHOUT_RAGGED = ["--spec", "smoke", "--tokens", "32", "--methods", "jax_ep", "all_gather"]
+CASES |= {
+    "smoke": (EXCHANGE, [*WITHOUT_RAGGED, "dense", "--calls", "3"], ""),
+    "layer smoke": (LAYER, [*WITHOUT_RAGGED, "all_to_all", "--rounds", "3"], ""),
 }
 
 
-def run(arguments, limit_s):
-    """The RESULT lines of one worker."""
-    command = [sys.executable, str(HERE / "gpu_worker.py"), *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s)
-    results = [
-        json.loads(line.removeprefix("RESULT "))
-        for line in done.stdout.splitlines()
-        if line.startswith("RESULT ")
-    ]
-    if done.returncode != 0:
-        print(f"{arguments} ended with {done.returncode}: {len(results)} results", flush=True)
-    return results
+def run(name, tokens, ranks, limit_s):
+    """Yields the results of a case as they come, also of one that does not come to its end."""
+    worker, arguments, flags = CASES[name]
+    command = [sys.executable, "-u", str(HERE / worker), *arguments, "--ranks", str(ranks)]
+    if tokens:
+        command += ["--tokens", *tokens]
+    env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+    timer = threading.Timer(limit_s, worker.kill)
+    timer.start()
+    for line in worker.stdout:
+        if line.startswith("RESULT "):
+            yield json.loads(line.removeprefix("RESULT "))
+    if worker.wait() != 0:
+        print(f"{name} ended with {worker.returncode}", flush=True)
+    timer.cancel()
 
 
-def rates(result, bound_gb_s):
+def add_rates(result, bound_gb_s):
     """Wire GB/s of our calls, and the least time that the bound allows."""
-    wire = result["remote_bytes_per_rank"]
-    ours = result["us"]["jax_ep"]
-    figures = {f"{name}_wire_gb_s": wire / ours[name] / 1e3 for name in ("dispatch", "combine")}
+    if "jax_ep" not in result["us"]:
+        return
+    wire, ours = result["remote_bytes_per_rank"], result["us"]["jax_ep"]
+    for name in ("dispatch", "combine"):
+        result[f"{name}_wire_gb_s"] = wire / ours[name] / 1e3
     if bound_gb_s:
-        figures["floor_us"] = wire / bound_gb_s / 1e3
-    return figures
+        result["floor_us"] = wire / bound_gb_s / 1e3
 
 
-def plot(results, path):
-    import matplotlib
+def key_of(result):
+    return tuple(result.get(name) for name in ("spec", "mode", "routing", "tokens", "ranks"))
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    bars = [(f"{r['spec']} {r['mode']} {r['routing']}\nT={r['tokens']}", r["us"]) for r in results]
-    names = sorted({name for _, us in bars for name in us})
-    figure, axes = plt.subplots(figsize=(2 + 1.3 * len(bars), 5))
-    for i, name in enumerate(names):
-        heights = [
-            us[name]["dispatch"] + us[name]["combine"] if name in us else 0 for _, us in bars
-        ]
-        axes.bar([x + i / (len(names) + 1) for x in range(len(bars))], heights, 0.2, label=name)
-    axes.set_xticks(range(len(bars)), [label for label, _ in bars], fontsize=7)
-    axes.set_yscale("log")
-    axes.set_ylabel("dispatch + combine, us (lower is better)")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+def merge(results, new):
+    """Puts `new` among the results: beside other methods of the same case, or in their place."""
+    for result in results:
+        if key_of(result) == key_of(new):
+            for name, value in new.items():
+                result[name] = {**result[name], **value} if isinstance(value, dict) else value
+            return
+    results.append(new)
+
+
+class Report:
+    """One file of results, and its plot; begun with the first result, which names the machine."""
+
+    def __init__(self, args, suffix, plot):
+        self.args, self.suffix, self.plot = args, suffix, plot
+        self.header, self.results = {}, []
+
+    def begin(self, machine, ranks):
+        self.header = {
+            "date": datetime.date.today().isoformat(),
+            **machine,
+            "commit": self.args.commit or commit_here(),
+            "copy_engine_gb_s": self.args.copy_engine_gb_s,
+        }
+        self.args.out.mkdir(parents=True, exist_ok=True)
+        name = (self.args.name or f"gpu_x{ranks}") + self.suffix
+        self.path = self.args.out / f"{name}.json"
+        if self.path.exists():
+            old = json.loads(self.path.read_text())
+            if all(old.get(name) == self.header[name] for name in ("commit", "machine", "jax")):
+                self.results = old["results"]
+
+    def add(self, result):
+        machine = result.pop("machine")
+        if not self.header:
+            self.begin(machine, result["ranks"])
+        merge(self.results, result)
+        text = json.dumps({**self.header, "results": self.results}, indent=1)
+        self.path.write_text(text + "\n")
+
+    def draw(self):
+        if self.results:
+            self.plot(self.results, self.path.with_suffix(".png"))
+
+
+def commit_here():
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--commit", default="")
-    parser.add_argument("--copy-engine-gb-s", type=float, default=0.0, help="bound of the same run")
-    parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds of one case")
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    args = parser.parse_args()
-    commit = (
-        args.commit
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=HERE, stdout=subprocess.PIPE, text=True
-        ).stdout.strip()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    results = [result for name in args.only for result in run(CASES[name], args.limit)]
-    for result in results:
-        result |= rates(result, args.copy_engine_gb_s)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{jax.device_count()}x {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-        "commit": commit,
-        "copy_engine_gb_s": args.copy_engine_gb_s,
-        "results": results,
+    add = parser.add_argument
+    add("--commit", default="")
+    add("--copy-engine-gb-s", type=float, default=0.0, help="bound of the same run")
+    add("--only", nargs="+", default=DEFAULT, choices=list(CASES), metavar="CASE")
+    add("--tokens", nargs="+", help="in place of each case's own")
+    add("--ranks", type=int, default=0, help="0: every GPU")
+    add("--limit", type=float, default=600.0, help="seconds of one case")
+    add("--out", type=pathlib.Path, default=HERE / "results")
+    add("--name", default="", help="of the files; default: gpu_xN with N ranks")
+    args = parser.parse_args()
+    reports = {
+        EXCHANGE: Report(args, "", plots.exchanges),
+        LAYER: Report(args, "_layer", plots.layers),
     }
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(results, args.out / "gpu.png")
-    for result in results:
-        times = {n: {k: round(v, 1) for k, v in us.items()} for n, us in result["us"].items()}
-        case = (result["spec"], result["mode"], result["routing"], result["tokens"])
-        print(*case, times, flush=True)
+    for case in args.only:
+        report = reports[CASES[case][0]]
+        for result in run(case, args.tokens, args.ranks, args.limit):
+            if report is reports[EXCHANGE]:
+                add_rates(result, args.copy_engine_gb_s)
+            report.add(result)
+            print(*key_of(result), json.dumps(result["us"]), flush=True)
+    for report in reports.values():
+        report.draw()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax
+
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -27,5 +29,11 @@ SPECS = {
     "qwen3-235b": Spec(
         tokens=4096, hidden=4096, top_k=8, num_experts=128, dtype="bfloat16", expert_hidden=1536
     ),
-    "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16),
+    "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16, expert_hidden=32),
 }
+
+
+def machine(num_devices):
+    """What a result was measured on."""
+    kind = jax.devices()[0].device_kind
+    return {"machine": f"{num_devices}x {kind}", "jax": jax.__version__}

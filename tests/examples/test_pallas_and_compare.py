@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import emulated_collectives
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
@@ -56,24 +56,6 @@ def test_compare_checks_and_measures_every_method(tmp_path):
     assert max(busiest) > min(busiest) >= 1
 
 
-def ragged_all_to_all_by_all_gather(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
-):
-    """What jax.lax documents, with an operation that XLA:CPU has; NaN where sizes disagree."""
-    everyone = lax.all_gather(operand, axis_name)
-    mine = [
-        lax.all_gather(array, axis_name)[:, lax.axis_index(axis_name)]
-        for array in (input_offsets, send_sizes, output_offsets)
-    ]
-    for source in range(everyone.shape[0]):
-        begin, size, land = (array[source] for array in mine)
-        row = jnp.arange(output.shape[0]) - land
-        taken = everyone[source, jnp.clip(begin + row, 0, operand.shape[0] - 1)]
-        taken = jnp.where(size == recv_sizes[source], taken, jnp.nan)
-        output = jnp.where(((row >= 0) & (row < size))[:, None], taken, output)
-    return output
-
-
 @pytest.fixture
 def compare(monkeypatch):
     """The module examples/compare.py."""
@@ -96,7 +78,7 @@ def ragged_case(compare, skew):
 
 @pytest.mark.parametrize("skew", [0.0, 3.0])
 def test_the_ragged_layer_is_the_dense_one(compare, monkeypatch, skew):
-    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all_by_all_gather)
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated_collectives.ragged_all_to_all)
     mapped, oracle, arrays = ragged_case(compare, skew)
     got, expected = jax.jit(mapped)(arrays), oracle(arrays)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

@@ -1,0 +1,65 @@
+"""Plots of the GPU benchmarks' results."""
+
+
+def exchanges(results, path):
+    """Dispatch + combine against tokens, one panel per mode, shape and routing."""
+    panels = {}
+    for result in results:
+        panels.setdefault((result["mode"], result["spec"], result["routing"]), []).append(result)
+    if not panels:
+        return
+    plt = pyplot()
+    columns = min(4, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes, (title, cases) in zip(grid.flat, sorted(panels.items()), strict=False):
+        cases = sorted(cases, key=lambda case: case["tokens"])
+        for name in sorted({name for case in cases for name in case["us"]}):
+            points = [
+                (case["tokens"], case["us"][name]["dispatch"] + case["us"][name]["combine"])
+                for case in cases
+                if name in case["us"]
+            ]
+            axes.plot(*zip(*points, strict=True), marker="o", label=name, **style(name))
+        axes.set(xscale="log", yscale="log", title=" ".join(title), xlabel="tokens per rank")
+        axes.legend(fontsize=7)
+    grid[0, 0].set_ylabel("dispatch + combine, us")
+    figure.savefig(path, dpi=110)
+
+
+def layers(results, path):
+    """Whole layers: the experts' products below, all other time above."""
+    bars = [
+        (f"{name}\n{result['routing']} T={result['tokens']}", result["gemms_us"], us)
+        for result in results
+        for name, us in result["us"].items()
+    ]
+    if not bars:
+        return
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(2 + 1.3 * len(bars), 4.5), layout="constrained")
+    for x, (_, gemms, us) in enumerate(bars):
+        axes.bar(x, gemms / 1e3, color="lightgrey")
+        axes.bar(x, (us - gemms) / 1e3, bottom=gemms / 1e3, color="tab:red")
+        axes.text(x, us / 1e3, f"{us / 1e3:.1f}", ha="center", va="bottom", fontsize=8)
+    axes.set_xticks(range(len(bars)), [label for label, _, _ in bars], fontsize=7)
+    axes.set_ylabel("value_and_grad, ms: experts' products (grey) and the rest (red)")
+    figure.savefig(path, dpi=110)
+
+
+def style(name):
+    """Ours stands out."""
+    return {"linewidth": 2.5} if name == "jax_ep" else {"linewidth": 1.2, "linestyle": "--"}
+
+
+def pyplot():
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

@@ -1,0 +1,150 @@
+"""The methods that the GPU benchmarks compare are right, and their programs run: on CPU, small."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import emulated_collectives
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_ep.testing import make_routing
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 13, 8, 6, 8, 3
+ROUTINGS = ("uniform", "zipf", "idle_rank")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(lax, "ragged_all_to_all", emulated_collectives.ragged_all_to_all)
+
+
+def inputs(routing):
+    rng = np.random.default_rng(0)
+    ids = make_routing(
+        routing, num_ranks=RANKS, num_tokens=TOKENS, top_k=TOP_K, num_experts=EXPERTS
+    ).reshape(RANKS, TOKENS, TOP_K)
+    x = rng.standard_normal((RANKS, TOKENS, HIDDEN)).astype(np.float32)
+    gates = rng.random((RANKS, TOKENS, TOP_K)).astype(np.float32)
+    shapes = ((EXPERTS, HIDDEN, WIDTH), (EXPERTS, HIDDEN, WIDTH), (EXPERTS, WIDTH, HIDDEN))
+    kernels = tuple(rng.standard_normal(shape).astype(np.float32) / 3 for shape in shapes)
+    return kernels, x, ids, gates
+
+
+def per_rank(function):
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), ("ep",))
+    spec = P("ep")
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+
+
+def ragged_ffn(kernels, rows, group_sizes):
+    w_gate, w_up, w_down = kernels
+    dot = functools.partial(lax.ragged_dot, group_sizes=group_sizes)
+    return dot(jax.nn.silu(dot(rows, w_gate)) * dot(rows, w_up), w_down)
+
+
+def dense_loss(kernels, x, gates, ids):
+    """Every expert on every token, without any exchange."""
+    w_gate, w_up, w_down = kernels
+    hidden = jax.nn.silu(jnp.einsum("nth,ehf->ntef", x, w_gate))
+    hidden = hidden * jnp.einsum("nth,ehf->ntef", x, w_up)
+    y = jnp.einsum("ntef,efh->nteh", hidden, w_down)
+    chosen = jnp.take_along_axis(y, ids[..., None], axis=2)
+    return 0.5 * jnp.sum(jnp.sum(chosen * gates[..., None], axis=2) ** 2)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("method", ["all_to_all", "ragged_all_to_all", "all_gather"])
+def test_a_layer_has_the_loss_and_gradients_of_the_dense_one(method, routing):
+    import moe_layers
+
+    kernels, x, ids, gates = inputs(routing)
+    sizes = moe_layers.sizes_of(ids, EXPERTS, HIDDEN)
+    layer = moe_layers.BASELINES[method](sizes, ragged_ffn)
+
+    def local(kernels, x, gates, ids):
+        def loss(kernels, x, gates):
+            return 0.5 * jnp.sum(layer(kernels, x, ids[0], gates) ** 2)
+
+        value, (d_kernels, *d_others) = jax.value_and_grad(loss, argnums=(0, 1, 2))(
+            kernels, x[0], gates[0]
+        )
+        return value[None], (d_kernels, *(d[None] for d in d_others))
+
+    losses, grads = per_rank(local)(kernels, x, gates, ids)
+    expected_loss, expected = jax.value_and_grad(dense_loss, argnums=(0, 1, 2))(
+        kernels, x, gates, ids
+    )
+    np.testing.assert_allclose(np.sum(losses), expected_loss, rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("method", ["DenseAllToAll", "RaggedAllToAll", "AllGather"])
+def test_an_exchange_brings_every_token_to_its_experts_and_back(method, routing):
+    import baselines
+
+    _, x, ids, gates = inputs(routing)
+    gates /= gates.sum(axis=2, keepdims=True)
+    sizes = baselines.Sizes(RANKS, TOKENS, HIDDEN, TOP_K, EXPERTS, capacity=TOKENS * TOP_K)
+    exchange = getattr(baselines, method)(sizes)
+
+    def local(x, ids, gates):
+        rows, state = exchange.dispatch(x[0], ids[0], gates[0])
+        owner = 1 + lax.axis_index("ep").astype(jnp.float32)
+        return rows[None], exchange.combine(rows * owner, state, gates[0])[None]
+
+    rows, out = map(np.asarray, per_rank(local)(x, ids, gates))
+    owners = 1.0 + ids // (EXPERTS // RANKS)
+    np.testing.assert_allclose(out, x * (gates * owners).sum(axis=2, keepdims=True), rtol=1e-5)
+    if method == "AllGather":
+        return  # every rank holds every token
+    for rank in range(RANKS):
+        pairs = np.argwhere(ids // (EXPERTS // RANKS) == rank)
+        got = sorted(map(tuple, rows[rank].reshape(-1, HIDDEN)))
+        padding = [(0.0,) * HIDDEN] * (len(got) - len(pairs))
+        assert got == sorted([*(tuple(x[n, t]) for n, t, _ in pairs), *padding])
+
+
+def test_a_second_run_keeps_what_it_does_not_measure():
+    import run_gpu
+
+    case = {"spec": "smoke", "mode": "ht", "routing": "uniform", "tokens": 8, "ranks": 2}
+    results = []
+    for tokens, us in ((8, {"a": 1}), (16, {"a": 2}), (8, {"b": 3}), (8, {"a": 4})):
+        run_gpu.merge(results, {**case, "tokens": tokens, "us": us})
+    assert [result["us"] for result in results] == [{"a": 4, "b": 3}, {"a": 2}]
+
+
+def test_the_programs_check_their_methods_and_write_what_they_measured(tmp_path):
+    pytest.importorskip("matplotlib")
+    env = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, str(BENCHMARKS / "run_gpu.py"), "--out", str(tmp_path)]
+    command += ["--only", "smoke", "layer smoke", "--commit", "test"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ended with" not in done.stdout, done.stdout + done.stderr
+    exchange, layer = (
+        json.loads((tmp_path / f"gpu_x2{suffix}.json").read_text()) for suffix in ("", "_layer")
+    )
+    for report, methods in ((exchange, 3), (layer, 3)):
+        assert report["machine"] == "2x cpu" and report["commit"] == "test"
+        (result,) = report["results"]
+        assert len(result["us"]) == methods
+    (result,) = layer["results"]
+    assert set(result["outside_us"]) == set(result["us"]) == set(result["without_experts_us"])
+    assert (tmp_path / "gpu_x2.png").exists() and (tmp_path / "gpu_x2_layer.png").exists()
