@@ -1,6 +1,7 @@
 """Test session: 8 virtual CPU devices, strict dtype promotion, implementations to test.
 
-`pytest -m gpu` runs the tests of operations on this machine's GPUs instead.
+`pytest -m gpu` runs the tests of operations on this machine's GPUs instead, with no more ranks than
+GPUs, and with `--all-sizes` also those that only add sizes.
 """
 
 from __future__ import annotations
@@ -37,13 +38,21 @@ if ON_GPU:
     IMPLEMENTATIONS = ["native"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-sizes",
+        action="store_true",
+        help="with -m gpu: also the sizes that others cover (elsewhere they always run)",
+    )
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `implementation` runs once for each of them."""
     if "implementation" in metafunc.fixturenames:
         metafunc.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Gives jobs of several processes time; under `-m gpu`, tests of native operations are its."""
     for item in items:
         if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
@@ -56,6 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
         if not has_gpu:
             item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
+        elif item.get_closest_marker("more_sizes") and not config.getoption("--all-sizes"):
+            item.add_marker(pytest.mark.skip(reason="one more size: --all-sizes runs it"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -21,7 +21,10 @@ from jax_ep.testing import make_routing, sum_tolerance
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes of one compiled case; routing is data and does not recompile."""
+    """Sizes of one compiled case; routing is data and does not recompile.
+
+    On GPUs there are as many ranks as there can be, if that is fewer than a case asks for.
+    """
 
     ranks: int = 4
     tokens: int = 7
@@ -38,6 +41,12 @@ class Case:
     overflow: str = "drop"
     partials: str | None = None
     node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if jax.default_backend() != "gpu":
+            return
+        possible = [n for n in range(1, len(jax.devices()) + 1) if self.experts % n == 0]
+        object.__setattr__(self, "ranks", min(self.ranks, max(possible)))
 
     def __str__(self) -> str:
         given = dataclasses.asdict(self)
@@ -81,6 +90,17 @@ class Case:
             timeout_s=60.0,
             max_in_flight=4,  # XLA may put independent starts before the first done
         )
+
+
+def param(*values: Any, marks: Any = ()) -> Any:
+    """A case for pytest, named by all values but tuples."""
+    name = "-".join(str(value) for value in values if not isinstance(value, tuple))
+    return pytest.param(*values, id=name, marks=marks)
+
+
+def more_sizes(*values: Any) -> Any:
+    """One more size of a test: on GPUs it needs --all-sizes."""
+    return param(*values, marks=pytest.mark.more_sizes)
 
 
 @functools.cache

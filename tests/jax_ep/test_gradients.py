@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, group_of, inputs_of, per_rank, put
+from harness import Case, group_of, inputs_of, more_sizes, param, per_rank, put
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -122,17 +122,18 @@ def gradient_case(
 @pytest.mark.parametrize(
     ("case", "routing", "style"),
     [
-        (Case(ranks=4, tokens=9, mode="ht"), "uniform", "rows"),
-        (Case(ranks=4, tokens=9, mode="ll"), "repeated", "pairs"),
-        (Case(ranks=4, tokens=9, mode="ht", recv_rows=12), "zipf", "pairs"),
-        (Case(ranks=3, tokens=9, mode="ll", experts=6, recv_rows=12), "invalid", "halves"),
-        (Case(ranks=4, tokens=9, mode="ht", layout="expert_batched"), "repeated", "halves"),
-        (Case(ranks=2, tokens=9, mode="ll", layout="expert_batched"), "holes", "planned"),
-        (Case(ranks=4, tokens=9, mode="ht", layout="rank_major"), "uniform", "planned"),
-        (Case(ranks=4, tokens=9, mode="ll", layout="rank_major"), "repeated", "halves"),
-        (Case(ranks=1, tokens=9, mode="ht"), "uniform", "halves"),
+        param(Case(ranks=4, tokens=9, mode="ht"), "uniform", "rows"),
+        param(Case(ranks=4, tokens=9, mode="ll"), "repeated", "pairs"),
+        param(Case(ranks=4, tokens=9, mode="ht", recv_rows=12), "zipf", "pairs"),
+        param(Case(ranks=4, tokens=9, mode="ht", layout="expert_batched"), "repeated", "halves"),
+        param(Case(ranks=4, tokens=9, mode="ll", layout="rank_major"), "repeated", "halves"),
+        more_sizes(
+            Case(ranks=3, tokens=9, mode="ll", experts=6, recv_rows=12), "invalid", "halves"
+        ),
+        more_sizes(Case(ranks=2, tokens=9, mode="ll", layout="expert_batched"), "holes", "planned"),
+        more_sizes(Case(ranks=4, tokens=9, mode="ht", layout="rank_major"), "uniform", "planned"),
+        more_sizes(Case(ranks=1, tokens=9, mode="ht"), "uniform", "halves"),
     ],
-    ids=str,
 )
 def test_gradients_equal_those_of_a_dense_layer(
     case: Case, routing: str, style: str, implementation: str
@@ -149,8 +150,8 @@ def test_gradients_without_vma_checks(implementation: str) -> None:
     ("mode", "layout", "style"),
     [
         ("ll", "expert_major", "pairs"),
-        ("ht", "expert_batched", "halves"),
-        ("ht", "rank_major", "rows"),
+        more_sizes("ht", "expert_batched", "halves"),
+        more_sizes("ht", "rank_major", "rows"),
     ],
 )
 def test_reverse_over_reverse(mode: str, layout: str, style: str, implementation: str) -> None:

@@ -18,6 +18,8 @@ from harness import (
     expert_outputs,
     group_of,
     inputs_of,
+    more_sizes,
+    param,
     per_rank,
     put,
     run,
@@ -33,18 +35,24 @@ FEW = ("uniform", "repeated")
 
 # Together: every rank count, T, K, hidden, dtype, layout and mode of testing.md; one compile each.
 CASES = [
-    (Case(ranks=1, tokens=7, top_k=1, experts=3), ROUTING_KINDS),
-    (Case(ranks=2, tokens=128, hidden=136, dtype="bfloat16"), ROUTING_KINDS),
-    (Case(ranks=3, tokens=7, hidden=136, experts=6, dtype="float16", mode="ht"), ROUTING_KINDS),
-    (Case(ranks=4, tokens=129, capacity_factor=1.0), ROUTING_KINDS),
-    (Case(ranks=4, tokens=129, layout="expert_batched", dtype="bfloat16"), ROUTING_KINDS),
-    (Case(ranks=8, tokens=128, top_k=8, experts=16, layout="rank_major"), ROUTING_KINDS),
-    (Case(ranks=8, tokens=7, experts=16, layout="rank_major", mode="ht"), ROUTING_KINDS),
-    (Case(ranks=8, tokens=1000, top_k=8, experts=16, capacity_factor=1.25, align=128), FEW),
-    (Case(tokens=1, top_k=8, hidden=2048, layout="expert_batched"), ROUTING_KINDS),
-    (Case(tokens=7, top_k=8, max_tokens=300, align=1, capacity_factor=0.5), ROUTING_KINDS),
-    (Case(ranks=2, tokens=1, experts=64, hidden=7168, align=128, dtype="bfloat16"), FEW),
-    (Case(ranks=3, tokens=128, experts=9, layout="rank_major", dtype="float16"), FEW),
+    param(Case(ranks=2, tokens=128, hidden=136, dtype="bfloat16"), ROUTING_KINDS),
+    param(Case(ranks=4, tokens=129, capacity_factor=1.0), ROUTING_KINDS),
+    param(Case(ranks=4, tokens=129, layout="expert_batched", dtype="bfloat16"), ROUTING_KINDS),
+    param(Case(ranks=8, tokens=7, experts=16, layout="rank_major", mode="ht"), ROUTING_KINDS),
+    param(Case(tokens=1, top_k=8, hidden=2048, layout="expert_batched"), ROUTING_KINDS),
+    param(Case(ranks=2, tokens=1, experts=64, hidden=7168, align=128, dtype="bfloat16"), FEW),
+    more_sizes(Case(ranks=1, tokens=7, top_k=1, experts=3), ROUTING_KINDS),
+    more_sizes(
+        Case(ranks=3, tokens=7, hidden=136, experts=6, dtype="float16", mode="ht"), ROUTING_KINDS
+    ),
+    more_sizes(Case(ranks=8, tokens=128, top_k=8, experts=16, layout="rank_major"), ROUTING_KINDS),
+    more_sizes(
+        Case(ranks=8, tokens=1000, top_k=8, experts=16, capacity_factor=1.25, align=128), FEW
+    ),
+    more_sizes(
+        Case(tokens=7, top_k=8, max_tokens=300, align=1, capacity_factor=0.5), ROUTING_KINDS
+    ),
+    more_sizes(Case(ranks=3, tokens=128, experts=9, layout="rank_major", dtype="float16"), FEW),
 ]
 
 
@@ -113,13 +121,13 @@ def check_case(case: Case, implementation: str, ids: np.ndarray, seed: int = 0) 
             assert_same_bits(got[name], got[names[0]], name)
 
 
-@pytest.mark.parametrize(("case", "kinds"), CASES, ids=[str(case) for case, _ in CASES])
+@pytest.mark.parametrize(("case", "kinds"), CASES)
 def test_every_result_equals_the_oracle(case: Case, kinds: Any, implementation: str) -> None:
     for seed, kind in enumerate(kinds):
         check_case(case, implementation, inputs_of(case, kind, seed).ids, seed)
 
 
-@pytest.mark.parametrize("short_by", ["nothing", "one block", "half"])
+@pytest.mark.parametrize("short_by", [more_sizes("nothing"), "one block", more_sizes("half")])
 @pytest.mark.parametrize("mode", ["ht", "ll"])
 def test_capacity_drops_the_same_pairs_as_the_oracle(
     short_by: str, mode: str, implementation: str
@@ -135,7 +143,9 @@ def test_capacity_drops_the_same_pairs_as_the_oracle(
     assert (dropped == 0) == (short_by == "nothing")
 
 
-@pytest.mark.parametrize("layout", ["expert_major", "expert_batched", "rank_major"])
+@pytest.mark.parametrize(
+    "layout", ["expert_major", more_sizes("expert_batched"), more_sizes("rank_major")]
+)
 @pytest.mark.parametrize("mode", ["ht", "ll"])
 def test_no_tokens_is_a_legal_call(layout: str, mode: str, implementation: str) -> None:
     case = Case(ranks=2, tokens=0, max_tokens=4, layout=layout, mode=mode)
@@ -156,6 +166,8 @@ def test_rounded_partials_stay_within_three_roundings(kind: str, implementation:
 def test_f32_partials_give_equal_bits_for_every_node_size(implementation: str) -> None:
     base = Case(ranks=8, tokens=9, dtype="bfloat16", top_k=8, experts=16, mode="ht")
     ids = inputs_of(base, "holes").ids
+    if jax.default_backend() == "gpu":
+        pytest.skip("several nodes need the CPU platform")
     results = []
     # The reference has one tree; only the native path differs by node size.
     sizes = (None, 2) if implementation == "xla" else (None, 1, 2, 4)
@@ -191,8 +203,8 @@ def test_moves_keep_every_bit_of_a_row(implementation: str) -> None:
 def test_absent_partials_do_not_turn_minus_zero_into_zero(implementation: str) -> None:
     case = Case(ranks=4, tokens=2, top_k=1, experts=4)
     group = group_of(case, implementation)
-    x = np.full((4, 2, 8), -0.0, np.float32)
-    ids = np.tile(np.array([[1], [-1]], np.int32), (4, 1, 1))
+    x = np.full((case.ranks, 2, 8), -0.0, np.float32)
+    ids = np.tile(np.array([[1], [-1]], np.int32), (case.ranks, 1, 1))
 
     def there_and_back(x: Any, ids: Any) -> Any:
         recv = jax_ep.dispatch(group, x, ids)
@@ -251,20 +263,20 @@ def test_weights_of_any_float_type_travel_as_f32(dtype: Any, implementation: str
 
 
 DRAWN = [
-    Case(ranks=4, tokens=5, top_k=3, recv_rows=12, mode="ht"),
-    Case(ranks=4, tokens=5, top_k=3, recv_rows=8, mode="ll"),
-    Case(ranks=4, tokens=5, top_k=3, layout="expert_batched", mode="ht"),
-    Case(ranks=4, tokens=5, top_k=3, layout="rank_major", mode="ll"),
+    param(Case(ranks=4, tokens=5, top_k=3, recv_rows=12, mode="ht")),
+    param(Case(ranks=4, tokens=5, top_k=3, recv_rows=8, mode="ll")),
+    more_sizes(Case(ranks=4, tokens=5, top_k=3, layout="expert_batched", mode="ht")),
+    more_sizes(Case(ranks=4, tokens=5, top_k=3, layout="rank_major", mode="ll")),
 ]
 
 
-@pytest.mark.parametrize("case", DRAWN, ids=str)
+@pytest.mark.parametrize("case", DRAWN)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_routing_equals_the_oracle(case: Case, implementation: str, data: Any) -> None:
     skew = data.draw(st.sampled_from([10, 3, 1]))
     seed = data.draw(st.integers(0, 2**32 - 1))
-    ids = np.random.default_rng(seed).integers(-2, skew, (4, 5, 3)).astype(np.int32)
+    ids = np.random.default_rng(seed).integers(-2, skew, (case.ranks, 5, 3)).astype(np.int32)
     check_case(case, implementation, ids)
 
 

@@ -89,13 +89,14 @@ print(*(jax_ep.create_group(mesh, "ep", config).session_id for _ in range({2})))
 
 def test_group_properties(implementation: str) -> None:
     case = Case(ranks=4, tokens=16)
-    with jax_ep.create_group(mesh_of(4), "ep", case.config(), implementation) as group:
-        assert group.num_ranks == 4 and group.local_ranks == (0, 1, 2, 3)
-        assert group.node_size == 4 and group.experts_per_rank == 2
+    ranks = case.ranks
+    with jax_ep.create_group(mesh_of(ranks), "ep", case.config(), implementation) as group:
+        assert group.num_ranks == ranks and group.local_ranks == tuple(range(ranks))
+        assert group.node_size == ranks and group.experts_per_rank == 8 // ranks
         assert (group.heap_bytes > 0) == (implementation == "native")
         assert group.health().ok and group.health().message == ""
         assert group.stats()["implementation"] == implementation
-        assert "Group(axis='ep', num_ranks=4" in group.dump_state()
+        assert f"Group(axis='ep', num_ranks={ranks}" in group.dump_state()
         assert hash(group) == hash(group) and group == group
         group.check()
         assert jax_ep.block_until_ready({"a": jnp.ones(3)})["a"].shape == (3,)

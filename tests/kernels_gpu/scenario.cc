@@ -1,5 +1,7 @@
 #include "tests/kernels_gpu/scenario.h"
 
+#include <cstdlib>
+
 namespace jax_ep::testing {
 namespace {
 
@@ -207,6 +209,24 @@ void ExpectCombine(const DeviceArrays& d, const HostArrays& h, int number) {
   SCOPED_TRACE("combine " + std::to_string(number));
   if (number < 2) ExpectSame(d.out[number], h.out[number], "out");
   if (number != 1) ExpectSame(d.ride_out[number], h.ride_out[number], "ride_out");
+}
+
+uint32_t NumSeeds(uint32_t usual) {
+  const char* text = std::getenv("JAX_EP_TEST_SEEDS");
+  return text != nullptr ? static_cast<uint32_t>(std::atoi(text)) : usual;
+}
+
+void ShrinkIfAsked(GroupShape& shape) {
+  const char* ranks = std::getenv("JAX_EP_TEST_SMALL_RANKS");
+  if (ranks == nullptr) return;
+  const uint32_t experts = std::min(shape.experts_per_rank(), 4u);
+  shape.num_ranks = std::min(shape.num_ranks, static_cast<uint32_t>(std::atoi(ranks)));
+  shape.node_size = std::min(shape.node_size, shape.num_ranks);
+  if (shape.num_ranks % shape.node_size != 0) shape.node_size = shape.num_ranks;
+  shape.num_experts = shape.num_ranks * experts;
+  shape.top_k = std::min({shape.top_k, shape.num_experts, 8u});
+  shape.hidden = std::min<uint64_t>(shape.hidden, 1024);
+  shape.max_tokens = std::min<uint64_t>(shape.max_tokens, 20);
 }
 
 }  // namespace jax_ep::testing

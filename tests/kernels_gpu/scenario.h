@@ -156,6 +156,11 @@ void ExpectCombine(const DeviceArrays& device, const HostArrays& host, int numbe
 
 // Half of the teams are one node.
 uint32_t DrawNodeSize(uint32_t num_ranks, std::mt19937& random);
+// JAX_EP_TEST_SEEDS, or `usual`.
+uint32_t NumSeeds(uint32_t usual);
+// With JAX_EP_TEST_SMALL_RANKS=R: at most R ranks, few experts and tokens, short rows. For
+// sanitizers, under which kernels take a hundred times as long.
+void ShrinkIfAsked(GroupShape& shape);
 
 template <typename T>
 T Pick(std::mt19937& random, std::initializer_list<T> choices) {

@@ -16,7 +16,8 @@ import jax_ep
 from jax_ep.pallas import grouped_ffn, tokamax_ffn
 from jax_ep.testing import make_routing
 
-RANKS, TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 4, 24, 16, 24, 8, 2
+RANKS = min(4, len(jax.devices()))
+TOKENS, HIDDEN, WIDTH, EXPERTS, TOP_K = 24, 16, 24, 8, 2
 HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
 
 

@@ -114,4 +114,4 @@ if jax.process_index() == 0:
     print("losses", *native[:10], flush=True)
 np.testing.assert_allclose(native[:10], reference, rtol=2e-4)
 assert native[-1] < native[0], (native[0], native[-1])
-print(f"steps {args.steps} {seconds:.1f}s last {native[-1]:.5f} DONE", flush=True)
+print(f"steps {args.steps} ranks {N} {seconds:.1f}s last {native[-1]:.5f} DONE", flush=True)

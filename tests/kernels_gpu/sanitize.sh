@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Runs the random scenarios of the GPU kernels under compute-sanitizer's memcheck and racecheck, one
+# process per GPU; exits 1 if anything is reported, or if a test failed or did not run.
+#
+#   tests/kernels_gpu/sanitize.sh BUILD [LOGS]
+#
+# BUILD is a CMake build folder with JAX_EP_GPU=cuda and JAX_EP_BUILD_TESTS=ON; with
+# CMAKE_CUDA_FLAGS=-lineinfo reports name source lines. SEEDS (3) scenarios per test; RANKS (2) of a
+# group at most, all on the GPU of their process; TOOLS and TESTS choose among what there is.
+set -euo pipefail
+build=$1
+logs=${2:-$build/sanitizer-logs}
+read -r -a tools <<<"${TOOLS:-memcheck racecheck}"
+read -r -a tests <<<"${TESTS:-exchange_gpu_test push_gpu_test}"
+export JAX_EP_TEST_SEEDS=${SEEDS:-3} JAX_EP_TEST_SMALL_RANKS=${RANKS:-2}
+num_gpus=$(nvidia-smi --list-gpus | grep -c '^GPU')
+if ((num_gpus == 0)); then
+  echo "sanitize.sh: nvidia-smi lists no GPU" >&2
+  exit 1
+fi
+mkdir -p "$logs"
+
+# What a tool says when it has found nothing. A log without it is a failure, whatever else it says.
+declare -A clean=(
+  [memcheck]='ERROR SUMMARY: 0 errors'
+  [racecheck]='RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)'
+)
+
+# check TOOL TEST GPU: one test under one tool on one GPU.
+check() {
+  local log=$logs/$1-$2.log
+  CUDA_VISIBLE_DEVICES=$3 compute-sanitizer --tool "$1" --error-exitcode 1 --print-limit 20 \
+    "$build/tests/kernels_gpu/$2" --gtest_filter='*RandomScenarios*' >"$log" 2>&1 || true
+  if grep -qF "${clean[$1]}" "$log" && grep -q '\[  PASSED  \] 1 test' "$log"; then
+    echo "$1 $2 on GPU $3: clean"
+  else
+    echo "$1 $2 on GPU $3: FAILED, see $log"
+    tail -n 40 "$log"
+    return 1
+  fi
+}
+
+running=()
+failed=0
+finish() {  # waits for the oldest process
+  wait "${running[0]}" || failed=1
+  running=("${running[@]:1}")
+}
+number=0
+for tool in "${tools[@]}"; do
+  for test in "${tests[@]}"; do
+    ((${#running[@]} < num_gpus)) || finish
+    check "$tool" "$test" $((number++ % num_gpus)) &
+    running+=("$!")
+  done
+done
+while ((${#running[@]})); do finish; done
+exit "$failed"
