@@ -227,6 +227,12 @@ def rounds_of(calls, rounds):
     return {name: float(np.median(values)) * 1e6 for name, values in seconds.items()}
 
 
+def peak_gib(case):
+    """The most memory that any rank's arrays took so far, without jax_ep's heap; 0: unknown."""
+    stats = [device.memory_stats() or {} for device in case.mesh.devices.flat]
+    return max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 2**30
+
+
 def report(options, case, group):
     ffn = FFN[options.experts]
     start = time.perf_counter()
@@ -239,7 +245,9 @@ def report(options, case, group):
         programs[f"{method} without experts"] = case.step(bare), ((), *arrays)
     calls = compile_all(programs)
     compiled_s = time.perf_counter() - start
+    print(f"compiled {len(calls)} programs in {compiled_s:.1f} s", file=sys.stderr, flush=True)
     differences = check_equal({method: calls[method] for method in options.methods})
+    print(f"all methods are the same layer: {differences}", file=sys.stderr, flush=True)
     us = rounds_of(calls, options.rounds)
     group.check()
     sizes = case.sizes
@@ -263,6 +271,7 @@ def report(options, case, group):
         "without_experts_us": {
             method: us[f"{method} without experts"] for method in options.methods
         },
+        "peak_gib": peak_gib(case),
         "differences": differences,
     }
 

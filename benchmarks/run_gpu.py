@@ -24,6 +24,12 @@ HERE = pathlib.Path(__file__).parent
 SIZES = {"ht": ["1024", "4096", "8192", "16384"], "ll": ["1", "8", "32", "128", "512"]}
 # XLA's own kernel for one host is the default; this takes NCCL's sends and receives instead.
 RAGGED_BY_NCCL = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
+# What a decoder does too: a short call's launches would cost more than the call.
+CAPTURED = (
+    "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL,WHILE "
+    "--xla_gpu_graph_min_graph_size=1"
+)
+FLAGS = {"ht": "", "ll": CAPTURED}
 EXCHANGE, LAYER = "gpu_worker.py", "gpu_layer_worker.py"
 
 
@@ -34,14 +40,11 @@ def exchange_cases():
         for spec in ("deepseek-v3", "qwen3-235b"):
             for routing in ("uniform", "zipf"):
                 name = f"{mode} {spec} {routing}"
-                arguments = ["--mode", mode, "--spec", spec, "--routing", routing, "--tokens"]
-                cases[name] = EXCHANGE, [*arguments, *tokens], ""
-                ragged = ["--methods", "ragged", "--ragged-name", "ragged_nccl"]
-                cases[f"{name} ragged_nccl"] = (
-                    EXCHANGE,
-                    [*ragged, *arguments, *tokens],
-                    RAGGED_BY_NCCL,
-                )
+                what = ["--mode", mode, "--spec", spec, "--routing", routing, "--tokens", *tokens]
+                cases[name] = EXCHANGE, what, FLAGS[mode]
+                ragged = ["--methods", "ragged", "--ragged-name", "ragged_nccl", *what]
+                flags = f"{FLAGS[mode]} {RAGGED_BY_NCCL}".strip()
+                cases[f"{name} ragged_nccl"] = EXCHANGE, ragged, flags
     return cases
 
 
@@ -70,7 +73,9 @@ def run(name, tokens, ranks, limit_s):
     timer.start()
     for line in worker.stdout:
         if line.startswith("RESULT "):
-            yield json.loads(line.removeprefix("RESULT "))
+            result = json.loads(line.removeprefix("RESULT "))
+            methods = dict.fromkeys(result["us"], env["XLA_FLAGS"])
+            yield {**result, "xla_flags": methods}
     if worker.wait() != 0:
         print(f"{name} ended with {worker.returncode}", flush=True)
     timer.cancel()

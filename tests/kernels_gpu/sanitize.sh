@@ -40,19 +40,26 @@ check() {
   fi
 }
 
-running=()
-failed=0
-finish() {  # waits for the oldest process
-  wait "${running[0]}" || failed=1
-  running=("${running[@]:1}")
-}
-number=0
+jobs=()
 for tool in "${tools[@]}"; do
-  for test in "${tests[@]}"; do
-    ((${#running[@]} < num_gpus)) || finish
-    check "$tool" "$test" $((number++ % num_gpus)) &
-    running+=("$!")
-  done
+  for test in "${tests[@]}"; do jobs+=("$tool $test"); done
 done
-while ((${#running[@]})); do finish; done
+
+# run_on GPU: every num_gpus-th job, one after the other.
+run_on() {
+  local failed=0
+  for ((i = $1; i < ${#jobs[@]}; i += num_gpus)); do
+    read -r tool test <<<"${jobs[i]}"
+    check "$tool" "$test" "$1" || failed=1
+  done
+  return "$failed"
+}
+
+workers=()
+for ((gpu = 0; gpu < num_gpus; gpu++)); do
+  run_on "$gpu" &
+  workers+=("$!")
+done
+failed=0
+for worker in "${workers[@]}"; do wait "$worker" || failed=1; done
 exit "$failed"
