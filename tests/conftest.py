@@ -7,12 +7,13 @@ GPUs, and with `--all-sizes` also those that only add sizes.
 from __future__ import annotations
 
 import os
-import sys
+
+from gpu_session import ON_GPU
 
 # Before jax: XLA reads its thread-pool size when the CPU client starts; with fewer threads than
 # executions in flight, 8 virtual devices on 2 cores deadlock inside XLA itself.
 os.environ.setdefault("NPROC", "64")
-os.environ.setdefault("JAX_PLATFORMS", "" if "gpu" in sys.argv else "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "" if ON_GPU else "cpu")
 # Tests that launch processes share the GPUs with this one.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".3")
 
@@ -20,8 +21,6 @@ import importlib.util
 
 import jax
 import pytest
-
-ON_GPU = "gpu" in sys.argv  # of `-m gpu`
 
 # Not through XLA_FLAGS: the multi-process tests' children would inherit it.
 if ON_GPU:
