@@ -164,14 +164,16 @@ def test_rounded_partials_stay_within_three_roundings(kind: str, implementation:
 
 
 def test_f32_partials_give_equal_bits_for_every_node_size(implementation: str) -> None:
-    base = Case(ranks=8, tokens=9, dtype="bfloat16", top_k=8, experts=16, mode="ht")
+    base = Case(
+        ranks=8, tokens=9, dtype="bfloat16", top_k=8, experts=16, mode="ht", partials="float32"
+    )
     ids = inputs_of(base, "holes").ids
-    if jax.default_backend() == "gpu":
-        pytest.skip("several nodes need the CPU platform")
     results = []
     # The reference has one tree; only the native path differs by node size.
     sizes = (None, 2) if implementation == "xla" else (None, 1, 2, 4)
     for node_size in sizes:
+        if node_size is not None and base.ranks % node_size:
+            continue  # on few GPUs
         case = Case(**{**base.__dict__, "node_size": node_size})
         group = group_of(case, implementation)
         inputs = inputs_of(case)
