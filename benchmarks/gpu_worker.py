@@ -31,7 +31,8 @@ parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
 parser.add_argument("--methods", nargs="+", default=["jax_ep", "dense", "ragged", "all_gather"])
 parser.add_argument("--calls", type=int, default=50, help="calls inside one scan")
-parser.add_argument("--ragged-calls", type=int, default=3, help="the same, of ragged_all_to_all")
+parser.add_argument("--seconds", type=float, default=1.0, help="stops repeats beyond 3")
+parser.add_argument("--ragged-calls", type=int, default=0, help="of the slow one; 0: by mode")
 parser.add_argument("--repeats", type=int, default=7)
 parser.add_argument("--ragged-name", default="ragged", help="its name in the results")
 parser.add_argument("--ranks", type=int, default=0, help="0: every GPU")
@@ -97,7 +98,10 @@ def looped(body, calls):
 def measure(run, calls, *arrays):
     run(*arrays).block_until_ready()
     seconds = []
-    for _ in range(args.repeats):
+    began = time.perf_counter()
+    while len(seconds) < args.repeats:
+        if len(seconds) >= 3 and time.perf_counter() - began > args.seconds:
+            break
         start = time.perf_counter()
         run(*arrays).block_until_ready()
         seconds.append((time.perf_counter() - start) / calls)
@@ -106,7 +110,8 @@ def measure(run, calls, *arrays):
 
 def calls_of(name):
     """Calls inside one scan."""
-    return args.ragged_calls if name == "ragged" else args.calls
+    slow = args.ragged_calls or {"ht": 1, "ll": 20}[args.mode]
+    return slow if name == "ragged" else args.calls
 
 
 @jax.jit
