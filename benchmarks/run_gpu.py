@@ -22,8 +22,12 @@ import plots
 
 HERE = pathlib.Path(__file__).parent
 SIZES = {"ht": ["1024", "4096", "8192", "16384"], "ll": ["1", "8", "32", "128", "512"]}
-# XLA's own kernel for one host is the default; this takes NCCL's sends and receives instead.
-RAGGED_BY_NCCL = "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false"
+# XLA's own kernel for one host is the default; this takes NCCL's sends and receives instead. The
+# second flag is new in jax 0.11, which refuses without it.
+RAGGED_BY_NCCL = (
+    "--xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel=false "
+    "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
+)
 # What a decoder does too: a short call's launches would cost more than the call.
 CAPTURED = (
     "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL,WHILE "

@@ -17,23 +17,33 @@ KNOWN = {
     ("LoadAcquireBlock", "StoreReleaseBlock"),
     # The scout writes a command when commands_issued leaves room, and publishes it by
     # commands_written; the loader reads it after commands_written and before commands_issued.
+    # EndTask changes the last command, which is published only behind it.
     ("team::IssueLoads", "team::Scout::Write"),
+    ("team::IssueLoads", "team::Scout::EndTask"),
     # The same for tasks: tasks_written, and tasks_sent by lane 0 after a SyncWarp of the readers.
     ("team::SendFlags", "team::Scout::WriteTask"),
+    # Slots of the ring and their heads: a warp reads them after the mbarrier `full`; lane 0 arrives
+    # at `empty` for all of its warp, behind a SyncWarp; the loader waits there before it writes.
+    ("BulkLoad", "team::Summer::Run"),
+    ("BulkLoad", "LoadElems"),
+    ("team::IssueLoads", "team::Summer::Run"),
 }
 SUMMARY = re.compile(
     r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)"
 )
-ACCESS = re.compile(r"(?:Read|Write) access at (.*?)\(")
 
 
 def function_of(line):
-    """The function that an access is in, without namespace and template arguments."""
-    found = ACCESS.search(line)
-    name = found[1] if found else line
-    while "<" in name and (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
-        name = shorter
-    return name.split()[-1].removeprefix("jax_ep::gpu::")
+    """The function that an access is in, without namespace, template and other arguments."""
+    name, depth = "", 0
+    for letter in line.partition(" access at ")[2]:
+        if letter == "(" and depth == 0:
+            break
+        if letter in "<>":
+            depth += 1 if letter == "<" else -1
+        elif depth == 0:
+            name += letter
+    return (name.split() or ["?"])[-1].removeprefix("jax_ep::gpu::")
 
 
 def reports_of(lines):

@@ -129,7 +129,8 @@ def pointer(array: jax.Array) -> int:
 
 
 def bytes_on(device: Any, num_bytes: int) -> jax.Array:
-    return jax.block_until_ready(jnp.zeros(num_bytes, jnp.uint8, device=device))
+    with jax.default_device(device):  # zeros(device=...) makes them on the first GPU and copies
+        return jax.block_until_ready(jnp.zeros(num_bytes, jnp.uint8))
 
 
 def run_grown_case(step_of: Callable[[jax_ep.Group], Any]) -> None:

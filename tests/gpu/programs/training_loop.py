@@ -23,6 +23,8 @@ if not jax.distributed.is_initialized():
     jax_ep.initialize()
 
 T, H, F, K, E, BIG = 256, 512, 512, 4, 16, 2048
+FEW = 10  # losses that are looked at, at the beginning and at the end
+RATE = 2.0  # the loss is a mean over H too, so gradients are small
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 N = mesh.size
 if args.mode == "ll":
@@ -57,7 +59,7 @@ def make_step(group):
         key = jax.random.fold_in(key, lax.axis_index("ep"))
         x = jax.random.normal(key, (T, H))
         loss, grads = jax.value_and_grad(loss_of)(params, x, jnp.roll(x, 1, axis=1))
-        params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
+        params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
         # A product as long as a layer's, and a collective of XLA's that depends on it.
         big = jnp.tanh(big @ big.T / BIG)
         everyone = lax.all_gather(big[:8, :8], "ep")
@@ -99,7 +101,7 @@ def losses(implementation, steps):
         began = time.monotonic()
         for i in range(steps):
             params, loss, big = step(params, jax.random.fold_in(key, i), big)
-            if i < 10 or i == steps - 1:
+            if i < FEW or i >= steps - FEW:
                 seen.append(loss)
             if i % 100 == 99:
                 group.check()
@@ -109,9 +111,10 @@ def losses(implementation, steps):
 
 
 native, seconds = losses("native", args.steps)
-reference, _ = losses("xla", 10)
+reference, _ = losses("xla", FEW)
 if jax.process_index() == 0:
-    print("losses", *native[:10], flush=True)
-np.testing.assert_allclose(native[:10], reference, rtol=2e-4)
-assert native[-1] < native[0], (native[0], native[-1])
+    print("losses", *native[:FEW], flush=True)
+np.testing.assert_allclose(native[:FEW], reference[:FEW], rtol=2e-4)
+# A single loss differs from batch to batch by more than few steps learn.
+assert np.mean(native[-FEW:]) < 0.98 * np.mean(native[:FEW]), native
 print(f"steps {args.steps} ranks {N} {seconds:.1f}s last {native[-1]:.5f} DONE", flush=True)
