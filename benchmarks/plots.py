@@ -1,5 +1,7 @@
 """Plots of the GPU benchmarks' results."""
 
+CUT_OFF = 2.0  # of the shortest bar
+
 
 def exchanges(results, path):
     """Dispatch + combine against tokens, one panel per mode, shape and routing."""
@@ -32,7 +34,7 @@ def exchanges(results, path):
 
 
 def layers(results, path):
-    """Whole layers: the experts' products below, all other time above."""
+    """Whole layers: the experts' products below, all other time above; long bars are cut off."""
     bars = [
         (f"{name}\n{result['routing']} T={result['tokens']}", result["gemms_us"], us)
         for result in results
@@ -42,12 +44,15 @@ def layers(results, path):
         return
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(2 + 1.3 * len(bars), 4.5), layout="constrained")
+    top = CUT_OFF * min(us for _, _, us in bars) / 1e3
     for x, (_, gemms, us) in enumerate(bars):
         axes.bar(x, gemms / 1e3, color="lightgrey")
         axes.bar(x, (us - gemms) / 1e3, bottom=gemms / 1e3, color="tab:red")
-        axes.text(x, us / 1e3, f"{us / 1e3:.1f}", ha="center", va="bottom", fontsize=8)
+        axes.text(x, min(us / 1e3, top), f"{us / 1e3:.1f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(bars)), [label for label, _, _ in bars], fontsize=7)
-    axes.set_ylabel("value_and_grad, ms: experts' products (grey) and the rest (red)")
+    axes.set_ylim(0, 1.05 * top)
+    axes.set_ylabel("value_and_grad, ms")
+    axes.set_title("the experts' products alone (grey) and the rest (red)", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
