@@ -5,8 +5,8 @@
 
 #include "proxy/base/blob.h"
 #include "proxy/base/env.h"
+#include "proxy/base/topology.h"
 #include "proxy/command_ring.h"
-#include "proxy/transport/topology.h"
 
 namespace jax_ep {
 namespace {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
-#include "proxy/transport/topology.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/session.h"

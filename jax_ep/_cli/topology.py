@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-# In the order of Distance in proxy/transport/topology.h; the words of `nvidia-smi topo`.
+# In the order of Distance in proxy/base/topology.h; the words of `nvidia-smi topo`.
 DISTANCES = (
     "same switch (PIX)",
     "several switches (PXB)",

@@ -7,8 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "proxy/base/topology.h"
 #include "proxy/transport.h"
-#include "proxy/transport/topology.h"
 
 namespace jax_ep {
 

@@ -1,5 +1,5 @@
 // What is read from sysfs, and the distances that follow.
-#include "proxy/transport/topology.h"
+#include "proxy/base/topology.h"
 
 #include <gtest/gtest.h>
 

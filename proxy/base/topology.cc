@@ -1,4 +1,4 @@
-#include "proxy/transport/topology.h"
+#include "proxy/base/topology.h"
 
 #include <sched.h>
 
