@@ -132,12 +132,10 @@ Kernel KernelOf(uint32_t num_ranks, bool is_vectorised) {
   constexpr uint32_t kFewLevels = 3;
   constexpr uint32_t kMostLevels = 7;
   static_assert(kMaxNodeRanks < 1u << kMostLevels, "a rank's bit is a level of the tree");
-  if (num_ranks < 1u << kFewLevels) {
-    return is_vectorised ? &CombineRows<Elem, Partial, true, kFewLevels>
-                         : &CombineRows<Elem, Partial, false, kFewLevels>;
-  }
-  return is_vectorised ? &CombineRows<Elem, Partial, true, kMostLevels>
-                       : &CombineRows<Elem, Partial, false, kMostLevels>;
+  // Odd rows are rare, and each kernel costs seconds of the build.
+  if (!is_vectorised) return &CombineRows<Elem, Partial, false, kMostLevels>;
+  return num_ranks < 1u << kFewLevels ? &CombineRows<Elem, Partial, true, kFewLevels>
+                                      : &CombineRows<Elem, Partial, true, kMostLevels>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {

@@ -68,21 +68,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 using Kernel = void (*)(PushCombineParams);
 
 template <typename Elem, typename Partial>
-Kernel KernelOf(uint32_t num_ranks, bool is_vectorised) {
+Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
   constexpr uint32_t kFewLevels = 3;
   constexpr uint32_t kMostLevels = 7;
-  static_assert(kMaxNodeRanks < 1u << kMostLevels, "a rank's bit is a level of the tree");
-  if (num_ranks < 1u << kFewLevels) {
-    return is_vectorised ? &PushCombine<Types<Elem, Partial, true, kFewLevels>>
-                         : &PushCombine<Types<Elem, Partial, false, kFewLevels>>;
-  }
-  return is_vectorised ? &PushCombine<Types<Elem, Partial, true, kMostLevels>>
-                       : &PushCombine<Types<Elem, Partial, false, kMostLevels>>;
+  static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
+  // Odd rows are rare, and each kernel costs seconds of the build.
+  if (!is_vectorised) return &PushCombine<Types<Elem, Partial, false, kMostLevels>>;
+  return num_leaves < 1u << kFewLevels ? &PushCombine<Types<Elem, Partial, true, kFewLevels>>
+                                       : &PushCombine<Types<Elem, Partial, true, kMostLevels>>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    return KernelOf<Elem, Partial>(shape.num_ranks, is_vectorised);
+    return KernelOf<Elem, Partial>(RankLeaves(shape).count, is_vectorised);
   });
 }
 
