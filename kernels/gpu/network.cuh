@@ -60,6 +60,7 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
                       static_cast<unsigned long long>(count));
     is_ok = WaitForRoom(device, ring, first + count, operation) ? 1 : 0;
   }
+  SyncWarp();  // the room that lane 0 has seen comes before the stores of all
   is_ok = FromLane(is_ok, 0);
   if (is_ok == 0) return false;  // the slots stay empty: the proxy is at its end as well
   first = FromLane(first, 0);
