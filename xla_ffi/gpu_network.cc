@@ -11,17 +11,6 @@
 namespace jax_ep {
 namespace {
 
-Status ToStatus(const char* error, const std::string& what) {
-  if (error == nullptr) return Status::Ok();
-  return Internal(what + ": " + error);
-}
-
-// Commands of a flow go into the ring of the receiver's node and arrive at the endpoint of that
-// number, so both ends have the peer there.
-bool IsServedBy(uint32_t ring, uint32_t num_rings, uint32_t node, uint32_t other_node) {
-  return node != other_node && (other_node % num_rings == ring || node % num_rings == ring);
-}
-
 // CPUs of the device's NUMA node that this process may use; empty: not known, or none of them.
 std::vector<int> NearCpus(std::string_view pci_address) {
   const int numa_node = ReadPciDevice(kSysfs, pci_address).numa_node;
@@ -34,6 +23,11 @@ std::vector<int> NearCpus(std::string_view pci_address) {
 }
 
 }  // namespace
+
+Status ToStatus(const char* error, const std::string& what) {
+  if (error == nullptr) return Status::Ok();
+  return Internal(what + ": " + error);
+}
 
 struct GpuNetwork::Member {
   LocalRank id;
@@ -53,14 +47,6 @@ GpuNetwork::GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api)
 GpuNetwork::~GpuNetwork() {
   Stop();
   static_cast<void>(Release());
-}
-
-bool GpuNetwork::IsOneProcess() const {
-  return std::all_of(
-      options_.team_processes.begin(), options_.team_processes.end(), [this](const auto& team) {
-        return std::all_of(team.begin(), team.end(),
-                           [this](uint32_t process) { return process == options_.process_index; });
-      });
 }
 
 Status GpuNetwork::Pin(std::span<std::byte> memory) {
@@ -85,8 +71,9 @@ Status GpuNetwork::AddMember(const LocalRank& local, FailureLatch* failure) {
   auto member = std::make_unique<Member>();
   member->id = local;
   JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->use_device(member->device()), "network"));
-  JAX_EP_ASSIGN_OR_RETURN(member->stage, SharedMemory::Create(api_.stage_bytes(&options_.shape),
-                                                              /*shareable=*/!IsOneProcess()));
+  JAX_EP_ASSIGN_OR_RETURN(member->stage,
+                          SharedMemory::Create(api_.stage_bytes(&options_.shape),
+                                               /*shareable=*/!IsOneProcess(options_)));
   JAX_EP_RETURN_IF_ERROR(Pin(member->stage.bytes()));
   Member& added = *members_.emplace_back(std::move(member));
   return AddProxies(added, failure);
@@ -120,21 +107,22 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
         SharedMemory memory,
         SharedMemory::Create(CommandRing::BytesFor(env.ring_slots), /*shareable=*/false));
     JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
-    EndpointOptions endpoint{.rank = member.id.rank,
-                             .num_ranks = shape.num_ranks,
-                             .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
-                             .heap = member.stage.bytes(),
-                             .heap_export = IsOneProcess() ? std::string() : member.stage.Export(),
-                             .flag =
-                                 [this, stage](Channel channel, uint32_t source) {
-                                   return reinterpret_cast<std::atomic<uint64_t>*>(
-                                       stage + api_.stage_flag(&options_.shape, channel, source));
-                                 },
-                             .ring_slots = env.ring_slots,
-                             .ring_memory = memory.bytes(),
-                             .place = place};
+    EndpointOptions endpoint{
+        .rank = member.id.rank,
+        .num_ranks = shape.num_ranks,
+        .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
+        .heap = member.stage.bytes(),
+        .heap_export = IsOneProcess(options_) ? std::string() : member.stage.Export(),
+        .flag =
+            [this, stage](Channel channel, uint32_t source) {
+              return reinterpret_cast<std::atomic<uint64_t>*>(
+                  stage + api_.stage_flag(&options_.shape, channel, source));
+            },
+        .ring_slots = env.ring_slots,
+        .ring_memory = memory.bytes(),
+        .place = place};
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      if (IsServedBy(ring, num_rings_, node, peer / shape.node_size)) {
+      if (gpu::RingServes(ring, num_rings_, node, peer / shape.node_size)) {
         endpoint.peers.push_back(peer);
       }
     }
@@ -207,7 +195,7 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
       continue;
     }
     for (uint32_t ring = 0; ring < num_rings_; ++ring) {
-      if (!IsServedBy(ring, num_rings_, node, peer_node)) continue;
+      if (!gpu::RingServes(ring, num_rings_, node, peer_node)) continue;
       JAX_EP_RETURN_IF_ERROR(member.proxies[ring]->Connect(0, peer, endpoints[ring], deadline));
     }
   }

@@ -18,6 +18,9 @@
 
 namespace jax_ep {
 
+// What the GPU library said: `error` is its text, null where all went well.
+Status ToStatus(const char* error, const std::string& what);
+
 // Thread rule: everything but stats and DumpState on a thread that may change the runtime's current
 // device.
 class GpuNetwork {
@@ -58,7 +61,6 @@ class GpuNetwork {
   Status AddProxies(Member& member, FailureLatch* failure);
   Status ConnectMember(Member& member, const Blobs& blobs);
   Status Pin(std::span<std::byte> memory);
-  bool IsOneProcess() const;
 
   const SessionOptions options_;
   const gpu::GpuApi& api_;

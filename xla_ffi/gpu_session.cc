@@ -23,11 +23,6 @@ Status OnOwnThread(const std::function<Status()>& body) {
   return status;
 }
 
-Status ToStatus(const char* error, const std::string& what) {
-  if (error == nullptr) return Status::Ok();
-  return Internal(what + ": " + error);
-}
-
 const char* Name(gpu::Operation operation) {
   switch (operation) {
     case gpu::Operation::kPlan:

@@ -51,10 +51,7 @@ Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
 
 Status Session::AllocateMembers() {
   const GroupShape& shape = options_.shape;
-  bool one_process = true;
-  for (const auto& team : options_.team_processes) {
-    for (const uint32_t process : team) one_process &= process == options_.process_index;
-  }
+  const bool one_process = IsOneProcess(options_);
   Env env;  // only the proxy has settings
   if (shape.num_nodes() > 1) {
     JAX_EP_ASSIGN_OR_RETURN(env, Env::Read());

@@ -21,6 +21,15 @@ Status CheckOptions(const SessionOptions& options) {
   return Status::Ok();
 }
 
+bool IsOneProcess(const SessionOptions& options) {
+  for (const auto& team : options.team_processes) {
+    for (const uint32_t process : team) {
+      if (process != options.process_index) return false;
+    }
+  }
+  return true;
+}
+
 RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local) {
   const std::vector<std::pair<uint32_t, uint32_t>>& all = options.host_ranks;
   const auto at = std::find(all.begin(), all.end(), std::pair(local.team, local.rank));

@@ -41,6 +41,9 @@ struct SessionOptions {
 // \error kInvalidArgument  the rank table and the shape disagree
 Status CheckOptions(const SessionOptions& options);
 
+// Whether every rank of every team lives in this process.
+bool IsOneProcess(const SessionOptions& options);
+
 // Without device_pci, which only the owner of a device can tell.
 RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local);
 

@@ -80,8 +80,16 @@ struct PeerMemory {
   uint64_t arena_bytes = 0;
 };
 
+// The ring of a rank that takes all of its commands to a node, so that a flow has one.
+constexpr uint32_t RingOfNode(uint32_t num_rings, uint32_t node) { return node % num_rings; }
+// Whether two nodes meet in the proxies of that ring: it takes the commands of one to the other.
+constexpr bool RingServes(uint32_t ring, uint32_t num_rings, uint32_t node, uint32_t other) {
+  return node != other &&
+         (RingOfNode(num_rings, other) == ring || RingOfNode(num_rings, node) == ring);
+}
+
 // The way to other nodes: stages in pinned host memory that all GPUs of the node map, and the rings
-// of this rank's proxies. A command to node n goes into ring n % num_rings, so that a flow has one.
+// of this rank's proxies.
 struct NetworkConfig {
   std::byte* const* stages = nullptr;  // [node_size] GpuApi.stage_bytes each, zero-initialised
   std::byte* const* rings = nullptr;   // [num_rings] made by CommandRing::Create

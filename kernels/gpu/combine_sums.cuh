@@ -63,22 +63,12 @@ __device__ inline void SumLocalRows(const CombineKernelParams& params, const Loc
   for (uint32_t i = 0; i < count; ++i) {
     const auto* row = reinterpret_cast<const Word*>(
         params.y + static_cast<uint64_t>(local.rows[i]) * params.row_bytes);
-    const float weight = local.weights[i];
     Word words[kWords];
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) {
       if (word + j * kWarpSize < num_words) words[j] = row[word + j * kWarpSize];
     }
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) {
-      float values[kElems];
-      Unpack<Elem>(words[j], values);
-#pragma unroll
-      for (uint32_t e = 0; e < kElems; ++e) {
-        const float product = Multiply(weight, values[e]);
-        sums[j][e] = i == 0 ? product : Add(sums[j][e], product);
-      }
-    }
+    AddRow<Elem>(words, local.weights[i], i == 0, sums);
   }
 }
 

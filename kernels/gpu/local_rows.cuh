@@ -51,6 +51,22 @@ __device__ inline float RideOf(const Params& params, const LocalRows& local, uin
   return params.ride[static_cast<uint64_t>(local.rows[0]) * params.device.shape.top_k + k];
 }
 
+// Adds a row's words, weighted; the first one begins the sums.
+template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
+__device__ inline void AddRow(const Word (&words)[kWords], float weight, bool is_first,
+                              float (&sums)[kWords][kElems]) {
+#pragma unroll
+  for (uint32_t j = 0; j < kWords; ++j) {
+    float values[kElems];
+    Unpack<Elem>(words[j], values);
+#pragma unroll
+    for (uint32_t e = 0; e < kElems; ++e) {
+      const float product = Multiply(weight, values[e]);
+      sums[j][e] = is_first ? product : Add(sums[j][e], product);
+    }
+  }
+}
+
 template <uint32_t kWords, uint32_t kElems>
 __device__ inline void CopySums(float (&to)[kWords][kElems], const float (&from)[kWords][kElems]) {
 #pragma unroll

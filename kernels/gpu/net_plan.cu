@@ -79,19 +79,15 @@ __global__ void __launch_bounds__(kThreads)
                 OwnHeapAt<int32_t>(device, CountsOf(device, sequence, device.rank)), count);
   SyncBlock();
   if (WarpId() == 0) {
-    WarpPushToRemotes(
-        device, Operation::kPlan, [](uint32_t) { return true; },
-        [&](uint32_t peer) {
-          const uint32_t own =
-              RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
-          return Command{.op = Op::kWriteSignal,
-                         .dst_rank = peer,
-                         .length_bytes = layout.counts_bytes,
-                         .local_offset = layout.counts_send.At(parity),
-                         .remote_offset = layout.counts_recv.At(parity, own),
-                         .channel = Channel::kPlan,
-                         .epoch = 2 * epoch - 1};
-        });
+    WarpPushToAllRemotes(device, Operation::kPlan, [&](uint32_t peer) {
+      return Command{.op = Op::kWriteSignal,
+                     .dst_rank = peer,
+                     .length_bytes = layout.counts_bytes,
+                     .local_offset = layout.counts_send.At(parity),
+                     .remote_offset = layout.counts_recv.At(parity, OwnIndexAt(device, peer)),
+                     .channel = Channel::kPlan,
+                     .epoch = 2 * epoch - 1};
+    });
   }
   TakeFromRemotes(device, 2 * epoch - 1, device.layout.entry_flags, &is_ok,
                   [&](uint32_t source, uint32_t index) {
@@ -143,22 +139,18 @@ __global__ void __launch_bounds__(kThreads)
   }
   SyncBlock();
   if (WarpId() == 0) {
-    WarpPushToRemotes(
-        device, Operation::kPlan, [](uint32_t) { return true; },
-        [&](uint32_t peer) {
-          const uint32_t own =
-              RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
-          const ListPart sent = parts[peer];
-          const uint64_t begin = sent.begin / kUnit * kWireUnitBytes;
-          const uint64_t end = (sent.end + kUnit - 1) / kUnit * kWireUnitBytes;
-          return Command{.op = sent.end > sent.begin ? Op::kWriteSignal : Op::kSignal,
-                         .dst_rank = peer,
-                         .length_bytes = sent.end > sent.begin ? end - begin : 0,
-                         .local_offset = layout.list_send.At(parity) + begin,
-                         .remote_offset = layout.list_recv.At(parity, own) + begin,
-                         .channel = Channel::kPlan,
-                         .epoch = 2 * epoch};
-        });
+    WarpPushToAllRemotes(device, Operation::kPlan, [&](uint32_t peer) {
+      const ListPart sent = parts[peer];
+      const uint64_t begin = sent.begin / kUnit * kWireUnitBytes;
+      const uint64_t end = (sent.end + kUnit - 1) / kUnit * kWireUnitBytes;
+      return Command{.op = sent.end > sent.begin ? Op::kWriteSignal : Op::kSignal,
+                     .dst_rank = peer,
+                     .length_bytes = sent.end > sent.begin ? end - begin : 0,
+                     .local_offset = layout.list_send.At(parity) + begin,
+                     .remote_offset = layout.list_recv.At(parity, OwnIndexAt(device, peer)) + begin,
+                     .channel = Channel::kPlan,
+                     .epoch = 2 * epoch};
+    });
   }
   TakeFromRemotes(
       device, 2 * epoch, device.layout.list_flags, &word, [&](uint32_t source, uint32_t index) {

@@ -17,16 +17,19 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
 
-__device__ inline Command RecordTo(const DeviceRank& device, uint32_t peer, const HeapArea& sent,
-                                   const HeapArea& received, uint32_t set, uint64_t offset,
-                                   uint64_t num_bytes) {
-  const uint32_t own = RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
+// `num_bytes` at `offset` of a dispatch's set to `peer`, as record `number`.
+__device__ inline Command RecordTo(const DeviceRank& device, uint32_t peer, uint32_t set,
+                                   uint64_t epoch, uint64_t offset, uint64_t num_bytes,
+                                   uint32_t number) {
+  const NetLayout& layout = device.network->layout;
   return {.op = Op::kWrite,
           .dst_rank = peer,
           .length_bytes = num_bytes,
-          .local_offset = sent.At(set) + offset,
-          .remote_offset = received.At(set, own) + offset,
-          .channel = Channel::kLlDispatch};
+          .local_offset = layout.ll_rows_send.At(set) + offset,
+          .remote_offset = layout.ll_rows_recv.At(set, OwnIndexAt(device, peer)) + offset,
+          .channel = Channel::kLlDispatch,
+          .epoch = epoch,
+          .value = number};
 }
 
 // One warp.
@@ -46,15 +49,11 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
                   cells_bytes);
   }
   SyncWarp();
-  WarpPushToRemotes(
-      device, params.operation, [](uint32_t) { return true; },
-      [&](uint32_t peer) {
-        Command command = RecordTo(device, peer, layout.ll_rows_send, layout.ll_rows_recv, slot.set,
-                                   0, layout.ll_head_bytes);
-        command.epoch = epoch;
-        command.value = static_cast<uint32_t>(device.shape.ll_tokens);  // the slot after the rows'
-        return command;
-      });
+  WarpPushToAllRemotes(device, params.operation, [&](uint32_t peer) {
+    // The number after the rows'.
+    return RecordTo(device, peer, slot.set, epoch, 0, layout.ll_head_bytes,
+                    static_cast<uint32_t>(device.shape.ll_tokens));
+  });
 }
 
 __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, uint64_t epoch,
@@ -81,11 +80,7 @@ __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, u
   WarpPushToRemotes(
       device, params.operation, [&](uint32_t peer) { return (dests >> peer & 1) != 0; },
       [&](uint32_t peer) {
-        Command command = RecordTo(device, peer, layout.ll_rows_send, layout.ll_rows_recv, slot.set,
-                                   offset, layout.ll_row_pitch);
-        command.epoch = epoch;
-        command.value = token;
-        return command;
+        return RecordTo(device, peer, slot.set, epoch, offset, layout.ll_row_pitch, token);
       });
 }
 
@@ -200,14 +195,12 @@ __global__ void __launch_bounds__(kThreads)
   if (!LastToArrive(device, &word) || slot.is_ok == 0 || HasFailed(device)) return;
   const uint64_t read = sets.read + 1;
   if (WarpId() == 0) {
-    WarpPushToRemotes(
-        device, params.operation, [](uint32_t) { return true; },
-        [&](uint32_t peer) {
-          return Command{.op = Op::kSignal,
-                         .dst_rank = peer,
-                         .channel = ChannelsOf(params.kind).read,
-                         .epoch = read};
-        });
+    WarpPushToAllRemotes(device, params.operation, [&](uint32_t peer) {
+      return Command{.op = Op::kSignal,
+                     .dst_rank = peer,
+                     .channel = ChannelsOf(params.kind).read,
+                     .epoch = read};
+    });
   }
   SyncBlock();
   if (threadIdx.x == 0) {

@@ -54,15 +54,13 @@ __device__ inline void FinishSending(const DeviceRank& device, SetKind kind, Ope
   NetSets& sets = NetSetsOf(device, kind);
   const uint64_t epoch = sets.started + 1;
   if (WarpId() == 0) {
-    WarpPushToRemotes(
-        device, operation, [](uint32_t) { return true; },
-        [&](uint32_t peer) {
-          return Command{.op = Op::kSignal,
-                         .dst_rank = peer,
-                         .channel = ChannelsOf(kind).records,
-                         .epoch = epoch,
-                         .value = LoadRelaxedGpu(&state->sent[peer]) + num_more};
-        });
+    WarpPushToAllRemotes(device, operation, [&](uint32_t peer) {
+      return Command{.op = Op::kSignal,
+                     .dst_rank = peer,
+                     .channel = ChannelsOf(kind).records,
+                     .epoch = epoch,
+                     .value = LoadRelaxedGpu(&state->sent[peer]) + num_more};
+    });
   }
   SyncBlock();
   if (threadIdx.x < kMaxNodeRanks) state->sent[threadIdx.x] = 0;

@@ -25,6 +25,11 @@ __device__ inline uint32_t RailRank(const DeviceRank& device, uint32_t node) {
   return node * device.shape.node_size + LocalRankOf(device);
 }
 
+// Where `peer`, of another node, keeps what comes from this rank.
+__device__ inline uint32_t OwnIndexAt(const DeviceRank& device, uint32_t peer) {
+  return RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
+}
+
 // One thread waits until the ring has room for the commands before `end`. An acquire: what the
 // caller stores into those slots comes after the proxy's reads of what they held.
 __device__ inline bool WaitForRoom(const DeviceRank& device, uint32_t ring, uint64_t end,
@@ -51,7 +56,7 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
   const DeviceNetwork& net = *device.network;
   const LaneMask lanes = Ballot(has);
   if (lanes == 0) return true;
-  const uint32_t ring = node % net.num_rings;
+  const uint32_t ring = RingOfNode(net.num_rings, node);
   uint64_t first = 0;
   uint32_t is_ok = 1;
   if (LaneId() == 0) {
@@ -104,6 +109,10 @@ __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation,
     }
   }
   return is_ok;
+}
+template <typename Make>
+__device__ bool WarpPushToAllRemotes(const DeviceRank& device, Operation operation, Make&& make) {
+  return WarpPushToRemotes(device, operation, [](uint32_t) { return true; }, make);
 }
 // The same for the ranks of this rank's rail.
 template <typename Make>

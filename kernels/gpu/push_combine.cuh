@@ -57,17 +57,7 @@ __device__ inline void SumLocalRows(const PushCombineParams& params, const Local
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) words[j] = next[j];
     if (i + 1 < count) load(i + 1);
-    const float weight = local.weights[i];
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) {
-      float values[kElems];
-      Unpack<Elem>(words[j], values);
-#pragma unroll
-      for (uint32_t e = 0; e < kElems; ++e) {
-        const float product = Multiply(weight, values[e]);
-        sums[j][e] = i == 0 ? product : Add(sums[j][e], product);
-      }
-    }
+    AddRow<Elem>(words, local.weights[i], i == 0, sums);
   }
 }
 

@@ -71,8 +71,7 @@ __device__ void SendRecord(const PushCombineParams& params, const CallSlot& slot
   }
   CountSent(device, uint64_t{1} << owner);
   SyncWarp();
-  const uint64_t place =
-      layout.ll_sums_recv.At(slot.set, RemoteIndex(device.shape, owner_node, device.rank));
+  const uint64_t place = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner));
   WarpPush(device, params.operation, owner_node, LaneId() == 0,
            {.op = Op::kWrite,
             .dst_rank = owner,

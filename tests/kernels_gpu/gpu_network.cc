@@ -27,8 +27,7 @@ void Must(const Status& status) {
 
 }  // namespace
 
-GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots,
-                       const std::string& faulty_spec)
+GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots)
     : shape_(shape), num_rings_(num_rings), ring_slots_(ring_slots) {
   const gpu::GpuApi* api = jax_ep_gpu_api();
   for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
@@ -38,7 +37,7 @@ GpuNetwork::GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t rin
     }
   }
   for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
-    for (uint32_t ring = 0; ring < num_rings; ++ring) AddProxy(rank, ring, faulty_spec);
+    for (uint32_t ring = 0; ring < num_rings; ++ring) AddProxy(rank, ring);
   }
   for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
     for (uint32_t ring = 0; ring < num_rings; ++ring) {
@@ -60,16 +59,13 @@ GpuNetwork::~GpuNetwork() {
   for (std::byte* ring : rings_) CheckCuda(cudaFreeHost(ring), "free");
 }
 
-// A flow has one ring at both ends, so that proxies of one number meet.
 bool GpuNetwork::IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const {
-  const uint32_t node = rank / shape_.node_size;
-  const uint32_t other = peer / shape_.node_size;
-  return node != other && (other % num_rings_ == ring || node % num_rings_ == ring);
+  return gpu::RingServes(ring, num_rings_, rank / shape_.node_size, peer / shape_.node_size);
 }
 
-void GpuNetwork::AddProxy(uint32_t rank, uint32_t ring, const std::string& faulty_spec) {
-  Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(
-      {.group_name = "test", .transport = "loopback", .faulty_spec = faulty_spec}, &failure_);
+void GpuNetwork::AddProxy(uint32_t rank, uint32_t ring) {
+  Result<std::unique_ptr<Proxy>> proxy =
+      Proxy::Create({.group_name = "test", .transport = "loopback"}, &failure_);
   Must(proxy.status());
   std::byte* stage = stages_[rank];
   const GroupShape shape = shape_;

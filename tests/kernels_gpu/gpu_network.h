@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "kernels/gpu/api.h"
@@ -17,17 +16,15 @@ namespace jax_ep::testing {
 class GpuNetwork {
  public:
   // Each rank has `num_rings` proxies, each with a ring of `ring_slots`.
-  GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots,
-             const std::string& faulty_spec);
+  GpuNetwork(const GroupShape& shape, uint32_t num_rings, uint32_t ring_slots);
   ~GpuNetwork();  // after the streams have been drained
   GpuNetwork(const GpuNetwork&) = delete;
   GpuNetwork& operator=(const GpuNetwork&) = delete;
 
   gpu::NetworkConfig ConfigOf(uint32_t rank) const;
-  const FailureLatch& failure() const { return failure_; }
 
  private:
-  void AddProxy(uint32_t rank, uint32_t ring, const std::string& faulty_spec);
+  void AddProxy(uint32_t rank, uint32_t ring);
   Proxy& ProxyOf(uint32_t rank, uint32_t ring) { return *proxies_[rank * num_rings_ + ring]; }
   bool IsServedBy(uint32_t ring, uint32_t rank, uint32_t peer) const;
 

@@ -64,8 +64,7 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
   }
   const GroupShape& shape = options_.shape;
   if (shape.num_nodes() > 1) {
-    network_ = std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.network_slots,
-                                            options_.faulty_spec);
+    network_ = std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.network_slots);
   }
   for (uint32_t r = 0; r < num_ranks(); ++r) {
     UseDeviceOf(r);
