@@ -29,8 +29,8 @@ struct CombineKernelParams {
   uint32_t piece_elems;  // that a ring slot holds
   uint32_t num_teams;    // of a block
   uint32_t summers;      // warps of a team that sum
-  uint32_t group_rows;   // slots of a team's ring that are handed over at once
-  uint32_t ring_groups;
+  uint32_t group_rows;   // rows of a sum that are handed over at once, at most
+  uint32_t ring_slots;   // of a team
   uint32_t slot_bytes;
   uint32_t team_bytes;  // of shared memory
 };

@@ -4,8 +4,9 @@
 //   the scout   takes chunks: partials for other owners in the order that all ranks share, or the
 //               sums of this rank's own tokens once their partials are here; it writes batches of
 //               commands, one per piece of a row, in the order in which they are summed;
-//   the issuer  turns commands into bulk loads, as groups of the ring's slots become free;
-//   summers     each have their share of a piece in registers, add slot after slot, and store the
+//   the issuer  turns commands into bulk loads, a few rows of a sum at once, as the ring's slots
+//               become free;
+//   summers     each have their share of a piece in registers, add row after row, and store the
 //               result where the last command of a sum says;
 //   the herald  sends a chunk's flag when the summers are through with it.
 // A scout waits for flags only when all partials of this rank have been taken. Those never wait, so
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine), &word)) {
     if (warp < params.summers) {
-      Summer<Elem, Partial, kDepth>::Run(params, team, warp);
+      Summer<Elem, Partial, kDepth>(params, team, warp).Run();
     } else if (warp == params.summers) {
       IssueLoads(params, team);
     } else if (warp == params.summers + 1) {
@@ -93,11 +94,11 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   params.slot_bytes = params.summers * kWarpElems * static_cast<uint32_t>(elem_bytes);
   constexpr uint32_t kHeadBytes = TeamHeadBytes();
   const uint32_t share = rank.shared_bytes_per_block / params.num_teams;
-  const uint32_t ring_slots = std::min((share - kHeadBytes) / params.slot_bytes, kMaxSlots);
-  constexpr uint32_t kFewestGroups = 4;
-  params.group_rows = std::clamp(ring_slots / kFewestGroups, 1u, kMaxGroupRows);
-  params.ring_groups = ring_slots / params.group_rows;
-  params.team_bytes = kHeadBytes + ring_slots * params.slot_bytes;
+  // Fewer than there are barriers, so that a group's are free when its slots are.
+  params.ring_slots = std::min((share - kHeadBytes) / params.slot_bytes, kGroups - 1);
+  constexpr uint32_t kFewestGroups = 3;
+  params.group_rows = std::clamp(params.ring_slots / kFewestGroups, 1u, kMaxGroupRows);
+  params.team_bytes = kHeadBytes + params.ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));

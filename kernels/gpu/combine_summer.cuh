@@ -7,40 +7,59 @@
 namespace jax_ep::gpu::team {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// One warp: turns commands into groups of loads, as groups of slots become free.
+// One warp: turns commands into loads. A group is what the next sum still wants, up to group_rows
+// rows, so that summers wait once for several rows and run through them without looking further.
 __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& team) {
   unsigned char* ring = RingOf(team);
   RingPosition from;
-  RingPosition to{.parity = 1};
+  RingPosition oldest;     // group whose slots become free next
+  uint32_t group = 0;      // the next one
+  uint32_t slot = 0;       // its first
+  uint32_t num_slots = 0;  // lane g: of group g
+  uint32_t num_free = params.ring_slots;
   for (bool stops = false; !stops; from.Advance(kBatches)) {
     BarrierWait(&team.batch_full[from.slot], from.parity);
     const Batch& batch = team.batches[from.slot];
     const uint32_t count = batch.count;
     stops = batch.stops != 0;
     if (batch.needs_fence != 0) FenceProxyAsync();  // what the scout acquired, in every lane
-    for (uint32_t first = 0; first < count;
-         first += params.group_rows, to.Advance(params.ring_groups)) {
-      const uint32_t num_rows = min(count - first, params.group_rows);
-      const bool has_row = LaneId() < num_rows;
+    uint32_t num_rows;
+    for (uint32_t first = 0; first < count; first += num_rows) {
+      const uint32_t most = min(count - first, params.group_rows);
       Command command{};
-      if (has_row) command = batch.commands[first + LaneId()];
-      uint32_t num_bytes = command.num_bytes;
+      if (LaneId() < most) command = batch.commands[first + LaneId()];
+      const LaneMask ends = Ballot((command.ops & kEndsSum) != 0);
+      num_rows = ends != 0 ? static_cast<uint32_t>(__ffs(static_cast<int>(ends))) : most;
+      const bool has_row = LaneId() < num_rows;
+      uint32_t num_bytes = has_row ? command.num_bytes : 0;
 #pragma unroll
       for (uint32_t mask = kMaxGroupRows / 2; mask > 0; mask /= 2) {
         num_bytes += FromLaneXor(num_bytes, mask);
       }
-      BarrierWait(&team.empty[to.slot], to.parity);
-      const uint32_t slot = to.slot * params.group_rows + LaneId();
-      if (has_row) team.slots[slot] = {command.to, command.weight, command.ops};
+      const uint32_t begins = FromLane(command.ops, 0) & kBeginsSum;
+      for (; num_free < num_rows; oldest.Advance(kGroups)) {
+        BarrierWait(&team.empty[oldest.slot], oldest.parity);
+        num_free += FromLane(num_slots, oldest.slot);
+      }
+      num_free -= num_rows;
+      if (LaneId() == group) num_slots = num_rows;
+      if (has_row) team.weights[group].of_row[LaneId()] = command.weight;
+      if (LaneId() == num_rows - 1) {
+        team.groups[group] = {command.to, command.ops | begins, static_cast<uint16_t>(slot),
+                              static_cast<uint16_t>(num_rows)};
+      }
       SyncWarp();
-      if (LaneId() == 0) {
-        team.counts[to.slot] = num_rows;
-        BarrierExpectBytes(&team.full[to.slot], num_bytes);
+      if (LaneId() == 0) BarrierExpectBytes(&team.full[group], num_bytes);
+      if (has_row && command.num_bytes > 0) {
+        const uint32_t own = slot + LaneId();
+        BulkLoad(ring + static_cast<uint64_t>(own < params.ring_slots ? own
+                                                                      : own - params.ring_slots) *
+                            params.slot_bytes,
+                 command.from, command.num_bytes, &team.full[group]);
       }
-      if (command.num_bytes > 0) {
-        BulkLoad(ring + static_cast<uint64_t>(slot) * params.slot_bytes, command.from,
-                 command.num_bytes, &team.full[to.slot]);
-      }
+      slot += num_rows;
+      if (slot >= params.ring_slots) slot -= params.ring_slots;
+      group = (group + 1) % kGroups;
     }
     SyncWarp();
     if (LaneId() == 0) BarrierArrive(&team.batch_empty[from.slot]);
@@ -49,10 +68,51 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
 
 // kDepth: sums that wait in the tree over ranks, at most.
 template <typename Elem, typename Partial, uint32_t kDepth>
-struct Summer {
+class Summer {
+ public:
+  __device__ Summer(const CombineKernelParams& params, TeamState& team, uint32_t warp)
+      : team_(team),
+        ring_(RingOf(team)),
+        slot_bytes_(params.slot_bytes),
+        ring_slots_(params.ring_slots),
+        first_word_(warp * kWords * kWarpSize + LaneId()) {}
+
+  // One warp: its words of all slots.
+  __device__ void Run() {
+    RingPosition task;
+    RingPosition at;
+    while (true) {
+      BarrierWait(&team_.full[at.slot], at.parity);
+      const Group group = team_.groups[at.slot];
+      const uint32_t ops = group.ops;
+      if ((ops & kHasRow) != 0) {
+        AddRows(group, team_.weights[at.slot]);
+      } else {
+        SetSums(group);
+      }
+      SyncWarp();
+      if (LaneId() == 0) BarrierArrive(&team_.empty[at.slot]);
+      at.Advance(kGroups);
+      if ((ops & kEndsSum) == 0) continue;
+      EndSum(ops);
+      const uint32_t num_words = ops >> kWordsShift;
+      if constexpr (std::is_same_v<Elem, Partial>) {
+        if ((ops & (kIsPartial | kIsResult)) != 0) Store<Elem>(group.to, num_words);
+      } else {
+        if ((ops & kIsPartial) != 0) Store<Partial>(group.to, num_words);
+        if ((ops & kIsResult) != 0) Store<Elem>(group.to, num_words);
+      }
+      if ((ops & kEndsTask) == 0) continue;
+      SyncWarp();
+      if (LaneId() == 0) BarrierArrive(&team_.task_summed[task.slot]);
+      task.Advance(kTasks);
+      if ((ops & kStops) != 0) return;
+    }
+  }
+
+ private:
   static constexpr uint32_t kElems = WordOf<Elem, true>::kElems;
   static constexpr uint32_t kWords = kLaneElems / kElems;
-  using Values = float[kWords][kElems];
 
   template <typename Function>
   __device__ static void ForEach(Function&& function) {
@@ -63,96 +123,37 @@ struct Summer {
     }
   }
 
-  // One warp: its words of all slots.
-  __device__ static void Run(const CombineKernelParams& params, TeamState& team, uint32_t warp) {
-    const unsigned char* ring = RingOf(team);
-    const uint32_t first_word = warp * kWords * kWarpSize + LaneId();
-    Slot next;
-    uint4 words[kWords];
-    const auto load = [&](uint32_t slot) {
-      next = team.slots[slot];
-      // Lanes beyond the piece sum what the slot held before, and store nothing.
-      const auto* piece = reinterpret_cast<const uint4*>(ring + slot * params.slot_bytes);
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i) words[i] = piece[first_word + i * kWarpSize];
-    };
-    Values sums, waiting[kDepth];
-    uint32_t depth = 0;
-    RingPosition task;
-    RingPosition at;
-    uint32_t slot = 0;  // of `next`
-    uint32_t end = 0;   // of its group
-    while (true) {
-      if (slot == end) {
-        BarrierWait(&team.full[at.slot], at.parity);
-        slot = at.slot * params.group_rows;
-        end = slot + team.counts[at.slot];
-        load(slot);
-      }
-      const uint32_t ops = next.ops;
-      std::byte* to = next.to;
-      const uint32_t num_words = ops >> kWordsShift;
-      if constexpr (!std::is_same_v<Elem, Partial>) {
-        if ((ops & kHasPartial) != 0) {
-          const auto* partial =
-              reinterpret_cast<const typename Partial::Storage*>(ring + slot * params.slot_bytes);
-#pragma unroll
-          for (uint32_t i = 0; i < kWords; ++i) {
-            const uint32_t word = first_word + i * kWarpSize;
-            if (word < num_words) LoadElems<Partial>(partial + word * kElems, sums[i]);
-          }
-        }
-      }
-      if ((ops & kBeginsSum) != 0) {
-        AddRow<true>(next.weight, words, sums);
-      } else if ((ops & kHasRow) != 0) {
-        AddRow<false>(next.weight, words, sums);
-      } else if ((ops & kIsZero) != 0) {
-        ForEach([&](uint32_t i, uint32_t e) { sums[i][e] = 0.0f; });
-      }
-      if (++slot != end) {
-        load(slot);
-      } else {
-        SyncWarp();
-        if (LaneId() == 0) BarrierArrive(&team.empty[at.slot]);
-        at.Advance(params.ring_groups);
-      }
-      if ((ops & kEndsSum) == 0) continue;
-      if ((ops & kRounds) != 0) {
-#pragma unroll
-        for (uint32_t i = 0; i < kWords; ++i) RoundElems<Partial>(sums[i]);
-      }
-#pragma unroll 1
-      for (uint32_t merges = ops >> kMergesShift & kMergesMask; merges > 0; --merges) {
-        --depth;
-#pragma unroll
-        for (uint32_t d = 0; d < kDepth; ++d) {
-          if (d != depth) continue;
-          ForEach([&](uint32_t i, uint32_t e) { sums[i][e] = Add(waiting[d][i][e], sums[i][e]); });
-        }
-      }
-      if ((ops & kPushes) != 0) {
-#pragma unroll
-        for (uint32_t d = 0; d < kDepth; ++d) {
-          if (d != depth) continue;
-          ForEach([&](uint32_t i, uint32_t e) { waiting[d][i][e] = sums[i][e]; });
-        }
-        ++depth;
-      }
-      if ((ops & kIsPartial) != 0) Store<Partial>(to, first_word, num_words, sums);
-      if ((ops & kIsResult) != 0) Store<Elem>(to, first_word, num_words, sums);
-      if ((ops & kEndsTask) != 0) {
-        SyncWarp();
-        if (LaneId() == 0) BarrierArrive(&team.task_summed[task.slot]);
-        task.Advance(kTasks);
-      }
-      if ((ops & kStops) != 0) return;
+  // Loads are one row ahead.
+  __device__ void AddRows(const Group& group, const GroupWeights& weights) {
+    const uint32_t count = group.count;
+    uint32_t slot = group.slot;
+    uint4 even[kWords], odd[kWords];
+    LoadRow(slot, even);
+    if (count > 1) LoadRow(slot, odd);
+    if ((group.ops & kBeginsSum) != 0) {
+      AddRow<true>(weights.of_row[0], even);
+    } else {
+      AddRow<false>(weights.of_row[0], even);
     }
+    static_assert(kMaxGroupRows == 4);
+    if (count == 1) return;
+    if (count > 2) LoadRow(slot, even);
+    AddRow<false>(weights.of_row[1], odd);
+    if (count == 2) return;
+    if (count > 3) LoadRow(slot, odd);
+    AddRow<false>(weights.of_row[2], even);
+    if (count > 3) AddRow<false>(weights.of_row[3], odd);
   }
-
- private:
+  // From a slot; then it is the next one. Lanes beyond the piece load what the slot held before, and
+  // store nothing.
+  __device__ void LoadRow(uint32_t& slot, uint4 (&words)[kWords]) const {
+    const auto* piece = reinterpret_cast<const uint4*>(ring_ + slot * slot_bytes_) + first_word_;
+#pragma unroll
+    for (uint32_t i = 0; i < kWords; ++i) words[i] = piece[i * kWarpSize];
+    slot = slot + 1 == ring_slots_ ? 0 : slot + 1;
+  }
   template <bool kBegins>
-  __device__ static void AddRow(float weight, const uint4 (&words)[kWords], Values& sums) {
+  __device__ void AddRow(float weight, const uint4 (&words)[kWords]) {
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i) {
       float values[kElems];
@@ -160,21 +161,65 @@ struct Summer {
 #pragma unroll
       for (uint32_t e = 0; e < kElems; ++e) {
         const float product = Multiply(weight, values[e]);
-        sums[i][e] = kBegins ? product : Add(sums[i][e], product);
+        sums_[i][e] = kBegins ? product : Add(sums_[i][e], product);
       }
     }
   }
-
+  // Of no rows, or of a partial.
+  __device__ void SetSums(const Group& group) {
+    if ((group.ops & kIsZero) != 0) {
+      ForEach([&](uint32_t i, uint32_t e) { sums_[i][e] = 0.0f; });
+    }
+    if constexpr (!std::is_same_v<Elem, Partial>) {
+      if ((group.ops & kHasPartial) == 0) return;
+      const auto* partial =
+          reinterpret_cast<const typename Partial::Storage*>(ring_ + group.slot * slot_bytes_);
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; ++i) {
+        const uint32_t word = first_word_ + i * kWarpSize;
+        if (word < group.ops >> kWordsShift) LoadElems<Partial>(partial + word * kElems, sums_[i]);
+      }
+    }
+  }
+  __device__ void EndSum(uint32_t ops) {
+    if ((ops & kRounds) != 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; ++i) RoundElems<Partial>(sums_[i]);
+    }
+#pragma unroll 1
+    for (uint32_t merges = ops >> kMergesShift & kMergesMask; merges > 0; --merges) {
+      --depth_;
+#pragma unroll
+      for (uint32_t d = 0; d < kDepth; ++d) {
+        if (d != depth_) continue;
+        ForEach([&](uint32_t i, uint32_t e) { sums_[i][e] = Add(waiting_[d][i][e], sums_[i][e]); });
+      }
+    }
+    if ((ops & kPushes) == 0) return;
+#pragma unroll
+    for (uint32_t d = 0; d < kDepth; ++d) {
+      if (d != depth_) continue;
+      ForEach([&](uint32_t i, uint32_t e) { waiting_[d][i][e] = sums_[i][e]; });
+    }
+    ++depth_;
+  }
   template <typename To>
-  __device__ static void Store(std::byte* to, uint32_t first_word, uint32_t num_words,
-                               const Values& sums) {
+  __device__ void Store(std::byte* to, uint32_t num_words) const {
     auto* elems = reinterpret_cast<typename To::Storage*>(to);
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i) {
-      const uint32_t word = first_word + i * kWarpSize;
-      if (word < num_words) StoreElems<To>(elems + word * kElems, sums[i]);
+      const uint32_t word = first_word_ + i * kWarpSize;
+      if (word < num_words) StoreElems<To>(elems + word * kElems, sums_[i]);
     }
   }
+
+  TeamState& team_;
+  const unsigned char* ring_;
+  uint32_t slot_bytes_, ring_slots_;
+  uint32_t first_word_;
+  float sums_[kWords][kElems];
+  float waiting_[kDepth][kWords][kElems];
+  uint32_t depth_ = 0;
 };
 
 // One thread.

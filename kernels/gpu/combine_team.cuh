@@ -12,14 +12,14 @@ inline constexpr uint32_t kMaxSummers = 14;
 inline constexpr uint32_t kMaxTeams = 4;
 inline constexpr uint32_t kLaneElems = 16;  // of a piece, per lane of a summer
 inline constexpr uint32_t kWarpElems = kLaneElems * kWarpSize;
-inline constexpr uint32_t kMaxSlots = 32;
 inline constexpr uint32_t kMaxGroupRows = 4;
+inline constexpr uint32_t kGroups = 32;  // barriers of groups: a lane of the issuer has one
 inline constexpr uint32_t kBatches = 4;
 inline constexpr uint32_t kBatchCommands = 64;  // all pairs of a token, at least
 inline constexpr uint32_t kTasks = 32;
 
-// What summers do with a slot, in this order. The number of 16-byte words of the row's type that
-// the piece has is in the upper half.
+// What summers do with a row, and after the last one of a sum, in this order. The number of 16-byte
+// words of the row's type that the piece has is in the upper half.
 enum SumOps : uint32_t {
   kHasRow = 1u << 0,      // weighted row of this rank, or a partial that is like one of weight 1
   kHasPartial = 1u << 1,  // partial of another type, the first and only row of its sum
@@ -37,10 +37,15 @@ enum SumOps : uint32_t {
   kWordsShift = 16,
 };
 
-struct alignas(16) Slot {
+// Rows of one sum that are loaded and added together; each has a slot of the ring.
+struct alignas(16) Group {
   std::byte* to;
-  float weight;
-  uint32_t ops;
+  uint32_t ops;  // of its last row; kBeginsSum: of its first
+  uint16_t slot;
+  uint16_t count;
+};
+struct alignas(16) GroupWeights {
+  float of_row[kMaxGroupRows];
 };
 struct alignas(16) Command {
   const std::byte* from;
@@ -61,16 +66,15 @@ struct Task {
   uint32_t chunk;
 };
 
-// Of one team; the ring follows. Its slots are handed over in groups of group_rows, so that summers
-// wait once for several rows and load the next one while they add. All that goes from warp to warp
-// is handed over by mbarriers: an arrival releases, a wait acquires, and unlike a release by a
-// store an arrival does not wait for loads that are still in flight.
+// Of one team; the ring follows. All that goes from warp to warp is handed over by mbarriers: an
+// arrival releases, a wait acquires, and unlike a release by a store an arrival does not wait for
+// loads that are still in flight.
 struct TeamState {
-  uint64_t full[kMaxSlots], empty[kMaxSlots];            // groups: issuer, summers
+  uint64_t full[kGroups], empty[kGroups];                // issuer, summers
   uint64_t batch_full[kBatches], batch_empty[kBatches];  // scout, issuer
   uint64_t task_summed[kTasks], task_sent[kTasks];       // summers, herald
-  Slot slots[kMaxSlots];
-  uint32_t counts[kMaxSlots];  // of used slots, by group
+  Group groups[kGroups];
+  GroupWeights weights[kGroups];
   Batch batches[kBatches];
   Task tasks[kTasks];
   int32_t rows[kBatchCommands];     // of the batch's pairs
@@ -96,7 +100,7 @@ __device__ inline unsigned char* RingOf(TeamState& team) {
 
 // One warp, before a SyncBlock.
 __device__ inline void InitTeam(const CombineKernelParams& params, TeamState& team) {
-  for (uint32_t i = LaneId(); i < params.ring_groups; i += kWarpSize) {
+  for (uint32_t i = LaneId(); i < kGroups; i += kWarpSize) {
     BarrierInit(&team.full[i], 1);
     BarrierInit(&team.empty[i], params.summers);
   }
