@@ -24,7 +24,7 @@ namespace {
 
 using namespace team;
 
-template <typename Elem, typename Partial, uint32_t kDepth>
+template <typename Elem, typename Partial, uint32_t kLaneElems, uint32_t kDepth>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     CombineRowsInBulk(const __grid_constant__ CombineKernelParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine), &word)) {
     if (warp < params.summers) {
-      Summer<Elem, Partial, kDepth>(params, team, warp).Run();
+      Summer<Elem, Partial, kLaneElems, kDepth>(params, team, warp).Run();
     } else if (warp == params.summers) {
       IssueLoads(params, team);
     } else if (warp == params.summers + 1) {
@@ -53,25 +53,32 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 
 using Kernel = void (*)(CombineKernelParams);
 
+struct Variant {
+  Kernel kernel;
+  uint32_t lane_elems;  // of a piece, per lane of a summer
+};
+
+// Twice the elements per lane are half the instructions that are no additions, and two teams where
+// there was one. As many registers as there are for that go to few ranks, of whose sums few wait.
 template <typename Elem, typename Partial>
-Kernel KernelOf(uint32_t num_ranks) {
-  // One sum waits per level of the tree.
+Variant VariantOf(uint32_t num_ranks) {
   static_assert(kMaxNodeRanks <= 1u << 6);
-  if (num_ranks <= 1u << 2) return &CombineRowsInBulk<Elem, Partial, 2>;
-  if (num_ranks <= 1u << 3) return &CombineRowsInBulk<Elem, Partial, 3>;
-  return &CombineRowsInBulk<Elem, Partial, 6>;
+  constexpr uint32_t kManyElems = 64 / sizeof(typename Elem::Storage);
+  if (num_ranks <= 1u << 2) return {&CombineRowsInBulk<Elem, Partial, kManyElems, 1>, kManyElems};
+  if (num_ranks <= 1u << 3) return {&CombineRowsInBulk<Elem, Partial, 16, 2>, 16};
+  return {&CombineRowsInBulk<Elem, Partial, 16, 5>, 16};
 }
 
-Kernel KernelOf(const GroupShape& shape) {
+Variant VariantOf(const GroupShape& shape) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    return KernelOf<Elem, Partial>(shape.num_ranks);
+    return VariantOf<Elem, Partial>(shape.num_ranks);
   });
 }
 
 }  // namespace
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank) {
-  return PrepareKernel(reinterpret_cast<const void*>(KernelOf(rank.device.shape)),
+  return PrepareKernel(reinterpret_cast<const void*>(VariantOf(rank.device.shape).kernel),
                        rank.shared_bytes_per_block);
 }
 
@@ -85,13 +92,15 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const uint64_t elem_bytes =
       shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
   constexpr uint64_t kElemUnit = 8;  // a 16-byte word of the smallest type
-  const uint32_t num_pieces = divide_up(shape.hidden, kMaxSummers * kWarpElems);
+  const Variant variant = VariantOf(shape);
+  const uint32_t warp_elems = variant.lane_elems * kWarpSize;
+  const uint32_t num_pieces = divide_up(shape.hidden, kMaxPieceElems);
   params.piece_elems =
       static_cast<uint32_t>(AlignUp(divide_up(shape.hidden, num_pieces), kElemUnit));
-  params.summers = divide_up(params.piece_elems, kWarpElems);
+  params.summers = divide_up(params.piece_elems, warp_elems);
   params.num_teams = std::min(kMaxWarps / (params.summers + kRoles), kMaxTeams);
   // Summers read all their words, whatever the piece has.
-  params.slot_bytes = params.summers * kWarpElems * static_cast<uint32_t>(elem_bytes);
+  params.slot_bytes = params.summers * warp_elems * static_cast<uint32_t>(elem_bytes);
   constexpr uint32_t kHeadBytes = TeamHeadBytes();
   const uint32_t share = rank.shared_bytes_per_block / params.num_teams;
   // Fewer than there are barriers, so that a group's are free when its slots are.
@@ -103,7 +112,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
   const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
-  KernelOf(shape)<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
+  variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/combine_team.cuh"
+#include "kernels/gpu/combine_tree.cuh"
 #include "kernels/gpu/elements.cuh"
 #include "kernels/gpu/row_index.cuh"
 
@@ -299,41 +300,27 @@ class Scout {
       source.elem_bytes = 0;
       return source;
     }
-    const uint32_t self = row >= 0 ? device_.rank : static_cast<uint32_t>(holder);
-    const uint64_t below = (uint64_t{1} << self) - 1;
-    source.position += static_cast<uint32_t>(__popcll(remote & below));
+    // Own rows come first, then the partials of other ranks as the tree adds them to what is there.
+    const uint64_t own = count > 0 ? uint64_t{1} << device_.rank : 0;
+    const TreeOrder order(remote | own, count > 0 ? device_.rank : FirstOf(remote));
     if (row >= 0) {
       source.position += lower;
       if (lower == 0) source.ops |= kBeginsSum;
-      if (lower + 1 < count) return source;
-      source.ops |= kRounds;
-    } else {
-      if (self > device_.rank) source.position += count;
-      const uint64_t place =
-          GpuHeapLayout::ReduceBlock(num_ranks, device_.rank, self) * device_.shape.max_tokens +
-          token;
-      source.from = OwnHeapAt<std::byte>(device_, layout.reduce_rows + place * layout.reduce_pitch);
-      source.elem_bytes = sizeof(typename Partial::Storage);
-      source.ops = std::is_same_v<Elem, Partial> ? kHasRow | kBeginsSum : kHasPartial;
+      if (lower + 1 == count) source.ops |= kRounds | kEndsSum | order.OpsOfFirst();
+      return source;
     }
-    const uint64_t own = count > 0 ? uint64_t{1} << device_.rank : 0;
-    source.ops |= kEndsSum | TreeOps(remote | own, self);
+    const auto self = static_cast<uint32_t>(holder);
+    const uint32_t before = order.NumBefore(self);
+    source.position += count > 0 ? count + before - 1 : before;
+    const uint64_t place =
+        GpuHeapLayout::ReduceBlock(num_ranks, device_.rank, self) * device_.shape.max_tokens +
+        token;
+    source.from = OwnHeapAt<std::byte>(device_, layout.reduce_rows + place * layout.reduce_pitch);
+    source.elem_bytes = sizeof(typename Partial::Storage);
+    constexpr bool kIsLikeRow = std::is_same_v<Elem, Partial>;
+    source.ops = (kIsLikeRow ? kHasRow : kHasPartial | kEndsSum) |
+                 (before == 0 ? kBeginsSum | order.OpsOfFirst() : order.OpsOf(self));
     return source;
-  }
-
-  // What happens to the partial of rank `self` along the tree over the ranks that are present.
-  __device__ static uint32_t TreeOps(uint64_t present, uint32_t self) {
-    uint32_t waiting = 0;  // bit l: a sum waits whose right neighbour joins at level l
-    while (true) {
-      const auto holder = static_cast<uint32_t>(__ffsll(static_cast<long long>(present))) - 1;
-      present &= present - 1;
-      if (present == 0) return kIsResult | __popc(waiting) << kMergesShift;
-      const auto next = static_cast<uint32_t>(__ffsll(static_cast<long long>(present))) - 1;
-      const auto level = static_cast<uint32_t>(32 - __clz(static_cast<int>(holder ^ next)));
-      const uint32_t lower = (1u << level) - 1;
-      if (holder == self) return kPushes | __popc(waiting & lower) << kMergesShift;
-      waiting = (waiting & ~lower) | 1u << level;
-    }
   }
 
   __device__ void WriteCommands(const Work& work, const Pair (&pairs)[kLanePairs],

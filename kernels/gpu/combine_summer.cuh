@@ -66,8 +66,8 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
   }
 }
 
-// kDepth: sums that wait in the tree over ranks, at most.
-template <typename Elem, typename Partial, uint32_t kDepth>
+// kLaneElems: of a piece, per lane. kDepth: sums that wait in the tree over ranks, at most.
+template <typename Elem, typename Partial, uint32_t kLaneElems, uint32_t kDepth>
 class Summer {
  public:
   __device__ Summer(const CombineKernelParams& params, TeamState& team, uint32_t warp)
@@ -88,7 +88,7 @@ class Summer {
       if ((ops & kHasRow) != 0) {
         AddRows(group, team_.weights[at.slot]);
       } else {
-        SetSums(group);
+        AddOther(group);
       }
       SyncWarp();
       if (LaneId() == 0) BarrierArrive(&team_.empty[at.slot]);
@@ -123,26 +123,20 @@ class Summer {
     }
   }
 
-  // Loads are one row ahead.
-  __device__ void AddRows(const Group& group, const GroupWeights& weights) {
-    const uint32_t count = group.count;
+  __device__ void AddRows(const Group group, const GroupWeights& weights) {
     uint32_t slot = group.slot;
-    uint4 even[kWords], odd[kWords];
-    LoadRow(slot, even);
-    if (count > 1) LoadRow(slot, odd);
+    uint4 words[kWords];
+    LoadRow(slot, words);
     if ((group.ops & kBeginsSum) != 0) {
-      AddRow<true>(weights.of_row[0], even);
+      AddRow<true>(weights.of_row[0], words);
     } else {
-      AddRow<false>(weights.of_row[0], even);
+      AddRow<false>(weights.of_row[0], words);
     }
-    static_assert(kMaxGroupRows == 4);
-    if (count == 1) return;
-    if (count > 2) LoadRow(slot, even);
-    AddRow<false>(weights.of_row[1], odd);
-    if (count == 2) return;
-    if (count > 3) LoadRow(slot, odd);
-    AddRow<false>(weights.of_row[2], even);
-    if (count > 3) AddRow<false>(weights.of_row[3], odd);
+#pragma unroll 1
+    for (uint32_t i = 1; i < group.count; ++i) {
+      LoadRow(slot, words);
+      AddRow<false>(weights.of_row[i], words);
+    }
   }
   // From a slot; then it is the next one. Lanes beyond the piece load what the slot held before, and
   // store nothing.
@@ -165,19 +159,26 @@ class Summer {
       }
     }
   }
-  // Of no rows, or of a partial.
-  __device__ void SetSums(const Group& group) {
+  // A sum of no rows, or a partial of another type.
+  __device__ void AddOther(const Group& group) {
     if ((group.ops & kIsZero) != 0) {
       ForEach([&](uint32_t i, uint32_t e) { sums_[i][e] = 0.0f; });
     }
     if constexpr (!std::is_same_v<Elem, Partial>) {
       if ((group.ops & kHasPartial) == 0) return;
+      const bool begins = (group.ops & kBeginsSum) != 0;
       const auto* partial =
           reinterpret_cast<const typename Partial::Storage*>(ring_ + group.slot * slot_bytes_);
 #pragma unroll
       for (uint32_t i = 0; i < kWords; ++i) {
         const uint32_t word = first_word_ + i * kWarpSize;
-        if (word < group.ops >> kWordsShift) LoadElems<Partial>(partial + word * kElems, sums_[i]);
+        if (word >= group.ops >> kWordsShift) continue;
+        float values[kElems];
+        LoadElems<Partial>(partial + word * kElems, values);
+#pragma unroll
+        for (uint32_t e = 0; e < kElems; ++e) {
+          sums_[i][e] = begins ? values[e] : Add(sums_[i][e], values[e]);
+        }
       }
     }
   }

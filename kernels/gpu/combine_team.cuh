@@ -5,13 +5,11 @@
 
 namespace jax_ep::gpu::team {
 
-inline constexpr uint32_t kMaxWarps = 18;
+inline constexpr uint32_t kMaxWarps = 20;
 inline constexpr uint32_t kMaxThreads = kMaxWarps * kWarpSize;
 inline constexpr uint32_t kRoles = 3;  // warps of a team besides the summers
-inline constexpr uint32_t kMaxSummers = 14;
+inline constexpr uint32_t kMaxPieceElems = 7168;  // of a row, that one slot of the ring holds
 inline constexpr uint32_t kMaxTeams = 4;
-inline constexpr uint32_t kLaneElems = 16;  // of a piece, per lane of a summer
-inline constexpr uint32_t kWarpElems = kLaneElems * kWarpSize;
 inline constexpr uint32_t kMaxGroupRows = 4;
 inline constexpr uint32_t kGroups = 32;  // barriers of groups: a lane of the issuer has one
 inline constexpr uint32_t kBatches = 4;
@@ -22,16 +20,16 @@ inline constexpr uint32_t kTasks = 32;
 // words of the row's type that the piece has is in the upper half.
 enum SumOps : uint32_t {
   kHasRow = 1u << 0,      // weighted row of this rank, or a partial that is like one of weight 1
-  kHasPartial = 1u << 1,  // partial of another type, the first and only row of its sum
+  kHasPartial = 1u << 1,  // partial of another type
   kIsZero = 1u << 2,      // the sum of no rows
   kRounds = 1u << 3,      // rounded as if it had left this rank
-  kPushes = 1u << 4,      // waits for its right neighbour in the tree
+  kPushes = 1u << 4,      // waits while its neighbour in the tree is summed
   kIsResult = 1u << 5,    // stored as a result
   kIsPartial = 1u << 6,   // stored as a partial
   kEndsTask = 1u << 7,    // of partials
   kStops = 1u << 8,       // nothing follows
   kEndsSum = 1u << 9,     // any of the above but the first two
-  kBeginsSum = 1u << 10,  // first row of its sum
+  kBeginsSum = 1u << 10,  // first row of its sum, or first partial of a part of the tree
   kMergesShift = 11,      // how many waiting neighbours are added
   kMergesMask = 7u,       // merges < 8
   kWordsShift = 16,
