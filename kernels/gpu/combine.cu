@@ -150,7 +150,7 @@ uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens, uint32_t num_ranks) {
   constexpr uint32_t kMost = kChunkTokens;
   constexpr uint32_t kLlBlocks = 64;
   if (mode == Mode::kHt) return kMost;
-  return std::clamp(num_tokens * num_ranks / (2 * kLlBlocks), 1u, kMost);
+  return std::clamp(num_tokens * num_ranks / (4 * kLlBlocks), 1u, kMost);
 }
 
 }  // namespace
