@@ -85,8 +85,9 @@ Kernel KernelOf(ElemType type, bool is_vectorised, bool is_weighted) {
 
 // Bytes of dynamic shared memory that a block may have beside the kernel's static ones.
 uint64_t MostSharedBytes(const RankHandle& rank) {
+  constexpr uint64_t kRest = 256;
   return rank.shared_bytes_per_block - kWarps * (sizeof(ItemRows) + sizeof(uint64_t)) -
-         sizeof(int32_t) * 3 * kMaxNodeRanks;
+         sizeof(LlPlanTotals) - kRest;
 }
 
 uint32_t HistogramsOf(const RankHandle& rank) {
@@ -95,6 +96,12 @@ uint32_t HistogramsOf(const RankHandle& rank) {
     if (LlPlanSharedInts(experts, count) * sizeof(int32_t) <= MostSharedBytes(rank)) return count;
   }
   return 0;
+}
+
+bool HasBatchedPlan(const RankHandle& rank, Layout layout) {
+  const GroupShape& shape = rank.device.shape;
+  return layout == Layout::kExpertBatched &&
+         BatchedPlanSharedInts(shape, shape.ll_tokens) * sizeof(int32_t) <= MostSharedBytes(rank);
 }
 
 // Warps of a block that have a row's place in shared memory; one warp is left for the ids.
@@ -106,12 +113,13 @@ uint32_t BulkWarpsOf(const RankHandle& rank) {
   return static_cast<uint32_t>(std::min(MostSharedBytes(rank) / row_bytes, kMostBulkWarps));
 }
 
-uint32_t SharedBytes(const RankHandle& rank, uint32_t num_bulk_warps) {
+uint32_t SharedBytes(const RankHandle& rank, Layout layout, uint32_t num_bulk_warps) {
   const GroupShape& shape = rank.device.shape;
-  const uint64_t plan_bytes =
-      LlPlanSharedInts(shape.num_experts, HistogramsOf(rank)) * sizeof(int32_t);
+  const uint64_t plan_ints = HasBatchedPlan(rank, layout)
+                                 ? BatchedPlanSharedInts(shape, shape.ll_tokens)
+                                 : LlPlanSharedInts(shape.num_experts, HistogramsOf(rank));
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  return static_cast<uint32_t>(std::max(plan_bytes, num_bulk_warps * row_bytes));
+  return static_cast<uint32_t>(std::max(plan_ints * sizeof(int32_t), num_bulk_warps * row_bytes));
 }
 
 }  // namespace
@@ -123,7 +131,9 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
     return KeepText("got " + std::to_string(shape.num_experts) +
                     " experts, more than this device's shared memory has room for in mode ll");
   }
-  const uint32_t most_bytes = SharedBytes(rank, BulkWarpsOf(rank));
+  const uint32_t bulk_warps = BulkWarpsOf(rank);
+  const uint32_t most_bytes = std::max(SharedBytes(rank, Layout::kExpertBatched, bulk_warps),
+                                       SharedBytes(rank, Layout::kExpertMajor, bulk_warps));
   for (const bool is_vectorised : {false, true}) {
     for (const bool is_weighted : {false, true}) {
       const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);
@@ -180,8 +190,12 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   out.layout = plan != nullptr ? plan->layout : call.layout;
   out.num_tokens = static_cast<uint32_t>(call.num_tokens);
   out.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
-  out.num_histograms = static_cast<uint32_t>(std::clamp<uint64_t>(
-      call.num_tokens * shape.top_k * shape.num_ranks / kWarpSize, 1, HistogramsOf(rank)));
+  const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
+  constexpr uint64_t kManyPairs = 512;  // measured: fewer are counted as quickly
+  if (num_pairs < kManyPairs || !HasBatchedPlan(rank, out.layout)) {
+    out.num_histograms = static_cast<uint32_t>(
+        std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));
+  }
   if (!is_start) {
     params.recv_x = call.recv_x;
     params.recv_weights = call.recv_weights.empty() ? nullptr : call.recv_weights.data();
@@ -270,7 +284,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
   KernelOf(
       shape.elem_type, is_vectorised,
-      is_weighted)<<<blocks, kThreads, SharedBytes(rank, params.num_bulk_warps), stream>>>(params);
+      is_weighted)<<<blocks, kThreads, SharedBytes(rank, out.layout, params.num_bulk_warps), stream>>>(params);
   return LaunchResult("LlDispatch");
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/ll_batched_plan.cuh"
 #include "kernels/gpu/ll_plan.cuh"
 #include "kernels/gpu/push.cuh"
 

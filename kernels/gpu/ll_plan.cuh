@@ -1,49 +1,13 @@
-// The plan of a routed LL dispatch. Every block that receives has all ids of the group and makes
-// the plan for itself, so that no block waits for another; it writes the outputs of its own tokens.
+// The plan of a routed LL dispatch for any layout; ll_batched_plan.cuh is quicker at expert_batched.
 //
 // Three steps of the whole block: each warp counts a run of the pairs by expert; the runs are added
 // up and zones found; each warp goes through its run again and now knows each pair's row.
 #pragma once
 
-#include "kernels/gpu/control.cuh"
-#include "kernels/gpu/row_index.cuh"
+#include "kernels/gpu/ll_plan_params.cuh"
 #include "kernels/gpu/water_level.cuh"
 
 namespace jax_ep::gpu {
-
-struct LlPlanParams {
-  Layout layout;
-  uint32_t num_tokens;
-  int32_t recv_rows;
-  uint32_t num_histograms;  // warps that count
-  int32_t* group_sizes;     // [E_l]
-  int32_t* group_counts;    // [E_l]
-  int32_t* send_slot;       // [T * K]
-  int32_t* recv_src;        // [R]
-  int32_t* send_counts;     // [N]
-  int32_t* recv_counts;     // [N]
-  int32_t* num_dropped;     // []
-  int32_t* overflow;        // []
-  int32_t* recv_topk_idx;   // [N * T * K] in rank_major
-};
-
-// (source, token) pairs are dealt to the receiving blocks in an order that interleaves sources.
-struct TokenDeal {
-  uint32_t num_ranks;
-  uint32_t num_blocks;
-  uint32_t block;
-
-  __device__ uint32_t OrdinalOf(uint32_t source, uint32_t token) const {
-    const uint32_t position = (source + num_ranks - Scatter(token) % num_ranks) % num_ranks;
-    return token * num_ranks + position;
-  }
-  __device__ bool IsMine(uint32_t source, uint32_t token) const {
-    return OrdinalOf(source, token) % num_blocks == block;
-  }
-  __device__ uint32_t SourceOf(uint32_t ordinal) const {
-    return (ordinal % num_ranks + Scatter(ordinal / num_ranks) % num_ranks) % num_ranks;
-  }
-};
 
 // Ints of shared memory that a planner needs.
 constexpr uint64_t LlPlanSharedInts(uint32_t num_experts, uint32_t num_histograms) {
@@ -72,7 +36,7 @@ class LlPlanner {
         histograms_(zone_begin_ + num_experts_) {}
 
   // All threads of the block. Rows of the block's tokens are in `index` afterwards.
-  __device__ void Run(const RowIndex& index) {
+  __device__ void Run(const RowIndex& index, LlPlanTotals& totals) {
     const uint32_t num_ints = params_.num_histograms * num_experts_;
     for (uint32_t i = threadIdx.x; i < num_ints; i += blockDim.x) histograms_[i] = 0;
     SyncBlock();
@@ -80,12 +44,15 @@ class LlPlanner {
     SyncBlock();
     AddHistograms();
     FindZones();
-    __shared__ Totals totals;
-    if (deal_.block == 0) ClearTotals(totals);
+    if (deal_.block == 0) totals.Clear();
     SyncBlock();
     ForPairs([&](const Pair& pair) { Place(pair, index, totals); });
     SyncBlock();
-    if (deal_.block == 0) WriteTotals(totals);
+    if (deal_.block != 0) return;
+    const uint32_t first = device_.rank * experts_;
+    totals.Write(
+        device_, params_, [&](uint32_t e) { return Capacity(first + e); },
+        [&](uint32_t e) { return zone_[first + e]; });
   }
 
   // Whether a row of expert_major or expert_batched has a pair.
@@ -112,11 +79,6 @@ class LlPlanner {
     int32_t expert;
     Kind kind;
     int32_t position;  // among the placed pairs of its expert, in the second pass
-  };
-  struct Totals {
-    int32_t send_counts[kMaxNodeRanks];
-    int32_t recv_counts[kMaxNodeRanks];
-    int32_t num_dropped, num_invalid, overflow;
   };
 
   __device__ int32_t Capacity(uint32_t expert) const {
@@ -238,7 +200,7 @@ class LlPlanner {
     }
   }
 
-  __device__ void Place(const Pair& pair, const RowIndex& index, Totals& totals) {
+  __device__ void Place(const Pair& pair, const RowIndex& index, LlPlanTotals& totals) {
     const bool is_own_source = pair.source == device_.rank;
     const uint32_t token = pair.cell / top_k_;
     const uint32_t k = pair.cell % top_k_;
@@ -273,37 +235,6 @@ class LlPlanner {
       index.Put(pair.source, token, k, row);
       params_.recv_src[row] =
           static_cast<int32_t>(pair.source * device_.shape.max_tokens * top_k_ + pair.cell);
-    }
-  }
-
-  __device__ void ClearTotals(Totals& totals) const {
-    for (uint32_t i = threadIdx.x; i < kMaxNodeRanks; i += blockDim.x) {
-      totals.send_counts[i] = totals.recv_counts[i] = 0;
-    }
-    if (threadIdx.x == 0) totals.num_dropped = totals.num_invalid = totals.overflow = 0;
-  }
-
-  __device__ void WriteTotals(const Totals& totals) const {
-    for (uint32_t e = threadIdx.x; e < experts_; e += blockDim.x) {
-      const uint32_t expert = device_.rank * experts_ + e;
-      params_.group_counts[e] = Capacity(expert);
-      params_.group_sizes[e] = zone_[expert];
-    }
-    for (uint32_t peer = threadIdx.x; peer < device_.shape.num_ranks; peer += blockDim.x) {
-      params_.send_counts[peer] = totals.send_counts[peer];
-      params_.recv_counts[peer] = totals.recv_counts[peer];
-    }
-    if (threadIdx.x != 0) return;
-    *params_.num_dropped = totals.num_dropped;
-    *params_.overflow = totals.overflow;
-    Control* control = ControlOf(device_);
-    control->plans += 1;
-    control->rows_dropped += static_cast<uint64_t>(totals.num_dropped);
-    control->last_overflow = static_cast<uint64_t>(totals.overflow);
-    control->invalid_ids += static_cast<uint64_t>(totals.num_invalid);
-    if (device_.debug && totals.num_invalid > 0) {
-      Fail(device_, FailureKind::kInvalidId, Operation::kLlDispatch, device_.rank, 0,
-           static_cast<uint64_t>(totals.num_invalid));
     }
   }
 

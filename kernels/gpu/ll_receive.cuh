@@ -210,11 +210,17 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
   if (!WaitMeta(params, slot, word)) return;
   if (params.is_routed) {
     const auto ids_of = [&](uint32_t source) { return MetaOf(params, slot.set, source).ids; };
-    LlPlanner planner(device, params.plan, deal, ids_of, shared_ints);
-    planner.Run(index);
-    SyncBlock();
-    if (!is_rank_major) {
+    __shared__ LlPlanTotals totals;
+    const auto plan = [&](auto planner) {
+      planner.Run(index, totals);
+      SyncBlock();
+      if (is_rank_major) return;
       FillUnused<Word>(params, share, [&](uint64_t row) { return planner.IsUsed(row); });
+    };
+    if (params.plan.num_histograms == 0) {
+      plan(LlBatchedPlanner(device, params.plan, deal, ids_of, shared_ints));
+    } else {
+      plan(LlPlanner(device, params.plan, deal, ids_of, shared_ints));
     }
   } else {
     IndexRows(device, index, params.plan.num_tokens, params.plan.recv_src,

@@ -1,0 +1,182 @@
+// The plan of a routed LL dispatch in layout expert_batched, where a token has each expert once and
+// nothing is dropped for want of room: a pair's place in its expert's zone is the number of tokens
+// before it that have the expert too. So each of this rank's experts has a bit per token of the
+// group, set in any order, and counted once all are set.
+#pragma once
+
+#include "kernels/gpu/ll_plan_params.cuh"
+
+namespace jax_ep::gpu {
+
+inline constexpr uint32_t kBitsOfWord = 32;
+
+// Words of an expert: those of a source are its own.
+__host__ __device__ constexpr uint32_t BatchedSourceWords(uint64_t num_tokens) {
+  return static_cast<uint32_t>((num_tokens + kBitsOfWord - 1) / kBitsOfWord);
+}
+// Ints of shared memory that a planner needs.
+constexpr uint64_t BatchedPlanSharedInts(const GroupShape& shape, uint64_t num_tokens) {
+  constexpr uint64_t kTables = 2;
+  const uint64_t words = uint64_t{shape.num_ranks} * BatchedSourceWords(num_tokens);
+  return shape.experts_per_rank() * (words * kTables + 1);
+}
+
+// ids_of(source): [T * K] of that source.
+template <typename IdsOf>
+class LlBatchedPlanner {
+ public:
+  // `ints`: shared memory of BatchedPlanSharedInts.
+  __device__ LlBatchedPlanner(const DeviceRank& device, const LlPlanParams& params,
+                              const TokenDeal& deal, const IdsOf& ids_of, int32_t* ints)
+      : device_(device),
+        params_(params),
+        deal_(deal),
+        ids_of_(ids_of),
+        num_ranks_(device.shape.num_ranks),
+        experts_(device.shape.experts_per_rank()),
+        top_k_(device.shape.top_k),
+        source_words_(BatchedSourceWords(params.num_tokens)),
+        expert_words_(num_ranks_ * source_words_),
+        bits_(reinterpret_cast<uint32_t*>(ints)),
+        before_(ints + experts_ * expert_words_),
+        counts_(before_ + experts_ * expert_words_) {}
+
+  // All threads of the block. Rows of the block's tokens are in `index` afterwards.
+  __device__ void Run(const RowIndex& index, LlPlanTotals& totals) {
+    for (uint32_t i = threadIdx.x; i < experts_ * expert_words_; i += blockDim.x) bits_[i] = 0;
+    if (deal_.block == 0) totals.Clear();
+    SyncBlock();
+    SetBits();
+    SyncBlock();
+    CountBits();
+    SyncBlock();
+    PlaceOwnPairs(index);
+    if (deal_.block != 0) return;
+    AddUp(totals);
+    SyncBlock();
+    totals.Write(
+        device_, params_, [&](uint32_t e) { return counts_[e]; },
+        [&](uint32_t e) { return counts_[e]; });
+  }
+
+  // Whether a row has a pair.
+  __device__ bool IsUsed(uint64_t row) const {
+    const uint32_t zone = num_ranks_ * params_.num_tokens;
+    const uint32_t expert = static_cast<uint32_t>(row) / zone;
+    return static_cast<int32_t>(static_cast<uint32_t>(row) - expert * zone) < counts_[expert];
+  }
+
+ private:
+  enum class Kind : uint8_t { kPlaced, kAbsent, kDuplicate, kInvalid };
+
+  // `ids`: of the pair's token.
+  __device__ Kind KindOf(const int32_t* ids, uint32_t k) const {
+    const int32_t expert = ids[k];
+    if (expert < 0) return Kind::kAbsent;
+    if (static_cast<uint32_t>(expert) >= device_.shape.num_experts) return Kind::kInvalid;
+    bool is_duplicate = false;
+#pragma unroll 4
+    for (uint32_t lower = 0; lower < k; ++lower) is_duplicate |= ids[lower] == expert;
+    return is_duplicate ? Kind::kDuplicate : Kind::kPlaced;
+  }
+  __device__ uint32_t WordOf(uint32_t expert, uint32_t source, uint32_t token) const {
+    return expert * expert_words_ + source * source_words_ + token / kBitsOfWord;
+  }
+
+  // A thread per token.
+  __device__ void SetBits() {
+    const uint32_t first_expert = device_.rank * experts_;
+    for (uint32_t i = threadIdx.x; i < num_ranks_ * params_.num_tokens; i += blockDim.x) {
+      const uint32_t source = i / params_.num_tokens;
+      const uint32_t token = i - source * params_.num_tokens;
+      const int32_t* ids = ids_of_(source) + token * top_k_;
+#pragma unroll 8
+      for (uint32_t k = 0; k < top_k_; ++k) {
+        const uint32_t expert = static_cast<uint32_t>(ids[k]) - first_expert;
+        if (expert < experts_ && expert + first_expert < device_.shape.num_experts) {
+          atomicOr(bits_ + WordOf(expert, source, token), 1u << token % kBitsOfWord);
+        }
+      }
+    }
+  }
+
+  // A warp per expert.
+  __device__ void CountBits() {
+    for (uint32_t expert = WarpId(); expert < experts_; expert += blockDim.x / kWarpSize) {
+      int32_t sum = 0;
+      for (uint32_t first = 0; first < expert_words_; first += kWarpSize) {
+        const uint32_t word = expert * expert_words_ + first + LaneId();
+        const bool is_one = first + LaneId() < expert_words_;
+        const int32_t count = is_one ? __popc(bits_[word]) : 0;
+        const int32_t inclusive = WarpInclusiveSum(count);
+        if (is_one) before_[word] = sum + inclusive - count;
+        sum += FromLane(inclusive, kWarpSize - 1);
+      }
+      if (LaneId() == 0) counts_[expert] = sum;
+    }
+  }
+
+  // A thread per pair of the block's tokens.
+  __device__ void PlaceOwnPairs(const RowIndex& index) {
+    const uint32_t num_items = num_ranks_ * params_.num_tokens;
+    const uint32_t own_items =
+        num_items > deal_.block ? (num_items - deal_.block - 1) / deal_.num_blocks + 1 : 0;
+    for (uint32_t i = threadIdx.x; i < own_items * top_k_; i += blockDim.x) {
+      const uint32_t ordinal = deal_.block + i / top_k_ * deal_.num_blocks;
+      const uint32_t token = ordinal / num_ranks_;
+      const uint32_t source = deal_.SourceOf(ordinal);
+      const uint32_t k = i % top_k_;
+      const int32_t* ids = ids_of_(source) + token * top_k_;
+      const bool is_placed = KindOf(ids, k) == Kind::kPlaced;
+      const uint32_t owner = is_placed ? static_cast<uint32_t>(ids[k]) / experts_ : num_ranks_;
+      const uint32_t cell = token * top_k_ + k;
+      if (source == device_.rank) {
+        const uint32_t source_row = source * params_.num_tokens + token;
+        params_.send_slot[cell] =
+            is_placed ? static_cast<int32_t>(owner * num_items + source_row) : -1;
+      }
+      if (owner != device_.rank) continue;
+      const uint32_t expert = static_cast<uint32_t>(ids[k]) - device_.rank * experts_;
+      const uint32_t word = WordOf(expert, source, token);
+      const uint32_t below = bits_[word] & ((1u << token % kBitsOfWord) - 1);
+      const int32_t row =
+          static_cast<int32_t>(expert * num_items) + before_[word] + __popc(below);
+      index.Put(source, token, k, row);
+      params_.recv_src[row] =
+          static_cast<int32_t>(source * device_.shape.max_tokens * top_k_ + cell);
+    }
+  }
+
+  __device__ void AddUp(LlPlanTotals& totals) {
+    const uint32_t source_pairs = params_.num_tokens * top_k_;
+    for (uint32_t i = threadIdx.x; i < num_ranks_ * source_pairs; i += blockDim.x) {
+      const uint32_t source = i / source_pairs;
+      const uint32_t cell = i - source * source_pairs;
+      const int32_t* ids = ids_of_(source) + cell / top_k_ * top_k_;
+      const Kind kind = KindOf(ids, cell % top_k_);
+      if (kind == Kind::kAbsent) continue;
+      const bool is_own_source = source == device_.rank;
+      if (kind == Kind::kPlaced) {
+        const uint32_t owner = static_cast<uint32_t>(ids[cell % top_k_]) / experts_;
+        if (is_own_source) atomicAdd(&totals.send_counts[owner], 1);
+        if (owner == device_.rank) atomicAdd(&totals.recv_counts[source], 1);
+        continue;
+      }
+      totals.overflow = 1;
+      if (is_own_source) atomicAdd(&totals.num_dropped, 1);
+      if (is_own_source && kind == Kind::kInvalid) atomicAdd(&totals.num_invalid, 1);
+    }
+  }
+
+  const DeviceRank& device_;
+  const LlPlanParams& params_;
+  const TokenDeal deal_;
+  const IdsOf& ids_of_;
+  const uint32_t num_ranks_, experts_, top_k_;
+  const uint32_t source_words_, expert_words_;
+  uint32_t* bits_;    // [experts][words]: tokens that have the expert
+  int32_t* before_;   // [experts][words]: how many in the words before
+  int32_t* counts_;   // [experts]
+};
+
+}  // namespace jax_ep::gpu

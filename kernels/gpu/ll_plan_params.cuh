@@ -1,0 +1,84 @@
+// What the plans of a routed LL dispatch share. Every block that receives has all ids of the group
+// and makes the plan for itself, so that no block waits for another; it writes the outputs of its
+// own tokens, and the first block the totals.
+#pragma once
+
+#include "kernels/gpu/control.cuh"
+#include "kernels/gpu/row_index.cuh"
+
+namespace jax_ep::gpu {
+
+struct LlPlanParams {
+  Layout layout;
+  uint32_t num_tokens;
+  int32_t recv_rows;
+  uint32_t num_histograms;  // warps that count; 0: LlBatchedPlanner
+  int32_t* group_sizes;     // [E_l]
+  int32_t* group_counts;    // [E_l]
+  int32_t* send_slot;       // [T * K]
+  int32_t* recv_src;        // [R]
+  int32_t* send_counts;     // [N]
+  int32_t* recv_counts;     // [N]
+  int32_t* num_dropped;     // []
+  int32_t* overflow;        // []
+  int32_t* recv_topk_idx;   // [N * T * K] in rank_major
+};
+
+// (source, token) pairs are dealt to the receiving blocks in an order that interleaves sources.
+struct TokenDeal {
+  uint32_t num_ranks;
+  uint32_t num_blocks;
+  uint32_t block;
+
+  __device__ uint32_t OrdinalOf(uint32_t source, uint32_t token) const {
+    const uint32_t position = (source + num_ranks - Scatter(token) % num_ranks) % num_ranks;
+    return token * num_ranks + position;
+  }
+  __device__ bool IsMine(uint32_t source, uint32_t token) const {
+    return OrdinalOf(source, token) % num_blocks == block;
+  }
+  __device__ uint32_t SourceOf(uint32_t ordinal) const {
+    return (ordinal % num_ranks + Scatter(ordinal / num_ranks) % num_ranks) % num_ranks;
+  }
+};
+
+// Counts of the group's pairs. In shared memory, for the whole block.
+struct LlPlanTotals {
+  int32_t send_counts[kMaxNodeRanks];
+  int32_t recv_counts[kMaxNodeRanks];
+  int32_t num_dropped, num_invalid, overflow;
+
+  __device__ void Clear() {
+    for (uint32_t i = threadIdx.x; i < kMaxNodeRanks; i += blockDim.x) {
+      send_counts[i] = recv_counts[i] = 0;
+    }
+    if (threadIdx.x == 0) num_dropped = num_invalid = overflow = 0;
+  }
+  // count_of(e), zone_of(e): rows of this rank's expert e, and those that are kept for it.
+  template <typename CountOf, typename ZoneOf>
+  __device__ void Write(const DeviceRank& device, const LlPlanParams& params, CountOf&& count_of,
+                        ZoneOf&& zone_of) const {
+    for (uint32_t e = threadIdx.x; e < device.shape.experts_per_rank(); e += blockDim.x) {
+      params.group_counts[e] = count_of(e);
+      params.group_sizes[e] = zone_of(e);
+    }
+    for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
+      params.send_counts[peer] = send_counts[peer];
+      params.recv_counts[peer] = recv_counts[peer];
+    }
+    if (threadIdx.x != 0) return;
+    *params.num_dropped = num_dropped;
+    *params.overflow = overflow;
+    Control* control = ControlOf(device);
+    control->plans += 1;
+    control->rows_dropped += static_cast<uint64_t>(num_dropped);
+    control->last_overflow = static_cast<uint64_t>(overflow);
+    control->invalid_ids += static_cast<uint64_t>(num_invalid);
+    if (device.debug && num_invalid > 0) {
+      Fail(device, FailureKind::kInvalidId, Operation::kLlDispatch, device.rank, 0,
+           static_cast<uint64_t>(num_invalid));
+    }
+  }
+};
+
+}  // namespace jax_ep::gpu
