@@ -52,10 +52,10 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
       if (LaneId() == 0) BarrierExpectBytes(&team.full[group], num_bytes);
       if (has_row && command.num_bytes > 0) {
         const uint32_t own = slot + LaneId();
-        BulkLoad(ring + static_cast<uint64_t>(own < params.ring_slots ? own
-                                                                      : own - params.ring_slots) *
-                            params.slot_bytes,
-                 command.from, command.num_bytes, &team.full[group]);
+        BulkLoad(
+            ring + static_cast<uint64_t>(own < params.ring_slots ? own : own - params.ring_slots) *
+                       params.slot_bytes,
+            command.from, command.num_bytes, &team.full[group]);
       }
       slot += num_rows;
       if (slot >= params.ring_slots) slot -= params.ring_slots;
@@ -138,8 +138,8 @@ class Summer {
       AddRow<false>(weights.of_row[i], words);
     }
   }
-  // From a slot; then it is the next one. Lanes beyond the piece load what the slot held before, and
-  // store nothing.
+  // From a slot; then it is the next one. Lanes beyond the piece load what the slot held before,
+  // and store nothing.
   __device__ void LoadRow(uint32_t& slot, uint4 (&words)[kWords]) const {
     const auto* piece = reinterpret_cast<const uint4*>(ring_ + slot * slot_bytes_) + first_word_;
 #pragma unroll

@@ -7,7 +7,7 @@ namespace jax_ep::gpu::team {
 
 inline constexpr uint32_t kMaxWarps = 20;
 inline constexpr uint32_t kMaxThreads = kMaxWarps * kWarpSize;
-inline constexpr uint32_t kRoles = 3;  // warps of a team besides the summers
+inline constexpr uint32_t kRoles = 3;             // warps of a team besides the summers
 inline constexpr uint32_t kMaxPieceElems = 7168;  // of a row, that one slot of the ring holds
 inline constexpr uint32_t kMaxTeams = 4;
 inline constexpr uint32_t kMaxGroupRows = 4;

@@ -11,8 +11,9 @@ __device__ inline uint32_t FirstOf(uint64_t ranks) {
 }
 
 // The fixed tree over the ranks (docs/semantics.md), walked from a leaf upwards: `first`, then at
-// each level the ranks of the neighbouring part, ascending. Additions commute, so a part of one rank
-// is added to what is there; for a larger part that waits. Of 2^n ranks at most n - 1 sums wait.
+// each level the ranks of the neighbouring part, ascending. Additions commute, so a part of one
+// rank is added to what is there; for a larger part that waits. Of 2^n ranks at most n - 1 sums
+// wait.
 class TreeOrder {
  public:
   __device__ TreeOrder(uint64_t present, uint32_t first) : present_(present), first_(first) {}

@@ -14,11 +14,15 @@ inline constexpr uint32_t kBitsOfWord = 32;
 __host__ __device__ constexpr uint32_t BatchedSourceWords(uint64_t num_tokens) {
   return static_cast<uint32_t>((num_tokens + kBitsOfWord - 1) / kBitsOfWord);
 }
+// Words from one expert's to the next one's: odd, so that threads use different banks.
+__host__ __device__ constexpr uint32_t BatchedPitch(uint32_t num_ranks, uint64_t num_tokens) {
+  return num_ranks * BatchedSourceWords(num_tokens) | 1;
+}
 // Ints of shared memory that a planner needs.
 constexpr uint64_t BatchedPlanSharedInts(const GroupShape& shape, uint64_t num_tokens) {
   constexpr uint64_t kTables = 2;
-  const uint64_t words = uint64_t{shape.num_ranks} * BatchedSourceWords(num_tokens);
-  return shape.experts_per_rank() * (words * kTables + 1);
+  return uint64_t{shape.experts_per_rank()} *
+         (BatchedPitch(shape.num_ranks, num_tokens) * kTables + 1);
 }
 
 // ids_of(source): [T * K] of that source.
@@ -37,13 +41,14 @@ class LlBatchedPlanner {
         top_k_(device.shape.top_k),
         source_words_(BatchedSourceWords(params.num_tokens)),
         expert_words_(num_ranks_ * source_words_),
+        pitch_(BatchedPitch(num_ranks_, params.num_tokens)),
         bits_(reinterpret_cast<uint32_t*>(ints)),
-        before_(ints + experts_ * expert_words_),
-        counts_(before_ + experts_ * expert_words_) {}
+        before_(ints + experts_ * pitch_),
+        counts_(before_ + experts_ * pitch_) {}
 
   // All threads of the block. Rows of the block's tokens are in `index` afterwards.
   __device__ void Run(const RowIndex& index, LlPlanTotals& totals) {
-    for (uint32_t i = threadIdx.x; i < experts_ * expert_words_; i += blockDim.x) bits_[i] = 0;
+    for (uint32_t i = threadIdx.x; i < experts_ * pitch_; i += blockDim.x) bits_[i] = 0;
     if (deal_.block == 0) totals.Clear();
     SyncBlock();
     SetBits();
@@ -80,7 +85,7 @@ class LlBatchedPlanner {
     return is_duplicate ? Kind::kDuplicate : Kind::kPlaced;
   }
   __device__ uint32_t WordOf(uint32_t expert, uint32_t source, uint32_t token) const {
-    return expert * expert_words_ + source * source_words_ + token / kBitsOfWord;
+    return expert * pitch_ + source * source_words_ + token / kBitsOfWord;
   }
 
   // A thread per token.
@@ -100,12 +105,25 @@ class LlBatchedPlanner {
     }
   }
 
-  // A warp per expert.
+  // A thread per expert, or a warp where experts are fewer than words.
   __device__ void CountBits() {
+    if (experts_ >= expert_words_) {
+      for (uint32_t expert = threadIdx.x; expert < experts_; expert += blockDim.x) {
+        int32_t sum = 0;
+#pragma unroll 4
+        for (uint32_t i = 0; i < expert_words_; ++i) {
+          const uint32_t word = expert * pitch_ + i;
+          before_[word] = sum;
+          sum += __popc(bits_[word]);
+        }
+        counts_[expert] = sum;
+      }
+      return;
+    }
     for (uint32_t expert = WarpId(); expert < experts_; expert += blockDim.x / kWarpSize) {
       int32_t sum = 0;
       for (uint32_t first = 0; first < expert_words_; first += kWarpSize) {
-        const uint32_t word = expert * expert_words_ + first + LaneId();
+        const uint32_t word = expert * pitch_ + first + LaneId();
         const bool is_one = first + LaneId() < expert_words_;
         const int32_t count = is_one ? __popc(bits_[word]) : 0;
         const int32_t inclusive = WarpInclusiveSum(count);
@@ -139,8 +157,7 @@ class LlBatchedPlanner {
       const uint32_t expert = static_cast<uint32_t>(ids[k]) - device_.rank * experts_;
       const uint32_t word = WordOf(expert, source, token);
       const uint32_t below = bits_[word] & ((1u << token % kBitsOfWord) - 1);
-      const int32_t row =
-          static_cast<int32_t>(expert * num_items) + before_[word] + __popc(below);
+      const int32_t row = static_cast<int32_t>(expert * num_items) + before_[word] + __popc(below);
       index.Put(source, token, k, row);
       params_.recv_src[row] =
           static_cast<int32_t>(source * device_.shape.max_tokens * top_k_ + cell);
@@ -173,10 +190,10 @@ class LlBatchedPlanner {
   const TokenDeal deal_;
   const IdsOf& ids_of_;
   const uint32_t num_ranks_, experts_, top_k_;
-  const uint32_t source_words_, expert_words_;
-  uint32_t* bits_;    // [experts][words]: tokens that have the expert
-  int32_t* before_;   // [experts][words]: how many in the words before
-  int32_t* counts_;   // [experts]
+  const uint32_t source_words_, expert_words_, pitch_;
+  uint32_t* bits_;   // [experts][pitch]: tokens that have the expert
+  int32_t* before_;  // [experts][pitch]: how many in the words before
+  int32_t* counts_;  // [experts]
 };
 
 }  // namespace jax_ep::gpu

@@ -98,10 +98,11 @@ uint32_t HistogramsOf(const RankHandle& rank) {
   return 0;
 }
 
-bool HasBatchedPlan(const RankHandle& rank, Layout layout) {
+// 0: it has no room.
+uint64_t BatchedPlanBytes(const RankHandle& rank) {
   const GroupShape& shape = rank.device.shape;
-  return layout == Layout::kExpertBatched &&
-         BatchedPlanSharedInts(shape, shape.ll_tokens) * sizeof(int32_t) <= MostSharedBytes(rank);
+  const uint64_t bytes = BatchedPlanSharedInts(shape, shape.ll_tokens) * sizeof(int32_t);
+  return bytes <= MostSharedBytes(rank) ? bytes : 0;
 }
 
 // Warps of a block that have a row's place in shared memory; one warp is left for the ids.
@@ -113,13 +114,13 @@ uint32_t BulkWarpsOf(const RankHandle& rank) {
   return static_cast<uint32_t>(std::min(MostSharedBytes(rank) / row_bytes, kMostBulkWarps));
 }
 
-uint32_t SharedBytes(const RankHandle& rank, Layout layout, uint32_t num_bulk_warps) {
+uint32_t SharedBytes(const RankHandle& rank, uint32_t num_bulk_warps) {
   const GroupShape& shape = rank.device.shape;
-  const uint64_t plan_ints = HasBatchedPlan(rank, layout)
-                                 ? BatchedPlanSharedInts(shape, shape.ll_tokens)
-                                 : LlPlanSharedInts(shape.num_experts, HistogramsOf(rank));
+  const uint64_t plan_bytes =
+      LlPlanSharedInts(shape.num_experts, HistogramsOf(rank)) * sizeof(int32_t);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  return static_cast<uint32_t>(std::max(plan_ints * sizeof(int32_t), num_bulk_warps * row_bytes));
+  return static_cast<uint32_t>(
+      std::max({plan_bytes, BatchedPlanBytes(rank), num_bulk_warps * row_bytes}));
 }
 
 }  // namespace
@@ -131,9 +132,7 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
     return KeepText("got " + std::to_string(shape.num_experts) +
                     " experts, more than this device's shared memory has room for in mode ll");
   }
-  const uint32_t bulk_warps = BulkWarpsOf(rank);
-  const uint32_t most_bytes = std::max(SharedBytes(rank, Layout::kExpertBatched, bulk_warps),
-                                       SharedBytes(rank, Layout::kExpertMajor, bulk_warps));
+  const uint32_t most_bytes = SharedBytes(rank, BulkWarpsOf(rank));
   for (const bool is_vectorised : {false, true}) {
     for (const bool is_weighted : {false, true}) {
       const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);
@@ -192,9 +191,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   out.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
   const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
   constexpr uint64_t kManyPairs = 512;  // measured: fewer are counted as quickly
-  if (num_pairs < kManyPairs || !HasBatchedPlan(rank, out.layout)) {
-    out.num_histograms = static_cast<uint32_t>(
-        std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));
+  if (out.layout != Layout::kExpertBatched || num_pairs < kManyPairs ||
+      BatchedPlanBytes(rank) == 0) {
+    out.num_histograms =
+        static_cast<uint32_t>(std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));
   }
   if (!is_start) {
     params.recv_x = call.recv_x;
@@ -263,8 +263,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const auto blocks_for = [](uint64_t items, uint32_t most) {
     return static_cast<uint32_t>(std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, most));
   };
-  // Measured: bench_ll on 4x H200.
-  constexpr uint32_t kSendShare = 3;  // of 8 blocks
+  // Measured: bench_ll with 2 and 4 ranks on one H200.
+  constexpr uint32_t kSendShare = 2;  // of 8 blocks
   constexpr uint32_t kShares = 8;
   const uint32_t most_senders = std::max(rank.ll_blocks * kSendShare / kShares, 1u);
   uint32_t blocks = 0;
@@ -284,7 +284,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
   KernelOf(
       shape.elem_type, is_vectorised,
-      is_weighted)<<<blocks, kThreads, SharedBytes(rank, out.layout, params.num_bulk_warps), stream>>>(params);
+      is_weighted)<<<blocks, kThreads, SharedBytes(rank, params.num_bulk_warps), stream>>>(params);
   return LaunchResult("LlDispatch");
 }
 

@@ -1,4 +1,5 @@
-// The plan of a routed LL dispatch for any layout; ll_batched_plan.cuh is quicker at expert_batched.
+// The plan of a routed LL dispatch for any layout; ll_batched_plan.cuh is quicker at
+// expert_batched.
 //
 // Three steps of the whole block: each warp counts a run of the pairs by expert; the runs are added
 // up and zones found; each warp goes through its run again and now knows each pair's row.
