@@ -150,7 +150,7 @@ uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens, uint32_t num_ranks) {
   constexpr uint32_t kMost = kChunkTokens;
   constexpr uint32_t kLlBlocks = 64;
   if (mode == Mode::kHt) return kMost;
-  return std::clamp(num_tokens * num_ranks / (4 * kLlBlocks), 1u, kMost);
+  return std::clamp(num_tokens * num_ranks / (2 * kLlBlocks), 1u, kMost);
 }
 
 }  // namespace
@@ -205,7 +205,9 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       params.row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
 #if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies && is_vectorised) return LaunchBulkCombine(rank, params, stream);
+  if (rank.use_bulk_copies && is_vectorised) {
+    return LaunchBulkCombine(rank, params, call.mode, stream);
+  }
 #endif
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(

@@ -78,7 +78,7 @@ __device__ inline void FinishCombine(const CombineKernelParams& params, uint32_t
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank);
 // Rows are made of 16-byte words, and the device has bulk copies.
-const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call, Mode mode,
                               cudaStream_t stream);
 
 }  // namespace jax_ep::gpu

@@ -59,30 +59,39 @@ struct Variant {
 };
 
 // Twice the elements per lane are half the instructions that are no additions, and two teams where
-// there was one. As many registers as there are for that go to few ranks, of whose sums few wait.
+// there was one. There are registers for that with few ranks, of whose sums few wait. A team in
+// mode ll has so few rows that the time of one counts.
 template <typename Elem, typename Partial>
-Variant VariantOf(uint32_t num_ranks) {
+Variant VariantOf(uint32_t num_ranks, Mode mode) {
   static_assert(kMaxNodeRanks <= 1u << 6);
   constexpr uint32_t kManyElems = 64 / sizeof(typename Elem::Storage);
-  if (num_ranks <= 1u << 2) return {&CombineRowsInBulk<Elem, Partial, kManyElems, 1>, kManyElems};
+  if (num_ranks <= 1u << 2 && mode == Mode::kHt) {
+    return {&CombineRowsInBulk<Elem, Partial, kManyElems, 1>, kManyElems};
+  }
   if (num_ranks <= 1u << 3) return {&CombineRowsInBulk<Elem, Partial, 16, 2>, 16};
   return {&CombineRowsInBulk<Elem, Partial, 16, 5>, 16};
 }
 
-Variant VariantOf(const GroupShape& shape) {
+Variant VariantOf(const GroupShape& shape, Mode mode) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    return VariantOf<Elem, Partial>(shape.num_ranks);
+    return VariantOf<Elem, Partial>(shape.num_ranks, mode);
   });
 }
 
 }  // namespace
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank) {
-  return PrepareKernel(reinterpret_cast<const void*>(VariantOf(rank.device.shape).kernel),
-                       rank.shared_bytes_per_block);
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    const Kernel kernel = VariantOf(rank.device.shape, mode).kernel;
+    if (const char* error =
+            PrepareKernel(reinterpret_cast<const void*>(kernel), rank.shared_bytes_per_block)) {
+      return error;
+    }
+  }
+  return nullptr;
 }
 
-const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call, Mode mode,
                               cudaStream_t stream) {
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
@@ -92,7 +101,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const uint64_t elem_bytes =
       shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
   constexpr uint64_t kElemUnit = 8;  // a 16-byte word of the smallest type
-  const Variant variant = VariantOf(shape);
+  const Variant variant = VariantOf(shape, mode);
   const uint32_t warp_elems = variant.lane_elems * kWarpSize;
   const uint32_t num_pieces = divide_up(shape.hidden, kMaxPieceElems);
   params.piece_elems =

@@ -33,10 +33,10 @@ class Scout {
       const Work next = WorkAfter(work);
       Pair next_pairs[kLanePairs];
       LoadPlaces(next, next_pairs);
+      if (work.kind == Kind::kNone && next.kind == Kind::kNone) break;
       if (work.kind != Kind::kNone) {
+        if (!Wait(work)) break;
         Write(work, pairs);
-      } else if (next.kind == Kind::kNone && !Wait()) {
-        break;
       }
       LoadWeights(next, next_pairs);
       work = next;
@@ -62,6 +62,7 @@ class Scout {
     uint32_t first;  // token of the chunk
     uint32_t num_tokens;
     bool begins_task, ends_task;
+    bool waits;  // for the peers' partials, before its commands are written
   };
   struct Pair {
     uint64_t entry;
@@ -98,7 +99,7 @@ class Scout {
     return is_ready;
   }
 
-  // Nothing: there is nothing to do now, which is not yet the end.
+  // Nothing: that was all.
   __device__ Work WorkAfter(const Work& work) {
     Work next = work;
     next.begins_task = work.kind == Kind::kNone || work.ends_task;
@@ -121,12 +122,14 @@ class Scout {
     next.first = 0;
     const uint32_t chunk = FromLane(next_sum_, 0);
     const uint32_t number = FromLane(next_partial_, 0);
-    if (chunk < params_.num_chunks && IsReady(chunk)) {
+    const bool has_partials = number < num_peers * params_.num_chunks;
+    if (chunk < params_.num_chunks && (!has_partials || IsReady(chunk))) {
+      next.waits = !has_partials;
       next_sum_ = Take(&ControlOf(device_)->sums_taken);
       next.kind = Kind::kSums;
       next.owner = device_.rank;
       next.chunk = chunk;
-    } else if (number < num_peers * params_.num_chunks) {
+    } else if (has_partials) {
       next_partial_ = Take(&ControlOf(device_)->partials_taken);
       next.kind = Kind::kPartials;
       next.chunk = number / num_peers;
@@ -135,12 +138,12 @@ class Scout {
     }
     return next;
   }
-  // With nothing in hand that a peer may wait for. False: the end.
-  __device__ bool Wait() const {
-    const uint32_t chunk = FromLane(next_sum_, 0);
-    if (chunk >= params_.num_chunks) return false;
+  // Only work after all partials waits, so there is nothing in hand that a peer may wait for; what
+  // is known of its pairs comes meanwhile.
+  __device__ bool Wait(const Work& work) const {
+    if (!work.waits) return true;
     return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine),
-                     [&](uint32_t peer) { return ChunkFlag(device_, peer, chunk); });
+                     [&](uint32_t peer) { return ChunkFlag(device_, peer, work.chunk); });
   }
 
   // What is known of pairs. Loads only: nothing here waits for them.
