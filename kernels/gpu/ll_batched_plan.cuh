@@ -95,10 +95,15 @@ class LlBatchedPlanner {
       const uint32_t source = i / params_.num_tokens;
       const uint32_t token = i - source * params_.num_tokens;
       const int32_t* ids = ids_of_(source) + token * top_k_;
-#pragma unroll 8
-      for (uint32_t k = 0; k < top_k_; ++k) {
-        const uint32_t expert = static_cast<uint32_t>(ids[k]) - first_expert;
-        if (expert < experts_ && expert + first_expert < device_.shape.num_experts) {
+      constexpr uint32_t kInFlight = 8;
+      for (uint32_t first = 0; first < top_k_; first += kInFlight) {
+        int32_t some[kInFlight];
+#pragma unroll
+        for (uint32_t j = 0; j < kInFlight; ++j) some[j] = first + j < top_k_ ? ids[first + j] : -1;
+#pragma unroll
+        for (uint32_t j = 0; j < kInFlight; ++j) {
+          const uint32_t expert = static_cast<uint32_t>(some[j]) - first_expert;
+          if (some[j] < 0 || expert >= experts_) continue;
           atomicOr(bits_ + WordOf(expert, source, token), 1u << token % kBitsOfWord);
         }
       }
