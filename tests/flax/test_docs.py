@@ -15,6 +15,8 @@ PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "flax.md"
 
 
 def test_the_snippets_run(tmp_path, native):
+    if len(jax.devices()) < 8:
+        pytest.skip(f"the page has a mesh of 2 by 4 devices, JAX sees {len(jax.devices())}")
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(snippets) == 6
     names = {"folder": tmp_path}
