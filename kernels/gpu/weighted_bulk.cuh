@@ -6,20 +6,23 @@
 namespace jax_ep::gpu::weighted {
 
 #if JAX_EP_BULK_COPIES
+inline constexpr uint32_t kMaxBulkWarps = 15;  // and one that pads: 128 registers per thread
+
 // Shared memory of a block with bulk copies: zeroes, then for each warp a row, a ring of pieces of
 // y, the places of two rows' copies, and barriers. Warps are what the arithmetic lacks, so a warp
 // has one row: a piece of the next one takes the place of a piece that was read for the last time.
 struct BulkShared {
   static constexpr uint32_t kPieceBytes = 2048;
+  static constexpr uint32_t kRingSlots = 3;
   uint32_t pieces_per_row, row_stride, places_offset, barriers_offset, warp_bytes;
 
-  __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k, uint32_t ring_slots) {
+  __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k) {
     pieces_per_row = static_cast<uint32_t>((row_bytes + kPieceBytes - 1) / kPieceBytes);
     row_stride = static_cast<uint32_t>(AlignUp(row_bytes, 128));
-    places_offset = row_stride + ring_slots * kPieceBytes;
+    places_offset = row_stride + kRingSlots * kPieceBytes;
     barriers_offset =
         places_offset + static_cast<uint32_t>(AlignUp(2 * top_k * sizeof(int32_t), 8));
-    const auto num_barriers = pieces_per_row + ring_slots;
+    const auto num_barriers = pieces_per_row + kRingSlots;
     warp_bytes =
         static_cast<uint32_t>(AlignUp(barriers_offset + num_barriers * sizeof(uint64_t), 128));
   }
@@ -34,16 +37,12 @@ class BulkPuller {
       : params_(params),
         device_(params.device),
         progress_(progress),
-        shared_(params.row_bytes, params.device.shape.top_k, params.ring_slots),
-        bytes_(shared_bytes + params.zero_bytes +
-               static_cast<uint64_t>(WarpId()) * shared_.warp_bytes),
-        places_(reinterpret_cast<int32_t*>(bytes_ + shared_.places_offset)),
-        row_barriers_(reinterpret_cast<uint64_t*>(bytes_ + shared_.barriers_offset)),
-        barriers_(row_barriers_ + shared_.pieces_per_row),
+        shared_(params.row_bytes, params.device.shape.top_k),
+        begin_(params.zero_bytes + WarpId() * shared_.warp_bytes),
         items_(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps) {
     if (LaneId() != 0) return;
-    const uint32_t num_barriers = shared_.pieces_per_row + params.ring_slots;
-    for (uint32_t i = 0; i < num_barriers; ++i) BarrierInit(row_barriers_ + i, 1);
+    const uint32_t num_barriers = shared_.pieces_per_row + kRingSlots;
+    for (uint32_t i = 0; i < num_barriers; ++i) BarrierInit(RowBarrier(i), 1);
     FenceBarrierInit();
   }
 
@@ -53,13 +52,13 @@ class BulkPuller {
     FindRow();
     if (rows_found_ > 0) {
       for (uint32_t piece = 0; piece < shared_.pieces_per_row; ++piece) LoadPiece(piece);
-      next_weight_ = WeightOf(places_[0]);
+      next_weight_ = WeightOf(PlacesOf(0)[0]);
     }
     for (uint32_t number = 0; number < rows_found_; ++number) {
       FindRow();  // its places were those of row number - 1
       const bool is_last_row = number + 1 == rows_found_;
       const int32_t* places = PlacesOf(number);
-      const uint32_t num_copies = num_copies_[0];
+      const uint32_t num_copies = num_copies_;
       for (uint32_t copy = 0; copy < num_copies; ++copy) {
         const bool is_last = copy + 1 == num_copies;
         const float weight = next_weight_;
@@ -69,20 +68,34 @@ class BulkPuller {
         SendCopy(static_cast<uint64_t>(places[copy]), weight, number, is_last && !is_last_row);
       }
       SyncWarp();
-      num_copies_[0] = num_copies_[1];
+      num_copies_ = next_num_copies_;
     }
     if (LaneId() == 0) progress_.SetDone();
     return num_pulled_;
   }
 
  private:
+  static constexpr uint32_t kRingSlots = BulkShared::kRingSlots;
   static constexpr uint32_t kElems = WordOf<Elem, true>::kElems;
   static constexpr uint32_t kRoundWords = kDotLanes / kElems / kWarpSize;  // per lane
   static constexpr uint32_t kPieceWords = BulkShared::kPieceBytes / sizeof(uint4) / kWarpSize;
   static_assert(kPieceWords % kRoundWords == 0);
 
+  // Places in the warp's part of shared memory. Found anew each time, from the array's own name:
+  // the compiler knows a pointer that it has stored for no pointer to shared memory.
+  __device__ unsigned char* RowAt(uint32_t offset) const { return shared_bytes + begin_ + offset; }
+  __device__ unsigned char* RingAt(uint32_t slot) const {
+    return RowAt(shared_.row_stride + slot * BulkShared::kPieceBytes);
+  }
   __device__ int32_t* PlacesOf(uint32_t number) const {
-    return places_ + number % 2 * device_.shape.top_k;
+    return reinterpret_cast<int32_t*>(RowAt(shared_.places_offset)) +
+           number % 2 * device_.shape.top_k;
+  }
+  __device__ uint64_t* RowBarrier(uint32_t piece) const {
+    return reinterpret_cast<uint64_t*>(RowAt(shared_.barriers_offset)) + piece;
+  }
+  __device__ uint64_t* RingBarrier(uint32_t slot) const {
+    return RowBarrier(shared_.pieces_per_row + slot);
   }
   __device__ float WeightOf(int32_t place) const {
     return params_.row_weights != nullptr ? params_.row_weights[place] : 1.0f;
@@ -91,7 +104,7 @@ class BulkPuller {
   // The next row, if there is one.
   __device__ void FindRow() {
     if (!items_.Next(PlacesOf(rows_found_))) return;
-    num_copies_[rows_found_ == 0 ? 0 : 1] = items_.num_rows();
+    (rows_found_ == 0 ? num_copies_ : next_num_copies_) = items_.num_rows();
     num_pulled_ += items_.source() != device_.rank;
     const auto* records = OwnHeapAt<DispatchRecord>(device_, device_.layout.records);
     from_ = PublishedArray(device_, items_.source(), records[items_.source()].x) +
@@ -106,37 +119,34 @@ class BulkPuller {
     const uint32_t begin = piece * BulkShared::kPieceBytes;
     const auto num_bytes = static_cast<uint32_t>(
         min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
-    BarrierExpectBytes(row_barriers_ + piece, num_bytes);
-    BulkLoad(bytes_ + begin, from_ + begin, num_bytes, row_barriers_ + piece);
+    BarrierExpectBytes(RowBarrier(piece), num_bytes);
+    BulkLoad(RowAt(begin), from_ + begin, num_bytes, RowBarrier(piece));
   }
 
   // Starts to load pieces of y, as far ahead as the ring has room and rows are known.
   __device__ void FillRing() {
     if (params_.recv_dots == nullptr) return;
-    while (issued_ - used_ < params_.ring_slots && y_row_ < rows_found_) {
-      const uint32_t slot = issued_ % params_.ring_slots;
+    while (num_in_flight_ < kRingSlots && y_row_ < rows_found_) {
+      const uint32_t slot = issued_;
       if (LaneId() == 0) {
         const auto row = static_cast<uint64_t>(PlacesOf(y_row_)[y_copy_]);
         const uint64_t begin = static_cast<uint64_t>(y_piece_) * BulkShared::kPieceBytes;
         const auto num_bytes = static_cast<uint32_t>(
             min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
-        BarrierExpectBytes(barriers_ + slot, num_bytes);
+        BarrierExpectBytes(RingBarrier(slot), num_bytes);
         BulkLoad(RingAt(slot), params_.y + row * params_.row_bytes + begin, num_bytes,
-                 barriers_ + slot);
+                 RingBarrier(slot));
       }
-      ++issued_;
+      issued_ = slot + 1 == kRingSlots ? 0 : slot + 1;
+      ++num_in_flight_;
       if (++y_piece_ < shared_.pieces_per_row) continue;
       y_piece_ = 0;
       // Two rows at most are known: the current one, and one more. After the last, both are that.
       const bool is_newest = y_row_ + 1 == rows_found_ && rows_found_ > 1;
-      if (++y_copy_ < (is_newest ? num_copies_[1] : num_copies_[0])) continue;
+      if (++y_copy_ < (is_newest ? next_num_copies_ : num_copies_)) continue;
       y_copy_ = 0;
       ++y_row_;
     }
-  }
-
-  __device__ unsigned char* RingAt(uint32_t slot) const {
-    return bytes_ + shared_.row_stride + slot * BulkShared::kPieceBytes;
   }
 
   __device__ static void AddProducts(const float (&values)[kElems], uint4 word,
@@ -150,20 +160,19 @@ class BulkPuller {
   // Scales row `number` to its place, and takes its dot product with y there. The last copy of a
   // row makes place for the next one.
   __device__ void SendCopy(uint64_t place, float weight, uint32_t number, bool loads_next) {
-    const auto* from = reinterpret_cast<const uint4*>(bytes_);
+    const auto* from = reinterpret_cast<const uint4*>(RowAt(0));
     auto* to = reinterpret_cast<uint4*>(params_.recv_x + place * params_.row_bytes);
     const auto num_words = static_cast<uint32_t>(params_.row_bytes / sizeof(uint4));
     const bool has_dots = params_.recv_dots != nullptr;
     float sums[kRoundWords][kElems] = {};
     for (uint32_t piece = 0; piece < shared_.pieces_per_row; ++piece) {
-      BarrierWait(row_barriers_ + piece, number % 2);
+      BarrierWait(RowBarrier(piece), number % 2);
       const uint32_t first = piece * kPieceWords * kWarpSize + LaneId();
       const uint4* y = nullptr;
       if (has_dots) {
         FillRing();
-        const uint32_t slot = used_ % params_.ring_slots;
-        BarrierWait(barriers_ + slot, used_ / params_.ring_slots % 2);
-        y = reinterpret_cast<const uint4*>(RingAt(slot));
+        BarrierWait(RingBarrier(used_), used_parity_);
+        y = reinterpret_cast<const uint4*>(RingAt(used_));
       }
       const bool is_whole = (piece + 1) * kPieceWords * kWarpSize <= num_words;
       if (is_whole && has_dots && params_.row_weights != nullptr) {
@@ -204,7 +213,11 @@ class BulkPuller {
       }
       SyncWarp();  // the piece and the slot have been read
       if (loads_next) LoadPiece(piece);
-      if (has_dots) ++used_;
+      if (!has_dots) continue;
+      --num_in_flight_;
+      if (++used_ < kRingSlots) continue;
+      used_ = 0;
+      used_parity_ ^= 1;
     }
     if (!has_dots) return;
     // Dot lane (i * kWarpSize + lane) * kElems + e is in sums[i][e].
@@ -230,16 +243,14 @@ class BulkPuller {
   const DeviceRank& device_;
   const Progress& progress_;
   BulkShared shared_;
-  unsigned char* bytes_;
-  int32_t* places_;         // [2][K]
-  uint64_t* row_barriers_;  // [pieces_per_row]
-  uint64_t* barriers_;      // [ring_slots]
+  uint32_t begin_;  // of the warp's part
   ItemCursor items_;
-  uint32_t num_copies_[2] = {0, 0};  // of the current row and the one after it
+  uint32_t num_copies_ = 0, next_num_copies_ = 0;  // of the current row and the one after it
   uint32_t rows_found_ = 0;
   const std::byte* from_ = nullptr;                // of the row that was found last
   float next_weight_ = 1.0f;                       // of the copy that comes next
-  uint32_t issued_ = 0, used_ = 0;                 // pieces of y
+  uint32_t issued_ = 0, used_ = 0;                 // slots of the ring of pieces of y
+  uint32_t used_parity_ = 0, num_in_flight_ = 0;   // likewise
   uint32_t y_row_ = 0, y_copy_ = 0, y_piece_ = 0;  // next one to issue
   uint64_t num_pulled_ = 0;
 };

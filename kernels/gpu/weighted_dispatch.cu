@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 #if JAX_EP_BULK_COPIES
 template <typename Elem>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
     PullWeightedRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ uint32_t word;
@@ -102,12 +102,10 @@ const char* LaunchWeightedPull(RankHandle& rank, const PullParams& call, cudaStr
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && params.is_vectorised) {
     constexpr uint64_t kZeroBytes = 2048;
-    constexpr uint32_t kRingSlots = 3;
     params.zero_bytes = static_cast<uint32_t>(std::min(AlignUp(params.row_bytes, 128), kZeroBytes));
-    params.ring_slots = kRingSlots;
-    const BulkShared shared(params.row_bytes, params.device.shape.top_k, params.ring_slots);
-    const uint32_t num_warps =
-        std::min((rank.shared_bytes_per_block - params.zero_bytes) / shared.warp_bytes, kMaxWarps);
+    const BulkShared shared(params.row_bytes, params.device.shape.top_k);
+    const uint32_t num_warps = std::min(
+        (rank.shared_bytes_per_block - params.zero_bytes) / shared.warp_bytes, kMaxBulkWarps);
     constexpr uint32_t kFewestWarps = 2;  // longer rows: in pieces, below
     if (num_warps >= kFewestWarps) {
       BulkKernelOf(type)<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
