@@ -12,8 +12,8 @@ inline constexpr uint32_t kMaxBulkWarps = 15;  // and one that pads: 128 registe
 // y, the places of two rows' copies, and barriers. Warps are what the arithmetic lacks, so a warp
 // has one row: a piece of the next one takes the place of a piece that was read for the last time.
 struct BulkShared {
-  static constexpr uint32_t kPieceBytes = 2048;
-  static constexpr uint32_t kRingSlots = 3;
+  static constexpr uint32_t kPieceBytes = 4096;
+  static constexpr uint32_t kRingSlots = 2;
   uint32_t pieces_per_row, row_stride, places_offset, barriers_offset, warp_bytes;
 
   __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k) {
@@ -79,7 +79,8 @@ class BulkPuller {
   static constexpr uint32_t kElems = WordOf<Elem, true>::kElems;
   static constexpr uint32_t kRoundWords = kDotLanes / kElems / kWarpSize;  // per lane
   static constexpr uint32_t kPieceWords = BulkShared::kPieceBytes / sizeof(uint4) / kWarpSize;
-  static_assert(kPieceWords % kRoundWords == 0);
+  static constexpr uint32_t kBatchWords = 4;  // of a piece, in registers at once
+  static_assert(kPieceWords % kBatchWords == 0 && kBatchWords % kRoundWords == 0);
 
   // Places in the warp's part of shared memory. Found anew each time, from the array's own name:
   // the compiler knows a pointer that it has stored for no pointer to shared memory.
@@ -167,41 +168,45 @@ class BulkPuller {
     float sums[kRoundWords][kElems] = {};
     for (uint32_t piece = 0; piece < shared_.pieces_per_row; ++piece) {
       BarrierWait(RowBarrier(piece), number % 2);
-      const uint32_t first = piece * kPieceWords * kWarpSize + LaneId();
       const uint4* y = nullptr;
       if (has_dots) {
         FillRing();
         BarrierWait(RingBarrier(used_), used_parity_);
         y = reinterpret_cast<const uint4*>(RingAt(used_));
       }
-      const bool is_whole = (piece + 1) * kPieceWords * kWarpSize <= num_words;
-      if (is_whole && has_dots && params_.row_weights != nullptr) {
-        // Loads first: stores might be to the same memory for all that the compiler knows.
-        uint4 words[kPieceWords], others[kPieceWords];
+#pragma unroll 1
+      for (uint32_t batch = 0; batch < kPieceWords; batch += kBatchWords) {
+        const uint32_t in_piece = batch * kWarpSize + LaneId();
+        const uint32_t first = piece * kPieceWords * kWarpSize + in_piece;
+        const bool is_whole = first - LaneId() + kBatchWords * kWarpSize <= num_words;
+        if (is_whole && has_dots && params_.row_weights != nullptr) {
+          // Loads first: stores might be to the same memory for all that the compiler knows.
+          uint4 words[kBatchWords], others[kBatchWords];
 #pragma unroll
-        for (uint32_t i = 0; i < kPieceWords; ++i) {
-          words[i] = from[first + i * kWarpSize];
-          others[i] = y[i * kWarpSize + LaneId()];
+          for (uint32_t i = 0; i < kBatchWords; ++i) {
+            words[i] = from[first + i * kWarpSize];
+            others[i] = y[in_piece + i * kWarpSize];
+          }
+#pragma unroll
+          for (uint32_t i = 0; i < kBatchWords; ++i) {
+            float values[kElems];
+            Unpack<Elem>(words[i], values);
+            AddProducts(values, others[i], sums[i % kRoundWords]);
+#pragma unroll
+            for (uint32_t e = 0; e < kElems; ++e) values[e] = Multiply(weight, values[e]);
+            words[i] = Pack<Elem, uint4>(values);
+          }
+#pragma unroll
+          for (uint32_t i = 0; i < kBatchWords; ++i) to[first + i * kWarpSize] = words[i];
+          continue;
         }
 #pragma unroll
-        for (uint32_t i = 0; i < kPieceWords; ++i) {
-          float values[kElems];
-          Unpack<Elem>(words[i], values);
-          AddProducts(values, others[i], sums[i % kRoundWords]);
-#pragma unroll
-          for (uint32_t e = 0; e < kElems; ++e) values[e] = Multiply(weight, values[e]);
-          words[i] = Pack<Elem, uint4>(values);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kPieceWords; ++i) to[first + i * kWarpSize] = words[i];
-      } else {
-#pragma unroll
-        for (uint32_t i = 0; i < kPieceWords; ++i) {
+        for (uint32_t i = 0; i < kBatchWords; ++i) {
           const uint32_t word = first + i * kWarpSize;
           if (word >= num_words) continue;
           float values[kElems];
           Unpack<Elem>(from[word], values);
-          if (has_dots) AddProducts(values, y[i * kWarpSize + LaneId()], sums[i % kRoundWords]);
+          if (has_dots) AddProducts(values, y[in_piece + i * kWarpSize], sums[i % kRoundWords]);
           if (params_.row_weights == nullptr) {
             to[word] = from[word];
             continue;
