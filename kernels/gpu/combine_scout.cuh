@@ -187,7 +187,7 @@ class Scout {
     SyncWarp();
     write(batch);
     SyncWarp();
-    if (LaneId() == 0) BarrierArrive(&team_.batch_full[batch_.slot]);
+    if (ArrivesForWarp()) BarrierArrive(&team_.batch_full[batch_.slot]);
     batch_.Advance(kBatches);
   }
   __device__ void WriteTask(const Task& task) {

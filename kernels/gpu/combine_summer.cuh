@@ -49,7 +49,11 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
                               static_cast<uint16_t>(num_rows)};
       }
       SyncWarp();
-      if (LaneId() == 0) BarrierExpectBytes(&team.full[group], num_bytes);
+      if (LaneId() == 0) {
+        BarrierExpectBytes(&team.full[group], num_bytes);
+      } else if (ArrivesForWarp()) {
+        BarrierArrive(&team.full[group]);
+      }
       if (has_row && command.num_bytes > 0) {
         const uint32_t own = slot + LaneId();
         BulkLoad(
@@ -62,7 +66,7 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
       group = (group + 1) % kGroups;
     }
     SyncWarp();
-    if (LaneId() == 0) BarrierArrive(&team.batch_empty[from.slot]);
+    if (ArrivesForWarp()) BarrierArrive(&team.batch_empty[from.slot]);
   }
 }
 
@@ -91,7 +95,7 @@ class Summer {
         AddOther(group);
       }
       SyncWarp();
-      if (LaneId() == 0) BarrierArrive(&team_.empty[at.slot]);
+      if (ArrivesForWarp()) BarrierArrive(&team_.empty[at.slot]);
       at.Advance(kGroups);
       if ((ops & kEndsSum) == 0) continue;
       EndSum(ops);
@@ -104,7 +108,7 @@ class Summer {
       }
       if ((ops & kEndsTask) == 0) continue;
       SyncWarp();
-      if (LaneId() == 0) BarrierArrive(&team_.task_summed[task.slot]);
+      if (ArrivesForWarp()) BarrierArrive(&team_.task_summed[task.slot]);
       task.Advance(kTasks);
       if ((ops & kStops) != 0) return;
     }

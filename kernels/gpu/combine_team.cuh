@@ -96,18 +96,27 @@ __device__ inline unsigned char* RingOf(TeamState& team) {
   return reinterpret_cast<unsigned char*>(&team) + TeamHeadBytes();
 }
 
+// Behind a SyncWarp: one lane arrives for its warp. racecheck does not follow that; in the build
+// for it (tests/kernels_gpu/sanitize.sh) every lane arrives.
+#if defined(JAX_EP_EVERY_LANE_ARRIVES)
+inline constexpr uint32_t kWarpArrivals = kWarpSize;
+#else
+inline constexpr uint32_t kWarpArrivals = 1;
+#endif
+__device__ inline bool ArrivesForWarp() { return kWarpArrivals > 1 || LaneId() == 0; }
+
 // One warp, before a SyncBlock.
 __device__ inline void InitTeam(const CombineKernelParams& params, TeamState& team) {
   for (uint32_t i = LaneId(); i < kGroups; i += kWarpSize) {
-    BarrierInit(&team.full[i], 1);
-    BarrierInit(&team.empty[i], params.summers);
+    BarrierInit(&team.full[i], kWarpArrivals);
+    BarrierInit(&team.empty[i], params.summers * kWarpArrivals);
   }
   for (uint32_t i = LaneId(); i < kBatches; i += kWarpSize) {
-    BarrierInit(&team.batch_full[i], 1);
-    BarrierInit(&team.batch_empty[i], 1);
+    BarrierInit(&team.batch_full[i], kWarpArrivals);
+    BarrierInit(&team.batch_empty[i], kWarpArrivals);
   }
   for (uint32_t i = LaneId(); i < kTasks; i += kWarpSize) {
-    BarrierInit(&team.task_summed[i], params.summers);
+    BarrierInit(&team.task_summed[i], params.summers * kWarpArrivals);
     BarrierInit(&team.task_sent[i], 1);
   }
   FenceBarrierInit();
