@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/combine_team.cuh"
-#include "kernels/gpu/combine_tree.cuh"
+#include "kernels/gpu/combine_tree.h"
 #include "kernels/gpu/elements.cuh"
 #include "kernels/gpu/row_index.cuh"
 

@@ -1,13 +1,19 @@
 // In which order the partials of a token are added (combine_bulk.cu), so that few sums wait.
 #pragma once
 
-#include "kernels/gpu/combine_team.cuh"
+#include <bit>
+#include <cstdint>
+
+#include "kernels/gpu/combine_ops.h"
 
 namespace jax_ep::gpu::team {
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ inline uint32_t FirstOf(uint64_t ranks) {
+constexpr uint32_t FirstOf(uint64_t ranks) {
+#if defined(__CUDA_ARCH__)
   return static_cast<uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
+#else
+  return static_cast<uint32_t>(std::countr_zero(ranks));
+#endif
 }
 
 // The fixed tree over the ranks (docs/semantics.md), walked from a leaf upwards: `first`, then at
@@ -16,17 +22,17 @@ __device__ inline uint32_t FirstOf(uint64_t ranks) {
 // wait.
 class TreeOrder {
  public:
-  __device__ TreeOrder(uint64_t present, uint32_t first) : present_(present), first_(first) {}
+  constexpr TreeOrder(uint64_t present, uint32_t first) : present_(present), first_(first) {}
 
   // How many come before `rank`.
-  __device__ uint32_t NumBefore(uint32_t rank) const {
+  constexpr uint32_t NumBefore(uint32_t rank) const {
     if (rank == first_) return 0;
     const uint64_t part = PartOf(rank);
     return Count(present_ & OwnPart(LevelOf(rank))) + Count(part & ((uint64_t{1} << rank) - 1));
   }
-  __device__ uint32_t OpsOfFirst() const { return OpsAfterPart(0); }
+  constexpr uint32_t OpsOfFirst() const { return OpsAfterPart(0); }
   // Of a rank that is not the first.
-  __device__ uint32_t OpsOf(uint32_t rank) const {
+  constexpr uint32_t OpsOf(uint32_t rank) const {
     const uint64_t part = PartOf(rank);
     uint32_t waiting = 0;  // bit l: a sum of this part waits whose neighbour joins at level l
     uint32_t ops = 0;
@@ -36,13 +42,13 @@ class TreeOrder {
       left &= left - 1;
       ops = begins ? uint32_t{kBeginsSum} : 0u;
       if (left == 0) {
-        const uint32_t merges = __popc(waiting) + (Count(part) > 1 ? 1u : 0u);
+        const uint32_t merges = CountLevels(waiting) + (Count(part) > 1 ? 1u : 0u);
         ops |= OpsOfMerges(merges) | OpsAfterPart(LevelOf(rank) + 1);
       } else {
         // The next one is added to what is there if it is the neighbour of that.
         const uint32_t level = JoinLevel(at, FirstOf(left));
         const uint32_t lower = (1u << level) - 1;
-        ops |= OpsOfMerges(__popc(waiting & lower));
+        ops |= OpsOfMerges(CountLevels(waiting & lower));
         waiting &= ~lower;
         const uint64_t after = left & (left - 1);
         begins = after != 0 && JoinLevel(FirstOf(left), FirstOf(after)) < level;
@@ -56,29 +62,42 @@ class TreeOrder {
   }
 
  private:
-  __device__ static uint32_t Count(uint64_t ranks) {
+  static constexpr uint32_t Count(uint64_t ranks) {
+#if defined(__CUDA_ARCH__)
     return static_cast<uint32_t>(__popcll(static_cast<long long>(ranks)));
+#else
+    return static_cast<uint32_t>(std::popcount(ranks));
+#endif
+  }
+  static constexpr uint32_t CountLevels(uint32_t levels) {
+#if defined(__CUDA_ARCH__)
+    return static_cast<uint32_t>(__popc(static_cast<int>(levels)));
+#else
+    return static_cast<uint32_t>(std::popcount(levels));
+#endif
   }
   // Level at which two ranks are in neighbouring parts of 2^level.
-  __device__ static uint32_t JoinLevel(uint32_t a, uint32_t b) {
+  static constexpr uint32_t JoinLevel(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
     return 31 - static_cast<uint32_t>(__clz(static_cast<int>(a ^ b)));
+#else
+    return static_cast<uint32_t>(std::bit_width(a ^ b)) - 1;
+#endif
   }
-  __device__ uint32_t LevelOf(uint32_t rank) const { return JoinLevel(rank, first_); }
-  __device__ static uint64_t Aligned(uint32_t rank, uint32_t level) {
+  constexpr uint32_t LevelOf(uint32_t rank) const { return JoinLevel(rank, first_); }
+  static constexpr uint64_t Aligned(uint32_t rank, uint32_t level) {
     const uint32_t size = 1u << level;
     const uint64_t ones = size == 64 ? ~uint64_t{0} : (uint64_t{1} << size) - 1;
     return ones << (rank & ~(size - 1));
   }
-  __device__ uint64_t OwnPart(uint32_t level) const { return Aligned(first_, level); }
+  constexpr uint64_t OwnPart(uint32_t level) const { return Aligned(first_, level); }
   // The neighbouring part that a rank is in.
-  __device__ uint64_t PartOf(uint32_t rank) const {
-    return present_ & Aligned(rank, LevelOf(rank));
-  }
-  __device__ static uint32_t OpsOfMerges(uint32_t merges) {
+  constexpr uint64_t PartOf(uint32_t rank) const { return present_ & Aligned(rank, LevelOf(rank)); }
+  static constexpr uint32_t OpsOfMerges(uint32_t merges) {
     return merges > 0 ? kEndsSum | merges << kMergesShift : 0u;
   }
   // Once all parts below `level` have been added.
-  __device__ uint32_t OpsAfterPart(uint32_t level) const {
+  constexpr uint32_t OpsAfterPart(uint32_t level) const {
     const uint64_t above = level > 5 ? 0 : present_ & ~OwnPart(level);
     if (above == 0) return kIsResult | kEndsSum;
     for (uint32_t next = level;; ++next) {
@@ -90,6 +109,5 @@ class TreeOrder {
   uint64_t present_;
   uint32_t first_;
 };
-#endif
 
 }  // namespace jax_ep::gpu::team

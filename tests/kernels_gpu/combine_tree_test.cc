@@ -1,0 +1,94 @@
+// The order in which a combine adds partials gives the sums of the fixed tree, whatever ranks there
+// are, and as few waiting sums as it says. Needs no GPU.
+#include "kernels/gpu/combine_tree.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace jax_ep {
+namespace {
+
+using gpu::team::FirstOf;
+using gpu::team::TreeOrder;
+
+// Sums as texts, neighbours in alphabetical order: additions commute.
+std::string Add(const std::string& a, const std::string& b) {
+  return "(" + std::min(a, b) + "+" + std::max(a, b) + ")";
+}
+
+// The fixed tree of docs/semantics.md over the ranks from `begin` on.
+std::string TreeSum(uint64_t present, uint32_t begin, uint32_t size) {
+  if (size == 1) return (present >> begin & 1) != 0 ? std::to_string(begin) : "";
+  const std::string left = TreeSum(present, begin, size / 2);
+  const std::string right = TreeSum(present, begin + size / 2, size / 2);
+  if (left.empty() || right.empty()) return left + right;
+  return Add(left, right);
+}
+
+// Does what a summer does. Returns how many sums waited at once; 64 if the result is wrong.
+size_t MostWaiting(uint64_t present, uint32_t first) {
+  constexpr size_t kWrong = 64;
+  const TreeOrder order(present, first);
+  std::vector<std::optional<uint32_t>> ranks(static_cast<size_t>(std::popcount(present)));
+  for (uint64_t left = present; left != 0; left &= left - 1) {
+    const uint32_t position = order.NumBefore(FirstOf(left));
+    if (position >= ranks.size() || ranks[position].has_value()) return kWrong;
+    ranks[position] = FirstOf(left);
+  }
+  std::vector<std::string> waiting;
+  std::string sum;
+  size_t most = 0;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const std::string partial = std::to_string(*ranks[i]);
+    const uint32_t ops = i == 0 ? order.OpsOfFirst() : order.OpsOf(*ranks[i]);
+    sum = i == 0 || (ops & gpu::team::kBeginsSum) != 0 ? partial : Add(sum, partial);
+    if ((ops & gpu::team::kEndsSum) == 0) continue;
+    for (uint32_t merges = ops >> gpu::team::kMergesShift & gpu::team::kMergesMask; merges > 0;
+         --merges) {
+      if (waiting.empty()) return kWrong;
+      sum = Add(waiting.back(), sum);
+      waiting.pop_back();
+    }
+    if ((ops & gpu::team::kPushes) != 0) waiting.push_back(sum);
+    most = std::max(most, waiting.size());
+    if (((ops & gpu::team::kIsResult) != 0) != (i + 1 == ranks.size())) return kWrong;
+  }
+  return waiting.empty() && sum == TreeSum(present, 0, 64) ? most : kWrong;
+}
+
+TEST(CombineTree, AllSetsOfUpToEightRanks) {
+  constexpr size_t kMost[] = {0, 0, 1, 2};  // of 2^n ranks
+  for (uint64_t present = 1; present < 1u << 8; ++present) {
+    const auto levels = static_cast<uint32_t>(std::bit_width(std::bit_width(present) - 1u));
+    for (uint32_t first = 0; first < 8; ++first) {
+      if ((present >> first & 1) == 0) continue;
+      EXPECT_LE(MostWaiting(present, first), kMost[levels]) << present << " from " << first;
+    }
+  }
+}
+
+TEST(CombineTree, RandomSetsOfUpToSixtyFourRanks) {
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 3000; ++i) {
+    uint64_t present = random();
+    for (uint64_t sparser = random() % 4; sparser > 0; --sparser) present &= random();
+    if (i % 10 == 0) present = ~uint64_t{0};
+    const uint32_t num_ranks = uint32_t{1} << (4 + i % 3);
+    if (num_ranks < 64) present &= (uint64_t{1} << num_ranks) - 1;
+    if (present == 0) continue;
+    std::vector<uint32_t> ranks;
+    for (uint64_t left = present; left != 0; left &= left - 1) ranks.push_back(FirstOf(left));
+    const uint32_t first = ranks[random() % ranks.size()];
+    EXPECT_LE(MostWaiting(present, first), static_cast<size_t>(3 + i % 3))
+        << std::hex << present << " from " << first;
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep
