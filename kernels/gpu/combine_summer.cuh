@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/combine_team.cuh"
 #include "kernels/gpu/elements.cuh"
+#include "kernels/gpu/local_rows.cuh"
 
 namespace jax_ep::gpu::team {
 
@@ -132,14 +133,14 @@ class Summer {
     uint4 words[kWords];
     LoadRow(slot, words);
     if ((group.ops & kBeginsSum) != 0) {
-      AddRow<true>(weights.of_row[0], words);
+      AddRow<Elem>(words, weights.of_row[0], /*is_first=*/true, sums_);
     } else {
-      AddRow<false>(weights.of_row[0], words);
+      AddRow<Elem>(words, weights.of_row[0], /*is_first=*/false, sums_);
     }
 #pragma unroll 1
     for (uint32_t i = 1; i < group.count; ++i) {
       LoadRow(slot, words);
-      AddRow<false>(weights.of_row[i], words);
+      AddRow<Elem>(words, weights.of_row[i], /*is_first=*/false, sums_);
     }
   }
   // From a slot; then it is the next one. Lanes beyond the piece load what the slot held before,
@@ -149,19 +150,6 @@ class Summer {
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i) words[i] = piece[i * kWarpSize];
     slot = slot + 1 == ring_slots_ ? 0 : slot + 1;
-  }
-  template <bool kBegins>
-  __device__ void AddRow(float weight, const uint4 (&words)[kWords]) {
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) {
-      float values[kElems];
-      Unpack<Elem>(words[i], values);
-#pragma unroll
-      for (uint32_t e = 0; e < kElems; ++e) {
-        const float product = Multiply(weight, values[e]);
-        sums_[i][e] = kBegins ? product : Add(sums_[i][e], product);
-      }
-    }
   }
   // A sum of no rows, or a partial of another type.
   __device__ void AddOther(const Group& group) {

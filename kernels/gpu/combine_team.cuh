@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/combine.cuh"
 #include "kernels/gpu/combine_ops.h"
+#include "kernels/gpu/ring_position.cuh"
 
 namespace jax_ep::gpu::team {
 
@@ -103,19 +104,6 @@ __device__ inline void InitTeam(const CombineKernelParams& params, TeamState& te
   }
   FenceBarrierInit();
 }
-
-// Position in a ring of groups, batches or tasks, with the parity of its barriers. Who fills a ring
-// begins with parity 1: what it waits for first is what has never been used.
-struct RingPosition {
-  uint32_t slot = 0;
-  uint32_t parity = 0;
-
-  __device__ void Advance(uint32_t num_slots) {
-    if (++slot != num_slots) return;
-    slot = 0;
-    parity ^= 1;
-  }
-};
 #endif
 
 }  // namespace jax_ep::gpu::team

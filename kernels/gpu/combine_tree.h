@@ -36,19 +36,20 @@ class TreeOrder {
     const uint64_t part = PartOf(rank);
     uint32_t waiting = 0;  // bit l: a sum of this part waits whose neighbour joins at level l
     uint32_t ops = 0;
-    bool begins = Count(part) > 1;
+    const bool is_many = Count(part) > 1;
+    bool begins = is_many;
     for (uint64_t left = part; true;) {
       const uint32_t at = FirstOf(left);
       left &= left - 1;
       ops = begins ? uint32_t{kBeginsSum} : 0u;
       if (left == 0) {
-        const uint32_t merges = CountLevels(waiting) + (Count(part) > 1 ? 1u : 0u);
+        const uint32_t merges = Count(waiting) + (is_many ? 1u : 0u);
         ops |= OpsOfMerges(merges) | OpsAfterPart(LevelOf(rank) + 1);
       } else {
         // The next one is added to what is there if it is the neighbour of that.
         const uint32_t level = JoinLevel(at, FirstOf(left));
         const uint32_t lower = (1u << level) - 1;
-        ops |= OpsOfMerges(CountLevels(waiting & lower));
+        ops |= OpsOfMerges(Count(waiting & lower));
         waiting &= ~lower;
         const uint64_t after = left & (left - 1);
         begins = after != 0 && JoinLevel(FirstOf(left), FirstOf(after)) < level;
@@ -62,18 +63,12 @@ class TreeOrder {
   }
 
  private:
-  static constexpr uint32_t Count(uint64_t ranks) {
+  template <typename Bits>
+  static constexpr uint32_t Count(Bits bits) {
 #if defined(__CUDA_ARCH__)
-    return static_cast<uint32_t>(__popcll(static_cast<long long>(ranks)));
+    return static_cast<uint32_t>(sizeof(bits) == sizeof(uint64_t) ? __popcll(bits) : __popc(bits));
 #else
-    return static_cast<uint32_t>(std::popcount(ranks));
-#endif
-  }
-  static constexpr uint32_t CountLevels(uint32_t levels) {
-#if defined(__CUDA_ARCH__)
-    return static_cast<uint32_t>(__popc(static_cast<int>(levels)));
-#else
-    return static_cast<uint32_t>(std::popcount(levels));
+    return static_cast<uint32_t>(std::popcount(bits));
 #endif
   }
   // Level at which two ranks are in neighbouring parts of 2^level.

@@ -10,6 +10,7 @@
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/net_kernels.h"
 #include "kernels/gpu/pull.cuh"
+#include "kernels/gpu/ring_position.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -111,12 +112,12 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
   bool has_item = items.Next(rows);
   uint32_t piece_offset = 0;
   uint64_t num_pulled = has_item && items.source() != device.rank ? 1 : 0;
-  uint32_t issued = 0, issue_slot = 0;
-  uint32_t stored = 0, store_slot = 0, store_parity = 0;
+  RingPosition issue, store;
+  uint32_t issued = 0, stored = 0;
   while (true) {
     while (has_item && issued - stored < num_slots - 1) {
       const uint32_t piece = min(params.piece_bytes, row_bytes - piece_offset);
-      Slot& slot = slot_at(issue_slot);
+      Slot& slot = slot_at(issue.slot);
       SyncWarp();  // lane 0 has read what this slot held
       for (uint32_t i = LaneId(); i < items.num_rows(); i += kWarpSize) RowsOf(slot)[i] = rows[i];
       if (LaneId() == 0) {
@@ -126,13 +127,13 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
         const std::byte* from = PublishedArray(device, items.source(), records[items.source()].x) +
                                 items.token() * params.row_bytes + piece_offset;
         BulkWaitRead<1>();
-        BarrierExpectBytes(&barriers[issue_slot], piece);
-        BulkLoad(ring + static_cast<uint64_t>(issue_slot) * params.piece_bytes, from, piece,
-                 &barriers[issue_slot]);
+        BarrierExpectBytes(&barriers[issue.slot], piece);
+        BulkLoad(ring + static_cast<uint64_t>(issue.slot) * params.piece_bytes, from, piece,
+                 &barriers[issue.slot]);
       }
       SyncWarp();
       ++issued;
-      issue_slot = issue_slot + 1 == num_slots ? 0 : issue_slot + 1;
+      issue.Advance(num_slots);
       piece_offset += piece;
       if (piece_offset == row_bytes) {
         piece_offset = 0;
@@ -143,9 +144,9 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
     }
     if (issued == stored) break;
     if (LaneId() == 0) {
-      Slot& slot = slot_at(store_slot);
-      const unsigned char* piece = ring + static_cast<uint64_t>(store_slot) * params.piece_bytes;
-      BarrierWait(&barriers[store_slot], store_parity);
+      Slot& slot = slot_at(store.slot);
+      const unsigned char* piece = ring + static_cast<uint64_t>(store.slot) * params.piece_bytes;
+      BarrierWait(&barriers[store.slot], store.parity);
       for (uint32_t copy = 0; copy < slot.num_rows; ++copy) {
         BulkStore(params.recv_x + static_cast<uint64_t>(RowsOf(slot)[copy]) * params.row_bytes +
                       slot.piece_offset,
@@ -154,10 +155,7 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
       BulkCommit();
     }
     ++stored;
-    if (++store_slot == num_slots) {
-      store_slot = 0;
-      store_parity ^= 1;
-    }
+    store.Advance(num_slots);
   }
   if (LaneId() == 0) progress.SetDone();
   return num_pulled;

@@ -72,17 +72,15 @@ class LlBatchedPlanner {
   }
 
  private:
-  enum class Kind : uint8_t { kPlaced, kAbsent, kDuplicate, kInvalid };
-
   // `ids`: of the pair's token.
-  __device__ Kind KindOf(const int32_t* ids, uint32_t k) const {
+  __device__ PairKind KindOf(const int32_t* ids, uint32_t k) const {
     const int32_t expert = ids[k];
-    if (expert < 0) return Kind::kAbsent;
-    if (static_cast<uint32_t>(expert) >= device_.shape.num_experts) return Kind::kInvalid;
+    if (expert < 0) return PairKind::kAbsent;
+    if (static_cast<uint32_t>(expert) >= device_.shape.num_experts) return PairKind::kInvalid;
     bool is_duplicate = false;
 #pragma unroll 4
     for (uint32_t lower = 0; lower < k; ++lower) is_duplicate |= ids[lower] == expert;
-    return is_duplicate ? Kind::kDuplicate : Kind::kPlaced;
+    return is_duplicate ? PairKind::kDuplicate : PairKind::kPlaced;
   }
   __device__ uint32_t WordOf(uint32_t expert, uint32_t source, uint32_t token) const {
     return expert * pitch_ + source * source_words_ + token / kBitsOfWord;
@@ -150,12 +148,12 @@ class LlBatchedPlanner {
       const uint32_t source = deal_.SourceOf(ordinal);
       const uint32_t k = i % top_k_;
       const int32_t* ids = ids_of_(source) + token * top_k_;
-      const bool is_placed = KindOf(ids, k) == Kind::kPlaced;
+      const bool is_placed = KindOf(ids, k) == PairKind::kPlaced;
       const uint32_t owner = is_placed ? static_cast<uint32_t>(ids[k]) / experts_ : num_ranks_;
       const uint32_t cell = token * top_k_ + k;
       if (source == device_.rank) {
         const uint32_t source_row = source * params_.num_tokens + token;
-        params_.send_slot[cell] =
+        params_.out.send_slot[cell] =
             is_placed ? static_cast<int32_t>(owner * num_items + source_row) : -1;
       }
       if (owner != device_.rank) continue;
@@ -164,7 +162,7 @@ class LlBatchedPlanner {
       const uint32_t below = bits_[word] & ((1u << token % kBitsOfWord) - 1);
       const int32_t row = static_cast<int32_t>(expert * num_items) + before_[word] + __popc(below);
       index.Put(source, token, k, row);
-      params_.recv_src[row] =
+      params_.out.recv_src[row] =
           static_cast<int32_t>(source * device_.shape.max_tokens * top_k_ + cell);
     }
   }
@@ -175,18 +173,9 @@ class LlBatchedPlanner {
       const uint32_t source = i / source_pairs;
       const uint32_t cell = i - source * source_pairs;
       const int32_t* ids = ids_of_(source) + cell / top_k_ * top_k_;
-      const Kind kind = KindOf(ids, cell % top_k_);
-      if (kind == Kind::kAbsent) continue;
-      const bool is_own_source = source == device_.rank;
-      if (kind == Kind::kPlaced) {
-        const uint32_t owner = static_cast<uint32_t>(ids[cell % top_k_]) / experts_;
-        if (is_own_source) atomicAdd(&totals.send_counts[owner], 1);
-        if (owner == device_.rank) atomicAdd(&totals.recv_counts[source], 1);
-        continue;
-      }
-      totals.overflow = 1;
-      if (is_own_source) atomicAdd(&totals.num_dropped, 1);
-      if (is_own_source && kind == Kind::kInvalid) atomicAdd(&totals.num_invalid, 1);
+      const PairKind kind = KindOf(ids, cell % top_k_);
+      const uint32_t owner = static_cast<uint32_t>(ids[cell % top_k_]) / experts_;
+      totals.Count(device_, kind, kind == PairKind::kPlaced, source, owner);
     }
   }
 

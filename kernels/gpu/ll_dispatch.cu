@@ -185,15 +185,15 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       part == Part::kWhole ? Operation::kLlDispatch : Operation::kLlDispatchStart;
   params.has_rows = is_start ? call.x != nullptr : call.recv_x != nullptr;
   params.has_weights = is_start ? !call.weights.empty() : !call.recv_weights.empty();
-  LlPlanParams& out = params.plan;
-  out.layout = plan != nullptr ? plan->layout : call.layout;
-  out.num_tokens = static_cast<uint32_t>(call.num_tokens);
-  out.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
+  LlPlanParams& planner = params.plan;
+  planner.layout = plan != nullptr ? plan->layout : call.layout;
+  planner.num_tokens = static_cast<uint32_t>(call.num_tokens);
+  planner.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
   const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
   constexpr uint64_t kManyPairs = 512;  // measured: fewer are counted as quickly
-  if (out.layout != Layout::kExpertBatched || num_pairs < kManyPairs ||
+  if (planner.layout != Layout::kExpertBatched || num_pairs < kManyPairs ||
       BatchedPlanBytes(rank) == 0) {
-    out.num_histograms =
+    planner.num_histograms =
         static_cast<uint32_t>(std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));
   }
   if (!is_start) {
@@ -203,21 +203,12 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     params.row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data();
     params.recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data();
     // A given plan is only read.
-    out.recv_src = const_cast<int32_t*>(call.recv_src.data());
-    out.recv_topk_idx = const_cast<int32_t*>(call.recv_topk_idx.data());
+    planner.out.recv_src = const_cast<int32_t*>(call.recv_src.data());
+    planner.out.recv_topk_idx = const_cast<int32_t*>(call.recv_topk_idx.data());
   }
   if (plan != nullptr) {
     params.topk_idx = plan->topk_idx.data();
-    const PlanOutputs& outputs = plan->out;
-    out.group_sizes = outputs.group_sizes.data();
-    out.group_counts = outputs.group_counts.data();
-    out.send_slot = outputs.send_slot.data();
-    out.recv_src = outputs.recv_src.data();
-    out.send_counts = outputs.send_counts.data();
-    out.recv_counts = outputs.recv_counts.data();
-    out.num_dropped = outputs.num_dropped;
-    out.overflow = outputs.overflow;
-    out.recv_topk_idx = outputs.recv_topk_idx.data();
+    planner.out = ArraysOf(plan->out);
   }
 
   if (has_network && is_start) {
@@ -225,9 +216,9 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
         .device = rank.device,
         .operation = params.operation,
         .is_routed = params.is_routed,
-        .num_tokens = out.num_tokens,
-        .header = {static_cast<int32_t>(out.num_tokens), out.recv_rows,
-                   static_cast<int32_t>(out.layout), params.is_routed ? 1 : 0},
+        .num_tokens = planner.num_tokens,
+        .header = {static_cast<int32_t>(planner.num_tokens), planner.recv_rows,
+                   static_cast<int32_t>(planner.layout), params.is_routed ? 1 : 0},
         .row_bytes = row_bytes,
         .x = params.has_rows ? params.x : nullptr,
         .ids = params.is_routed ? params.topk_idx : params.given_slots,
@@ -239,7 +230,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                     .operation = params.operation,
                                     .start_operation = params.start_operation,
                                     .kind = kKind,
-                                    .num_tokens = out.num_tokens,
+                                    .num_tokens = planner.num_tokens,
                                     .num_pieces = pieces.count,
                                     .has_rows = params.has_rows,
                                     .epoch = epoch_in};
@@ -259,7 +250,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const uint64_t send_items = num_dests + (params.has_rows ? row_items : 0);
   const uint64_t receive_items =
       std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,
-                         static_cast<uint64_t>(out.recv_rows) / kWarpSize);
+                         static_cast<uint64_t>(planner.recv_rows) / kWarpSize);
   const auto blocks_for = [](uint64_t items, uint32_t most) {
     return static_cast<uint32_t>(std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, most));
   };

@@ -73,12 +73,11 @@ class LlPlanner {
   }
 
  private:
-  enum class Kind : uint8_t { kPlaced, kAbsent, kDuplicate, kInvalid };
   struct Pair {
     uint32_t source;
     uint32_t cell;  // token * K + k
     int32_t expert;
-    Kind kind;
+    PairKind kind;
     int32_t position;  // among the placed pairs of its expert, in the second pass
   };
 
@@ -87,19 +86,19 @@ class LlPlanner {
   }
 
   // `equal`: lanes of the warp that have the same expert; they hold consecutive pairs.
-  __device__ Kind Classify(const Pair& pair, LaneMask equal) const {
-    if (pair.expert < 0) return Kind::kAbsent;
-    if (static_cast<uint32_t>(pair.expert) >= num_experts_) return Kind::kInvalid;
-    if (params_.layout != Layout::kExpertBatched) return Kind::kPlaced;
+  __device__ PairKind Classify(const Pair& pair, LaneMask equal) const {
+    if (pair.expert < 0) return PairKind::kAbsent;
+    if (static_cast<uint32_t>(pair.expert) >= num_experts_) return PairKind::kInvalid;
+    if (params_.layout != Layout::kExpertBatched) return PairKind::kPlaced;
     const uint32_t first = pair.cell / top_k_ * top_k_;
     const uint32_t lanes = min(pair.cell - first, LaneId());  // of the token, below this one
     const LaneMask token = LanesBelow() & ~((LaneMask{1} << (LaneId() - lanes)) - 1);
-    if ((equal & token) != 0) return Kind::kDuplicate;
+    if ((equal & token) != 0) return PairKind::kDuplicate;
     const int32_t* ids = ids_of_(pair.source);
     for (uint32_t other = first; other < pair.cell - lanes; ++other) {
-      if (ids[other] == pair.expert) return Kind::kDuplicate;
+      if (ids[other] == pair.expert) return PairKind::kDuplicate;
     }
-    return Kind::kPlaced;
+    return PairKind::kPlaced;
   }
 
   // Each counting warp: visit(pair) for each pair of its run, whose histogram goes on counting.
@@ -127,7 +126,7 @@ class LlPlanner {
       Pair pair{.source = number / source_pairs_,
                 .cell = number % source_pairs_,
                 .expert = -1,
-                .kind = Kind::kAbsent,
+                .kind = PairKind::kAbsent,
                 .position = 0};
 #pragma unroll
       for (uint32_t i = 0; i < kInFlight; ++i) {  // an index into registers
@@ -136,7 +135,7 @@ class LlPlanner {
       const bool is_mine = number < end;
       const LaneMask equal = LanesWithSame(pair.expert);
       pair.kind = Classify(pair, equal);
-      const bool is_placed = pair.kind == Kind::kPlaced;
+      const bool is_placed = pair.kind == PairKind::kPlaced;
       const LaneMask same = equal & Ballot(is_placed);
       const uint32_t lower = CountLanes(same & LanesBelow());
       const int32_t before = is_placed ? counts[pair.expert] : 0;
@@ -206,35 +205,27 @@ class LlPlanner {
     const uint32_t token = pair.cell / top_k_;
     const uint32_t k = pair.cell % top_k_;
     const auto expert = static_cast<uint32_t>(pair.expert);
-    const bool is_placed = pair.kind == Kind::kPlaced;
+    const bool is_placed = pair.kind == PairKind::kPlaced;
     const bool is_kept = is_placed && pair.position < Capacity(expert);
     const uint32_t owner = is_placed ? expert / experts_ : device_.shape.num_ranks;
     const bool is_here = is_kept && owner == device_.rank;
-    if (deal_.block == 0) {
-      if (pair.kind != Kind::kAbsent && !is_kept) {
-        totals.overflow = 1;
-        if (is_own_source) atomicAdd(&totals.num_dropped, 1);
-        if (is_own_source && pair.kind == Kind::kInvalid) atomicAdd(&totals.num_invalid, 1);
-      }
-      if (is_here) atomicAdd(&totals.recv_counts[pair.source], 1);
-      if (is_kept && is_own_source) atomicAdd(&totals.send_counts[owner], 1);
-    }
+    if (deal_.block == 0) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
     if (!is_here && !is_own_source && params_.layout != Layout::kRankMajor) return;
     if (!deal_.IsMine(pair.source, token)) return;
     const auto source_row = static_cast<int32_t>(pair.source * params_.num_tokens + token);
     if (is_own_source) {
       const auto rank_rows = static_cast<int32_t>(device_.shape.num_ranks * params_.num_tokens);
-      params_.send_slot[pair.cell] =
+      params_.out.send_slot[pair.cell] =
           is_kept ? static_cast<int32_t>(owner) * rank_rows + source_row : -1;
     }
     if (params_.layout == Layout::kRankMajor) {
-      params_.recv_topk_idx[static_cast<uint64_t>(pair.source) * source_pairs_ + pair.cell] =
+      params_.out.recv_topk_idx[static_cast<uint64_t>(pair.source) * source_pairs_ + pair.cell] =
           is_here ? static_cast<int32_t>(expert - device_.rank * experts_) : -1;
       if (is_here) index.Put(pair.source, token, k, source_row);
     } else if (is_here) {
       const int32_t row = zone_begin_[expert] + pair.position;
       index.Put(pair.source, token, k, row);
-      params_.recv_src[row] =
+      params_.out.recv_src[row] =
           static_cast<int32_t>(pair.source * device_.shape.max_tokens * top_k_ + pair.cell);
     }
   }

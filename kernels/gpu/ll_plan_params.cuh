@@ -3,7 +3,7 @@
 // own tokens, and the first block the totals.
 #pragma once
 
-#include "kernels/gpu/control.cuh"
+#include "kernels/gpu/plan_arrays.cuh"
 #include "kernels/gpu/row_index.cuh"
 
 namespace jax_ep::gpu {
@@ -13,15 +13,7 @@ struct LlPlanParams {
   uint32_t num_tokens;
   int32_t recv_rows;
   uint32_t num_histograms;  // warps that count; 0: LlBatchedPlanner
-  int32_t* group_sizes;     // [E_l]
-  int32_t* group_counts;    // [E_l]
-  int32_t* send_slot;       // [T * K]
-  int32_t* recv_src;        // [R]
-  int32_t* send_counts;     // [N]
-  int32_t* recv_counts;     // [N]
-  int32_t* num_dropped;     // []
-  int32_t* overflow;        // []
-  int32_t* recv_topk_idx;   // [N * T * K] in rank_major
+  PlanArrays out;
 };
 
 // (source, token) pairs are dealt to the receiving blocks in an order that interleaves sources.
@@ -42,6 +34,10 @@ struct TokenDeal {
   }
 };
 
+// Absent: no expert. Invalid: of an expert that there is not. Duplicate: in expert_batched, of one
+// that a lower pair of the token has too.
+enum class PairKind : uint8_t { kPlaced, kAbsent, kDuplicate, kInvalid };
+
 // Counts of the group's pairs. In shared memory, for the whole block.
 struct LlPlanTotals {
   int32_t send_counts[kMaxNodeRanks];
@@ -54,21 +50,35 @@ struct LlPlanTotals {
     }
     if (threadIdx.x == 0) num_dropped = num_invalid = overflow = 0;
   }
+  // One thread for a pair. is_kept: it is placed, and its expert, of `owner`, has room for it.
+  __device__ void Count(const DeviceRank& device, PairKind kind, bool is_kept, uint32_t source,
+                        uint32_t owner) {
+    if (kind == PairKind::kAbsent) return;
+    const bool is_own_source = source == device.rank;
+    if (is_kept) {
+      if (owner == device.rank) atomicAdd(&recv_counts[source], 1);
+      if (is_own_source) atomicAdd(&send_counts[owner], 1);
+      return;
+    }
+    overflow = 1;
+    if (is_own_source) atomicAdd(&num_dropped, 1);
+    if (is_own_source && kind == PairKind::kInvalid) atomicAdd(&num_invalid, 1);
+  }
   // count_of(e), zone_of(e): rows of this rank's expert e, and those that are kept for it.
   template <typename CountOf, typename ZoneOf>
   __device__ void Write(const DeviceRank& device, const LlPlanParams& params, CountOf&& count_of,
                         ZoneOf&& zone_of) const {
     for (uint32_t e = threadIdx.x; e < device.shape.experts_per_rank(); e += blockDim.x) {
-      params.group_counts[e] = count_of(e);
-      params.group_sizes[e] = zone_of(e);
+      params.out.group_counts[e] = count_of(e);
+      params.out.group_sizes[e] = zone_of(e);
     }
     for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
-      params.send_counts[peer] = send_counts[peer];
-      params.recv_counts[peer] = recv_counts[peer];
+      params.out.send_counts[peer] = send_counts[peer];
+      params.out.recv_counts[peer] = recv_counts[peer];
     }
     if (threadIdx.x != 0) return;
-    *params.num_dropped = num_dropped;
-    *params.overflow = overflow;
+    *params.out.num_dropped = num_dropped;
+    *params.out.overflow = overflow;
     Control* control = ControlOf(device);
     control->plans += 1;
     control->rows_dropped += static_cast<uint64_t>(num_dropped);

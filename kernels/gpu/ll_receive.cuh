@@ -76,7 +76,7 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const BlockShar
     const bool is_unused = row < num_rows && !is_used(row);
     num_used += row < num_rows && !is_unused;
     if (is_unused) {
-      if (params.is_routed) params.plan.recv_src[row] = -1;
+      if (params.is_routed) params.plan.out.recv_src[row] = -1;
       if (params.recv_weights != nullptr) params.recv_weights[row] = 0.0f;
       if (params.recv_dots != nullptr) params.recv_dots[row] = 0.0f;
     }
@@ -125,7 +125,7 @@ __device__ inline void WriteItem(const LlDispatchKernelParams& params, const Sou
     if (params.is_routed) {
       uint32_t k = 0;
       while (k < top_k && item.by_k[k] < 0) ++k;
-      params.plan.recv_src[own_row] =
+      params.plan.out.recv_src[own_row] =
           k == top_k ? -1
                      : static_cast<int32_t>(source * shape.max_tokens * top_k + first_cell + k);
     }
@@ -140,7 +140,7 @@ __device__ inline void WriteItem(const LlDispatchKernelParams& params, const Sou
     if (is_rank_major) {
       const uint64_t cell = own_row * top_k + k;
       const bool is_here =
-          params.is_routed ? item.by_k[k] >= 0 : params.plan.recv_topk_idx[cell] >= 0;
+          params.is_routed ? item.by_k[k] >= 0 : params.plan.out.recv_topk_idx[cell] >= 0;
       params.recv_weights[cell] = is_here ? meta.weights[first_cell + k] : 0.0f;
     } else if (item.by_k[k] >= 0) {
       params.recv_weights[item.by_k[k]] = meta.weights[first_cell + k];
@@ -223,14 +223,14 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
       plan(LlPlanner(device, params.plan, deal, ids_of, shared_ints));
     }
   } else {
-    IndexRows(device, index, params.plan.num_tokens, params.plan.recv_src,
+    IndexRows(device, index, params.plan.num_tokens, params.plan.out.recv_src,
               static_cast<uint64_t>(params.plan.recv_rows),
               [&](uint32_t source, uint32_t token) { return deal.IsMine(source, token); });
     SyncBlock();
     if (!is_rank_major) {
       FillUnused<Word>(params, share, [&](uint64_t row) {
         RowPair pair;
-        return PairOf(device.shape, params.plan.num_tokens, params.plan.recv_src[row], &pair);
+        return PairOf(device.shape, params.plan.num_tokens, params.plan.out.recv_src[row], &pair);
       });
     }
   }
@@ -246,16 +246,8 @@ __device__ inline void Poison(const LlDispatchKernelParams& params) {
   PoisonBytes(params.recv_weights, cells * sizeof(float));
   PoisonBytes(params.recv_dots, rows * sizeof(float));
   if (!params.is_routed) return;
-  ZeroInts(params.plan.group_sizes, shape.experts_per_rank());
-  ZeroInts(params.plan.group_counts, shape.experts_per_rank());
-  ZeroInts(params.plan.send_counts, shape.num_ranks);
-  ZeroInts(params.plan.recv_counts, shape.num_ranks);
-  PoisonBytes(params.plan.send_slot,
-              static_cast<uint64_t>(params.plan.num_tokens) * shape.top_k * sizeof(int32_t));
-  PoisonBytes(params.plan.recv_src, rows * sizeof(int32_t));
-  PoisonBytes(params.plan.num_dropped, sizeof(int32_t));
-  PoisonBytes(params.plan.overflow, sizeof(int32_t));
-  if (is_rank_major) PoisonBytes(params.plan.recv_topk_idx, cells * sizeof(int32_t));
+  PoisonPlan(shape, params.plan.layout, static_cast<uint64_t>(params.plan.num_tokens) * shape.top_k,
+             rows, params.plan.out);
 }
 
 }  // namespace jax_ep::gpu::ll

@@ -61,7 +61,10 @@ __global__ void __launch_bounds__(kThreads)
     params.layout == Layout::kRankMajor ? FillRankMajor(params) : FillFromLists(params);
   }
   if (!LastToArrive(device, &word)) return;
-  if (HasFailed(device)) PoisonPlan(params);
+  if (HasFailed(device)) {
+    PoisonPlan(device.shape, params.layout, params.num_pairs,
+               static_cast<uint64_t>(params.recv_rows), params.out);
+  }
   if (threadIdx.x == 0) EndOperation(device);
 }
 
@@ -108,15 +111,7 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
                           .num_pairs = static_cast<uint32_t>(plan.topk_idx.size()),
                           .num_warps = NumHistograms(rank),
                           .topk_idx = plan.topk_idx.data(),
-                          .group_sizes = plan.out.group_sizes.data(),
-                          .group_counts = plan.out.group_counts.data(),
-                          .send_slot = plan.out.send_slot.data(),
-                          .recv_src = plan.out.recv_src.data(),
-                          .send_counts = plan.out.send_counts.data(),
-                          .recv_counts = plan.out.recv_counts.data(),
-                          .num_dropped = plan.out.num_dropped,
-                          .overflow = plan.out.overflow,
-                          .recv_topk_idx = plan.out.recv_topk_idx.data()};
+                          .out = ArraysOf(plan.out)};
   const uint64_t max_blocks = std::min<uint64_t>(rank.max_blocks, kMaxPlanBlocks);
   const auto blocks_for = [&](uint64_t items, uint64_t items_per_block) {
     return static_cast<uint32_t>(

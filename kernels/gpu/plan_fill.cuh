@@ -49,7 +49,7 @@ __device__ inline void FillFromLists(const PlanKernelParams& params) {
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
       const uint64_t row = first + i * step;
-      if (row < static_cast<uint64_t>(params.recv_rows)) params.recv_src[row] = srcs[i];
+      if (row < static_cast<uint64_t>(params.recv_rows)) params.out.recv_src[row] = srcs[i];
     }
   }
 }
@@ -70,27 +70,10 @@ __device__ inline void FillRankMajor(const PlanKernelParams& params) {
     for (uint32_t k = 0; k < top_k; ++k) {
       const int32_t local = ids[k] - own_first;
       const bool is_here = ids[k] >= 0 && local >= 0 && local < experts;
-      params.recv_topk_idx[row * top_k + k] = is_here ? local : -1;
+      params.out.recv_topk_idx[row * top_k + k] = is_here ? local : -1;
       if (is_here && src < 0) src = static_cast<int32_t>(source * source_codes + first + k);
     }
-    params.recv_src[row] = src;
-  }
-}
-
-__device__ inline void PoisonPlan(const PlanKernelParams& params) {
-  const uint64_t experts = params.device.shape.experts_per_rank();
-  const uint64_t num_ranks = params.device.shape.num_ranks;
-  const uint64_t rows = static_cast<uint64_t>(params.recv_rows);
-  ZeroInts(params.group_sizes, experts);
-  ZeroInts(params.group_counts, experts);
-  ZeroInts(params.send_counts, num_ranks);
-  ZeroInts(params.recv_counts, num_ranks);
-  PoisonBytes(params.send_slot, params.num_pairs * sizeof(int32_t));
-  PoisonBytes(params.recv_src, rows * sizeof(int32_t));
-  PoisonBytes(params.num_dropped, sizeof(int32_t));
-  PoisonBytes(params.overflow, sizeof(int32_t));
-  if (params.layout == Layout::kRankMajor) {
-    PoisonBytes(params.recv_topk_idx, rows * params.device.shape.top_k * sizeof(int32_t));
+    params.out.recv_src[row] = src;
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/control.cuh"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/plan_arrays.cuh"
 
 namespace jax_ep::gpu::planning {
 
@@ -23,15 +24,7 @@ struct PlanKernelParams {
   uint32_t num_warps;       // that count, as many as have room for a histogram
   uint32_t num_blocks;      // that have pairs
   const int32_t* topk_idx;  // [T * K]
-  int32_t* group_sizes;     // [E_l]
-  int32_t* group_counts;    // [E_l]
-  int32_t* send_slot;       // [T * K]
-  int32_t* recv_src;        // [R]
-  int32_t* send_counts;     // [N]
-  int32_t* recv_counts;     // [N]
-  int32_t* num_dropped;     // []
-  int32_t* overflow;        // []
-  int32_t* recv_topk_idx;   // [N * T * K] in rank_major
+  PlanArrays out;
 };
 
 extern __shared__ int32_t shared_ints[];

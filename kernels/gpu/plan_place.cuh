@@ -146,7 +146,7 @@ __device__ inline void PlaceBlock(const PlanKernelParams& params, const ExpertTa
       const uint32_t pair = first + i * kWarpSize;
       if (pair >= range.end) continue;
       if (ranks[i] < 0) {
-        params.send_slot[pair] = -1;
+        params.out.send_slot[pair] = -1;
         if (is_rank_major) list[pair] = -1;
         continue;
       }
@@ -161,7 +161,7 @@ __device__ inline void PlaceBlock(const PlanKernelParams& params, const ExpertTa
         slot =
             owner * static_cast<int32_t>(device.shape.num_ranks * params.num_tokens) + source_row;
       }
-      params.send_slot[pair] =
+      params.out.send_slot[pair] =
           position < tables.Capacity(params, static_cast<uint32_t>(expert)) ? slot : -1;
       // rank_major drops nothing, and its receivers want expert ids by token, not a sorted list.
       if (is_rank_major) {
@@ -186,8 +186,8 @@ __device__ inline void WriteCounts(const PlanKernelParams& params, uint64_t sequ
   };
   for (uint32_t e = threadIdx.x; e < experts; e += kThreads) {
     const int32_t capacity = tables.Capacity(params, own_first + e);
-    params.group_counts[e] = capacity;
-    params.group_sizes[e] =
+    params.out.group_counts[e] = capacity;
+    params.out.group_sizes[e] =
         params.layout == Layout::kExpertMajor ? tables.zone[own_first + e] : capacity;
   }
   // Sums by warp: destinations, then sources.
@@ -211,7 +211,7 @@ __device__ inline void WriteCounts(const PlanKernelParams& params, uint64_t sequ
           tables.zone_begin[expert] + (before < capacity ? before : capacity), kept, 0, 0};
     }
     sum = WarpSum(sum);
-    if (LaneId() == 0) (is_source ? params.recv_counts : params.send_counts)[peer] = sum;
+    if (LaneId() == 0) (is_source ? params.out.recv_counts : params.out.send_counts)[peer] = sum;
     if (!is_source) continue;
     SyncWarp();
     // Where the source's own list has them: after its pairs of all lower experts.
@@ -254,8 +254,8 @@ __device__ inline void WriteCounts(const PlanKernelParams& params, uint64_t sequ
   if (overflows) has_drops = 1;
   SyncBlock();
   if (threadIdx.x != 0) return;
-  *params.num_dropped = num_dropped;
-  *params.overflow = has_drops;
+  *params.out.num_dropped = num_dropped;
+  *params.out.overflow = has_drops;
   Control* control = ControlOf(device);
   control->plans += 1;
   control->rows_dropped += static_cast<uint64_t>(num_dropped);

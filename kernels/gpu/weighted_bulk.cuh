@@ -1,6 +1,7 @@
 // The weighted pull with bulk copies (weighted_dispatch.cu).
 #pragma once
 
+#include "kernels/gpu/ring_position.cuh"
 #include "kernels/gpu/weighted_pull.cuh"
 
 namespace jax_ep::gpu::weighted {
@@ -117,28 +118,27 @@ class BulkPuller {
   // Starts to load a piece of the row that was found last.
   __device__ void LoadPiece(uint32_t piece) {
     if (LaneId() != 0) return;
-    const uint32_t begin = piece * BulkShared::kPieceBytes;
+    Load(RowAt(piece * BulkShared::kPieceBytes), from_, piece, RowBarrier(piece));
+  }
+  // One lane: a piece of `row`.
+  __device__ void Load(unsigned char* to, const std::byte* row, uint32_t piece,
+                       uint64_t* barrier) const {
+    const uint64_t begin = static_cast<uint64_t>(piece) * BulkShared::kPieceBytes;
     const auto num_bytes = static_cast<uint32_t>(
         min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
-    BarrierExpectBytes(RowBarrier(piece), num_bytes);
-    BulkLoad(RowAt(begin), from_ + begin, num_bytes, RowBarrier(piece));
+    BarrierExpectBytes(barrier, num_bytes);
+    BulkLoad(to, row + begin, num_bytes, barrier);
   }
 
   // Starts to load pieces of y, as far ahead as the ring has room and rows are known.
   __device__ void FillRing() {
-    if (params_.recv_dots == nullptr) return;
     while (num_in_flight_ < kRingSlots && y_row_ < rows_found_) {
-      const uint32_t slot = issued_;
       if (LaneId() == 0) {
         const auto row = static_cast<uint64_t>(PlacesOf(y_row_)[y_copy_]);
-        const uint64_t begin = static_cast<uint64_t>(y_piece_) * BulkShared::kPieceBytes;
-        const auto num_bytes = static_cast<uint32_t>(
-            min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
-        BarrierExpectBytes(RingBarrier(slot), num_bytes);
-        BulkLoad(RingAt(slot), params_.y + row * params_.row_bytes + begin, num_bytes,
-                 RingBarrier(slot));
+        Load(RingAt(issued_.slot), params_.y + row * params_.row_bytes, y_piece_,
+             RingBarrier(issued_.slot));
       }
-      issued_ = slot + 1 == kRingSlots ? 0 : slot + 1;
+      issued_.Advance(kRingSlots);
       ++num_in_flight_;
       if (++y_piece_ < shared_.pieces_per_row) continue;
       y_piece_ = 0;
@@ -171,8 +171,8 @@ class BulkPuller {
       const uint4* y = nullptr;
       if (has_dots) {
         FillRing();
-        BarrierWait(RingBarrier(used_), used_parity_);
-        y = reinterpret_cast<const uint4*>(RingAt(used_));
+        BarrierWait(RingBarrier(used_.slot), used_.parity);
+        y = reinterpret_cast<const uint4*>(RingAt(used_.slot));
       }
 #pragma unroll 1
       for (uint32_t batch = 0; batch < kPieceWords; batch += kBatchWords) {
@@ -220,9 +220,7 @@ class BulkPuller {
       if (loads_next) LoadPiece(piece);
       if (!has_dots) continue;
       --num_in_flight_;
-      if (++used_ < kRingSlots) continue;
-      used_ = 0;
-      used_parity_ ^= 1;
+      used_.Advance(kRingSlots);
     }
     if (!has_dots) return;
     // Dot lane (i * kWarpSize + lane) * kElems + e is in sums[i][e].
@@ -254,8 +252,8 @@ class BulkPuller {
   uint32_t rows_found_ = 0;
   const std::byte* from_ = nullptr;                // of the row that was found last
   float next_weight_ = 1.0f;                       // of the copy that comes next
-  uint32_t issued_ = 0, used_ = 0;                 // slots of the ring of pieces of y
-  uint32_t used_parity_ = 0, num_in_flight_ = 0;   // likewise
+  RingPosition issued_, used_;                     // of the ring of pieces of y
+  uint32_t num_in_flight_ = 0;                     // of them
   uint32_t y_row_ = 0, y_copy_ = 0, y_piece_ = 0;  // next one to issue
   uint64_t num_pulled_ = 0;
 };
