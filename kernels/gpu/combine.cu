@@ -144,13 +144,13 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// The same on all ranks, however their arrays are aligned. Mode ll: so few that two rounds of its
-// blocks take all chunks of all owners, for a block's chunk takes as long as its rows.
-uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens, uint32_t num_ranks) {
+// The same on all ranks, however their arrays are aligned. Mode ll: a block's chunk takes as long as
+// its rows, and each chunk has its flag; measured with 2 and 4 ranks.
+uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens) {
   constexpr uint32_t kMost = kChunkTokens;
-  constexpr uint32_t kLlBlocks = 64;
+  constexpr uint32_t kLlChunks = 64;
   if (mode == Mode::kHt) return kMost;
-  return std::clamp(num_tokens * num_ranks / (2 * kLlBlocks), 1u, kMost);
+  return std::clamp(num_tokens / kLlChunks, 1u, kMost);
 }
 
 }  // namespace
@@ -184,7 +184,7 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
   };
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
-  const uint32_t chunk_tokens = ChunkTokensOf(call.mode, num_tokens, shape.num_ranks);
+  const uint32_t chunk_tokens = ChunkTokensOf(call.mode, num_tokens);
   CombineKernelParams params{
       .device = rank.device,
       .layout = call.layout,

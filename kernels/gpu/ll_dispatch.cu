@@ -236,9 +236,9 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
-  // Measured: bulk copies win in whole calls of up to 32 tokens, lanes that store from 128 on and
+  // Measured: bulk copies win in whole calls of up to 128 tokens, lanes that store from 256 on and
   // in most halves.
-  constexpr int64_t kMostBulkTokens = 64;
+  constexpr int64_t kMostBulkTokens = 128;
   if (is_vectorised && part == Part::kWhole && call.num_tokens <= kMostBulkTokens) {
     params.num_bulk_warps = BulkWarpsOf(rank);
   }
@@ -246,7 +246,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   // Bulk senders take a token each.
   const uint64_t row_items = params.num_bulk_warps > 0 ? static_cast<uint64_t>(call.num_tokens) *
                                                              kWarps / params.num_bulk_warps
-                                                       : call.num_tokens * num_dests * pieces.count;
+                                                       : call.num_tokens * pieces.count;
   const uint64_t send_items = num_dests + (params.has_rows ? row_items : 0);
   const uint64_t receive_items =
       std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,

@@ -46,7 +46,7 @@ extern __shared__ __align__(128) int32_t shared_ints[];
 __device__ inline void WarpCopyInts(void* to, const void* from, uint32_t count) {
   const bool is_aligned = reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0;
   const uint32_t num_quads = is_aligned ? count / 4 : 0;
-  constexpr uint32_t kInFlight = 4;
+  constexpr uint32_t kInFlight = 8;
   for (uint32_t first = LaneId(); first < num_quads; first += kInFlight * kWarpSize) {
     uint4 words[kInFlight];
 #pragma unroll
@@ -67,28 +67,32 @@ __device__ inline void WarpCopyInts(void* to, const void* from, uint32_t count) 
   }
 }
 
-// One warp: the words of a range, once read and written to `rows` rows of `to`, `stride` apart.
+// Words of a range that a warp has in hand, kCount of each lane.
 template <typename Word>
-__device__ inline void WarpCopyWords(std::byte* to, uint64_t stride, const int32_t* rows,
-                                     uint32_t num_rows, const std::byte* from, WordRange range) {
-  constexpr uint32_t kInFlight = 8;
-  for (uint32_t first = range.begin + LaneId(); first < range.end; first += kInFlight * kWarpSize) {
-    Word words[kInFlight];
+class LaneWords {
+ public:
+  static constexpr uint32_t kCount = 8;
+  static constexpr uint32_t kStep = kCount * kWarpSize;  // words of the warp
+
+  // Of the words from `first` on, those below `end`.
+  __device__ void Load(const std::byte* from, uint32_t first, uint32_t end) {
 #pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (first + i * kWarpSize < range.end) {
-        words[i] = reinterpret_cast<const Word*>(from)[first + i * kWarpSize];
-      }
-    }
-    for (uint32_t copy = 0; copy < num_rows; ++copy) {
-      auto* row = reinterpret_cast<Word*>(to + static_cast<uint64_t>(rows[copy]) * stride);
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        if (first + i * kWarpSize < range.end) row[first + i * kWarpSize] = words[i];
-      }
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const uint32_t word = first + i * kWarpSize + LaneId();
+      if (word < end) words_[i] = reinterpret_cast<const Word*>(from)[word];
     }
   }
-}
+  __device__ void Store(std::byte* to, uint32_t first, uint32_t end) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const uint32_t word = first + i * kWarpSize + LaneId();
+      if (word < end) reinterpret_cast<Word*>(to)[word] = words_[i];
+    }
+  }
+
+ private:
+  Word words_[kCount];
+};
 template <typename Word>
 __device__ inline void WarpZeroWords(std::byte* row, WordRange range) {
   for (uint32_t i = range.begin + LaneId(); i < range.end; i += kWarpSize) {

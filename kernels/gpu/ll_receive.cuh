@@ -94,15 +94,29 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const BlockShar
   }
 }
 
+// One warp: what the index says of a token's pairs, on its way once it is loaded.
+struct TokenEntries {
+  uint64_t of_lane[kEntriesPerLane];
+
+  __device__ void Load(const RowIndex& index, uint32_t source, uint32_t token, uint32_t top_k) {
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t k = i * kWarpSize + LaneId();
+      of_lane[i] = k < top_k ? index.Entry(source, token, k) : 0;
+    }
+  }
+};
+
 // One warp: rows of a token in the order of k; by_k as well. In rank_major its pairs share a row.
 __device__ inline uint32_t FindRows(const LlDispatchKernelParams& params, const RowIndex& index,
-                                    uint32_t source, uint32_t token, ItemRows& item) {
+                                    const TokenEntries& entries, ItemRows& item) {
   const uint32_t top_k = params.device.shape.top_k;
   uint32_t count = 0;
   SyncWarp();  // the item before has been read
-  for (uint32_t first = 0; first < top_k; first += kWarpSize) {
-    const uint32_t k = first + LaneId();
-    const int32_t row = k < top_k ? index.RowOf(index.Entry(source, token, k)) : kNoRow;
+#pragma unroll
+  for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+    const uint32_t k = i * kWarpSize + LaneId();
+    const int32_t row = k < top_k ? index.RowOf(entries.of_lane[i]) : kNoRow;
     const LaneMask with_row = Ballot(row >= 0);
     if (k < top_k) item.by_k[k] = row;
     if (row >= 0) item.rows[count + CountLanes(with_row & LanesBelow())] = row;
@@ -160,12 +174,20 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
   const uint32_t pieces = params.pieces.count;
   const uint32_t units_per_item = Rows::kTakesWholeRows ? 1 : pieces;
   uint64_t num_remote_words = 0;
+  TokenEntries next;
+  const auto load_next = [&](uint32_t unit) {
+    if (unit >= own_items * units_per_item) return;
+    const uint32_t ordinal = deal.block + unit / units_per_item * deal.num_blocks;
+    next.Load(index, deal.SourceOf(ordinal), ordinal / device.shape.num_ranks, device.shape.top_k);
+  };
+  load_next(WarpId());
   for (uint32_t unit = WarpId(); unit < own_items * units_per_item; unit += kWarps) {
     const uint32_t ordinal = deal.block + unit / units_per_item * deal.num_blocks;
     const uint32_t piece = unit % units_per_item;
     const uint32_t token = ordinal / device.shape.num_ranks;
     const uint32_t source = deal.SourceOf(ordinal);
-    const uint32_t num_rows = FindRows(params, index, source, token, item);
+    const uint32_t num_rows = FindRows(params, index, next, item);
+    load_next(unit + kWarps);
     const SourceMeta meta = MetaOf(params, slot.set, source);
     if (piece == 0) WriteItem(params, meta, source, token, item, num_rows);
     if (params.recv_x == nullptr) continue;

@@ -14,7 +14,14 @@ struct PlainRows {
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
                                const int32_t* rows, uint32_t num_rows, WordRange range) {
-    WarpCopyWords<Word>(params.recv_x, params.row_bytes, rows, num_rows, from, range);
+    LaneWords<Word> words;
+    for (uint32_t first = range.begin; first < range.end; first += words.kStep) {
+      words.Load(from, first, range.end);
+      for (uint32_t copy = 0; copy < num_rows; ++copy) {
+        words.Store(params.recv_x + static_cast<uint64_t>(rows[copy]) * params.row_bytes, first,
+                    range.end);
+      }
+    }
   }
 };
 

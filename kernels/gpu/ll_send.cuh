@@ -5,23 +5,39 @@
 
 namespace jax_ep::gpu::ll {
 
-// One warp. Whether any pair of the token goes to `dest`.
-__device__ inline bool GoesTo(const LlDispatchKernelParams& params, uint32_t token, uint32_t dest) {
-  const GroupShape& shape = params.device.shape;
-  const uint64_t first = static_cast<uint64_t>(token) * shape.top_k;
-  const uint32_t rank_rows = shape.num_ranks * params.plan.num_tokens;
-  bool goes = false;
-  for (uint32_t k = LaneId(); k < shape.top_k; k += kWarpSize) {
-    if (params.is_routed) {
-      const auto expert = static_cast<uint32_t>(params.topk_idx[first + k]);
-      goes |= expert < shape.num_experts && expert / shape.experts_per_rank() == dest;
-    } else {
-      const int32_t slot = params.given_slots[first + k];
-      goes |= slot >= 0 && static_cast<uint32_t>(slot) / rank_rows == dest;
+// One warp: the ranks that pairs of a token go to. What that takes is on its way once it is made.
+class Destinations {
+ public:
+  __device__ Destinations(const LlDispatchKernelParams& params, uint32_t token) : params_(params) {
+    const uint32_t top_k = params.device.shape.top_k;
+    const int32_t* ids = (params.is_routed ? params.topk_idx : params.given_slots) +
+                         static_cast<uint64_t>(token) * top_k;
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t k = i * kWarpSize + LaneId();
+      ids_[i] = k < top_k ? ids[k] : -1;
     }
   }
-  return Ballot(goes) != 0;
-}
+  // A bit per rank.
+  __device__ uint64_t Mask() const {
+    const GroupShape& shape = params_.device.shape;
+    const uint32_t ids_of_rank =
+        params_.is_routed ? shape.experts_per_rank() : shape.num_ranks * params_.plan.num_tokens;
+    uint64_t mask = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t rank = static_cast<uint32_t>(ids_[i]) / ids_of_rank;
+      if (ids_[i] >= 0 && rank < shape.num_ranks) mask |= uint64_t{1} << rank;
+    }
+#pragma unroll
+    for (uint32_t other = kWarpSize / 2; other > 0; other /= 2) mask |= FromLaneXor(mask, other);
+    return mask;
+  }
+
+ private:
+  const LlDispatchKernelParams& params_;
+  int32_t ids_[kEntriesPerLane];
+};
 
 __device__ inline void SendMeta(const LlDispatchKernelParams& params, const CallSlot& slot,
                                 uint32_t dest) {
@@ -40,6 +56,24 @@ __device__ inline void SendMeta(const LlDispatchKernelParams& params, const Call
               FlagValue(slot.started, params.operation));
 }
 
+// One warp, after its stores: the flags of pieces of a token for all its destinations, in one
+// release, which waits until the peers have got the stores.
+__device__ inline void PublishPieces(const LlDispatchKernelParams& params, const CallSlot& slot,
+                                     uint64_t dests, uint32_t token, uint32_t first_piece,
+                                     uint32_t num_pieces) {
+  const DeviceRank& device = params.device;
+  SyncWarp();
+  for (uint32_t i = LaneId(); i < device.shape.num_ranks * num_pieces; i += kWarpSize) {
+    const uint32_t dest = i / num_pieces;
+    if ((dests >> dest & 1) == 0) continue;
+    const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, device.rank, token,
+                                    first_piece + i % num_pieces);
+    StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag),
+                    FlagValue(slot.started, params.operation));
+  }
+}
+
+// A warp takes a piece of a row to all destinations of its token.
 template <typename Word>
 __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
   const DeviceRank& device = params.device;
@@ -50,28 +84,37 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
   if (num_dests == 0) return;
   const BlockShare share{.num_blocks = params.num_send_blocks, .block = blockIdx.x};
   const auto dest_of = [&](uint32_t step) { return (device.rank + first_step + step) % num_ranks; };
-  const uint32_t num_rows = params.has_rows ? params.plan.num_tokens * num_dests : 0;
-  const uint32_t num_items = num_dests + num_rows * params.pieces.count;
-  const uint64_t value = FlagValue(slot.started, params.operation);
-  const int32_t first_row = 0;
-  Outbox outbox(device, value);
-  for (uint32_t item = share.warp(); item < num_items; item += share.num_warps()) {
+  uint64_t reachable = 0;
+  for (uint32_t step = 0; step < num_dests; ++step) {
+    if (IsMate(device, dest_of(step))) reachable |= uint64_t{1} << dest_of(step);
+  }
+  const uint32_t num_pieces = params.has_rows ? params.plan.num_tokens * params.pieces.count : 0;
+  for (uint32_t item = share.warp(); item < num_dests + num_pieces; item += share.num_warps()) {
     if (item < num_dests) {
       if (IsMate(device, dest_of(item))) SendMeta(params, slot, dest_of(item));
       continue;
     }
-    const uint32_t row = (item - num_dests) / params.pieces.count;
+    const uint32_t token = (item - num_dests) / params.pieces.count;
     const uint32_t piece = (item - num_dests) % params.pieces.count;
-    const uint32_t token = row / num_dests;
-    const uint32_t dest = dest_of(row % num_dests);
-    if (!IsMate(device, dest) || !GoesTo(params, token, dest)) continue;
+    const WordRange range = WordsOf(params.pieces, piece, params.row_words);
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
-    WarpCopyWords<Word>(HeapAt<std::byte>(device, dest, place), 0, &first_row, 1,
-                        params.x + token * params.row_bytes,
-                        WordsOf(params.pieces, piece, params.row_words));
-    outbox.Add(dest, PieceFlag(area, slot.set, device.rank, token, piece));
+    const Destinations destinations(params, token);
+    LaneWords<Word> words;
+    const std::byte* from = params.x + token * params.row_bytes;
+    words.Load(from, range.begin, range.end);
+    const uint64_t dests = destinations.Mask() & reachable;
+    for (uint32_t first = range.begin;; words.Load(from, first, range.end)) {
+      for (uint32_t step = 0; step < num_dests; ++step) {
+        // Tokens begin with different destinations, so that links are used alike.
+        const uint32_t dest = dest_of((step + token) % num_dests);
+        if ((dests >> dest & 1) == 0) continue;
+        words.Store(HeapAt<std::byte>(device, dest, place), first, range.end);
+      }
+      first += words.kStep;
+      if (first >= range.end) break;
+    }
+    PublishPieces(params, slot, dests, token, piece, 1);
   }
-  outbox.Send();
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -94,7 +137,6 @@ __device__ inline void SendInBulk(const LlDispatchKernelParams& params, const Ca
     return;
   }
   if (!params.has_rows) return;
-  const uint64_t value = FlagValue(slot.started, params.operation);
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
   auto* row = reinterpret_cast<std::byte*>(shared_ints) + WarpId() * row_bytes;
   uint64_t* barrier = barriers + WarpId();
@@ -112,20 +154,7 @@ __device__ inline void SendInBulk(const LlDispatchKernelParams& params, const Ca
       BarrierExpectBytes(barrier, row_bytes);
       BulkLoad(row, params.x + token * params.row_bytes, row_bytes, barrier);
     }
-    uint64_t dests = 0;
-    const uint64_t first_cell = static_cast<uint64_t>(token) * shape.top_k;
-    for (uint32_t k = LaneId(); k < shape.top_k; k += kWarpSize) {
-      if (params.is_routed) {
-        const auto expert = static_cast<uint32_t>(params.topk_idx[first_cell + k]);
-        if (expert < shape.num_experts) dests |= uint64_t{1} << (expert / shape.experts_per_rank());
-      } else {
-        const int32_t given = params.given_slots[first_cell + k];
-        const uint32_t dest = static_cast<uint32_t>(given) / (num_ranks * params.plan.num_tokens);
-        if (given >= 0 && dest < num_ranks) dests |= uint64_t{1} << dest;
-      }
-    }
-    for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) dests |= FromLaneXor(dests, mask);
-    dests &= ~(uint64_t{1} << device.rank);
+    const uint64_t dests = Destinations(params, token).Mask() & ~(uint64_t{1} << device.rank);
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
     if (LaneId() == 0) {
       BarrierWait(barrier, parity);
@@ -140,13 +169,7 @@ __device__ inline void SendInBulk(const LlDispatchKernelParams& params, const Ca
       FenceProxyAsync();  // the stores, before their flags
     }
     parity ^= 1;
-    SyncWarp();
-    for (uint32_t i = LaneId(); i < num_ranks * params.pieces.count; i += kWarpSize) {
-      const uint32_t dest = i / params.pieces.count;
-      if ((dests >> dest & 1) == 0) continue;
-      const uint64_t flag = PieceFlag(area, slot.set, device.rank, token, i % params.pieces.count);
-      StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag), value);
-    }
+    PublishPieces(params, slot, dests, token, 0, params.pieces.count);
   }
 }
 #endif

@@ -11,8 +11,6 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kEntriesPerLane = kMaxTopK / kWarpSize;
-
 // An array that `peer` published for this operation.
 __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint32_t peer,
                                                   uint64_t place) {

@@ -46,36 +46,6 @@ __device__ inline void WarpPublish(const DeviceRank& device, uint32_t owner, uin
   if (LaneId() == 0) StoreReleaseSys(HeapAt<uint64_t>(device, owner, offset), value);
 }
 
-// Flags that a warp sends together, after its stores: what makes a release slow is to wait until
-// the peers have got the stores, and that wait is one for all.
-class Outbox {
- public:
-  __device__ Outbox(const DeviceRank& device, uint64_t value) : device_(device), value_(value) {}
-
-  // The flag at `offset` in the heap of `owner`, for what the warp has stored.
-  __device__ void Add(uint32_t owner, uint64_t offset) {
-    if (LaneId() == count_) {
-      owner_ = owner;
-      offset_ = offset;
-    }
-    if (++count_ == kMost) Send();
-  }
-  __device__ void Send() {
-    SyncWarp();
-    if (LaneId() < count_) StoreReleaseSys(HeapAt<uint64_t>(device_, owner_, offset_), value_);
-    count_ = 0;
-  }
-
- private:
-  static constexpr uint32_t kMost = 4;
-
-  const DeviceRank& device_;
-  uint64_t value_;
-  uint32_t count_ = 0;
-  uint32_t owner_ = 0;   // in lane i: of flag i
-  uint64_t offset_ = 0;  // likewise
-};
-
 // One warp waits for one flag in this rank's heap.
 __device__ inline bool WarpWait(const DeviceRank& device, uint64_t offset, uint32_t peer,
                                 Operation operation, uint64_t value) {

@@ -10,6 +10,7 @@ namespace jax_ep::gpu {
 
 inline constexpr uint32_t kMaxTopK = 64;
 inline constexpr int32_t kNoRow = -1;
+inline constexpr uint32_t kEntriesPerLane = kMaxTopK / kWarpSize;  // of a token
 
 class RowIndex {
  public:
