@@ -6,6 +6,7 @@
 
 #include "kernels/gpu/control.cuh"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/token_parts.h"
 
 namespace jax_ep::gpu {
 
@@ -33,6 +34,8 @@ struct CombineKernelParams {
   uint32_t ring_slots;   // of a team
   uint32_t slot_bytes;
   uint32_t team_bytes;  // of shared memory
+  // Over several nodes only (net_combine.cu): the tokens of this kernel, of each owner.
+  TokenPart part;
 };
 
 __device__ inline const uint64_t* ChunkFlag(const DeviceRank& device, uint32_t peer,
@@ -58,10 +61,11 @@ __device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, ui
                   value);
 }
 
-// All threads of the block, as the last thing of a combine; `word` is shared.
-__device__ inline void FinishCombine(const CombineKernelParams& params, uint32_t* word) {
+// All threads of the block, as the last thing of a combine; `word` is shared. True in the block
+// that comes last.
+__device__ inline bool FinishCombine(const CombineKernelParams& params, uint32_t* word) {
   const DeviceRank& device = params.device;
-  if (!LastToArrive(device, word)) return;
+  if (!LastToArrive(device, word)) return false;
   if (HasFailed(device)) {
     PoisonBytes(params.out, params.num_tokens * params.row_bytes);
     PoisonBytes(params.ride_out,
@@ -74,6 +78,7 @@ __device__ inline void FinishCombine(const CombineKernelParams& params, uint32_t
     control->sums_taken = 0;
     EndOperation(device);
   }
+  return true;
 }
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank);

@@ -203,6 +203,45 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 constexpr uint32_t kPlainSharedBytes = kPlainWarps * kMaxTopK * sizeof(int32_t);
 
+#if JAX_EP_BULK_COPIES
+const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
+  PullParams params = call;
+  const GroupShape& shape = rank.device.shape;
+  const uint64_t row_bytes = params.row_bytes;
+  // Equal pieces, as large as allowed.
+  const uint64_t num_pieces = (row_bytes + rank.piece_bytes - 1) / rank.piece_bytes;
+  params.piece_bytes =
+      static_cast<uint32_t>(AlignUp((row_bytes + num_pieces - 1) / num_pieces, kWireUnitBytes));
+  params.ring_slots = rank.ring_slots;
+  uint32_t num_warps = kMaxBulkWarps;
+  const auto shared_bytes_of = [&](uint32_t warps) {
+    return BulkShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
+  };
+  while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
+  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
+                   shared_bytes_of(num_warps), stream>>>(params);
+  return LaunchResult("PullRowsInBulk");
+}
+#endif
+
+const char* LaunchPull(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
+  if (call.row_weights != nullptr || call.recv_dots != nullptr) {
+    return LaunchWeightedPull(rank, call, stream);
+  }
+#if JAX_EP_BULK_COPIES
+  if (rank.use_bulk_copies && call.is_vectorised) return LaunchPullInBulk(rank, call, stream);
+#endif
+  constexpr uint32_t kThreads = (kPlainWarps + 1) * kWarpSize;
+  if (call.is_vectorised) {
+    PullRows<uint4>
+        <<<PullBlocks(rank, call, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(call);
+  } else {
+    PullRows<uint16_t>
+        <<<PullBlocks(rank, call, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(call);
+  }
+  return LaunchResult("PullRows");
+}
+
 }  // namespace
 
 const char* PrepareDispatchKernels([[maybe_unused]] const RankHandle& rank) {
@@ -238,8 +277,10 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
                                       stream)) {
     return error;
   }
+  const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
+  const uint32_t num_parts = NumTokenParts(num_tokens, shape.num_nodes());
   if (shape.num_nodes() > 1) {
-    if (const char* error = LaunchExchangeRows(rank, call, epoch, stream)) return error;
+    if (const char* error = LaunchSendRows(rank, call, num_parts, epoch, stream)) return error;
   }
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
@@ -250,7 +291,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
                     .zero_padding = call.zero_padding,
                     .is_vectorised = row_bytes % sizeof(uint4) == 0 && is_aligned(call.recv_x) &&
                                      is_aligned(call.y),
-                    .num_tokens = static_cast<uint64_t>(call.num_tokens),
+                    .num_tokens = num_tokens,
                     .recv_rows = static_cast<uint64_t>(call.recv_rows),
                     .row_bytes = row_bytes,
                     .recv_src = call.recv_src.data(),
@@ -261,35 +302,14 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
                     .y = call.y,
                     .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
                     .recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data()};
-  if (params.row_weights != nullptr || params.recv_dots != nullptr) {
-    return LaunchWeightedPull(rank, params, stream);
+  for (uint32_t part = 0; part < num_parts; ++part) {
+    params.part = TokenPartOf(num_tokens, part, num_parts);
+    if (shape.num_nodes() > 1) {
+      if (const char* error = LaunchAwaitRows(rank, params.part, stream)) return error;
+    }
+    if (const char* error = LaunchPull(rank, params, stream)) return error;
   }
-#if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies && params.is_vectorised) {
-    // Equal pieces, as large as allowed.
-    const uint64_t num_pieces = (row_bytes + rank.piece_bytes - 1) / rank.piece_bytes;
-    params.piece_bytes =
-        static_cast<uint32_t>(AlignUp((row_bytes + num_pieces - 1) / num_pieces, kWireUnitBytes));
-    params.ring_slots = rank.ring_slots;
-    uint32_t num_warps = kMaxBulkWarps;
-    const auto shared_bytes_of = [&](uint32_t warps) {
-      return BulkShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
-    };
-    while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
-    PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
-                     shared_bytes_of(num_warps), stream>>>(params);
-    return LaunchResult("PullRowsInBulk");
-  }
-#endif
-  constexpr uint32_t kThreads = (kPlainWarps + 1) * kWarpSize;
-  if (params.is_vectorised) {
-    PullRows<uint4>
-        <<<PullBlocks(rank, params, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(params);
-  } else {
-    PullRows<uint16_t>
-        <<<PullBlocks(rank, params, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(params);
-  }
-  return LaunchResult("PullRows");
+  return nullptr;
 }
 
 }  // namespace jax_ep::gpu

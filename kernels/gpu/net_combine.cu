@@ -4,9 +4,10 @@
 //                that of the mate on the owner's rail for owners elsewhere; then tail flags to the
 //                mates.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
-//                go to its stage, one row per token that has any; the signal follows.
-//   AwaitSums    waits for the signals of the rail.
-//   AddNodes     this rank's tokens: the partials of the node and the sums of the others.
+//                go to its stage, one row per token that has any; a signal follows each part.
+//   AwaitSums    waits for a part's signals of the rail.
+//   AddNodes     this rank's tokens of that part: the partials of the node and the sums of the
+//                others, while the next part is on its way.
 //
 // Reduce areas: mates write after the entry flags, hence after this rank's last combine. Stages: as
 // in net_dispatch.cu.
@@ -21,11 +22,15 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
-static_assert(kNetChunkTokens == kChunkTokens, "CombineKernelParams::num_chunks counts both");
 
-__device__ inline NodeSums NodeSumsOf(const DeviceRank& device, uint64_t epoch) {
+// Of the sets in the stage, that of the running combine.
+__device__ inline uint32_t ParityOf(const DeviceRank& device) {
+  return static_cast<uint32_t>((NetStateOf(device)->combines + 1) % 2);
+}
+
+__device__ inline NodeSums NodeSumsOf(const DeviceRank& device) {
   const NetLayout& layout = device.network->layout;
-  return {OwnStage(device), layout.sums_recv, static_cast<uint32_t>(epoch % 2), layout.sums_pitch,
+  return {OwnStage(device), layout.sums_recv, ParityOf(device), layout.sums_pitch,
           layout.sums_rides};
 }
 
@@ -120,9 +125,10 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint64_t epoch = NetStateOf(device)->combines + 1;
+  const uint32_t parity = ParityOf(device);
+  const uint64_t epoch = NetStateOf(device)->sum_parts + params.part.number + 1;
   const uint32_t num_others = shape.num_nodes() - 1;
-  const uint32_t num_items = params.num_chunks * num_others;
+  const auto num_items = static_cast<uint32_t>(params.part.num_chunks()) * num_others;
   const uint64_t ride_bytes = static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
   bool is_ok = BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
                               FlagValue(SequenceOf(device), Operation::kCombine), &word);
@@ -131,10 +137,10 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t other = item % num_others;
     const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
     const uint32_t owner = RailRank(device, node);
-    const uint64_t send = layout.sums_send.At(epoch % 2, other);
-    const uint64_t first = static_cast<uint64_t>(item / num_others) * kNetChunkTokens;
+    const uint64_t send = layout.sums_send.At(parity, other);
+    const uint64_t first = params.part.begin + uint64_t{item / num_others} * kNetChunkTokens;
     uint32_t wanted = 0;
-    for (uint32_t i = 0; i < kNetChunkTokens && first + i < params.num_tokens; ++i) {
+    for (uint32_t i = 0; i < kNetChunkTokens && first + i < params.part.end; ++i) {
       const uint64_t parts = PartsOf(device, owner, first + i);
       if (parts == 0) continue;
       wanted |= 1u << i;
@@ -145,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
                     .dst_rank = owner,
                     .local_offset = send,
                     .remote_offset = layout.sums_recv.At(
-                        epoch % 2, OtherNode(shape.num_nodes(), node, NodeOf(device))),
+                        parity, OtherNode(shape.num_nodes(), node, NodeOf(device))),
                     .channel = Channel::kCombine,
                     .epoch = epoch};
     if (params.y != nullptr) {
@@ -165,16 +171,15 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-__global__ void AwaitSums(const __grid_constant__ DeviceRank device) {
+__global__ void AwaitSums(const __grid_constant__ CombineKernelParams params) {
+  const DeviceRank& device = params.device;
   if (HasFailed(device)) return;
-  const uint64_t epoch = NetStateOf(device)->combines + 1;
+  const uint64_t epoch = NetStateOf(device)->sum_parts + params.part.number + 1;
   for (uint32_t other = threadIdx.x; other + 1 < device.shape.num_nodes(); other += blockDim.x) {
     const uint32_t node = NodeOfOther(device.shape.num_nodes(), NodeOf(device), other);
     WaitSignals(device, LocalRankOf(device), Channel::kCombine, RailRank(device, node),
                 Operation::kCombine, epoch);
   }
-  SyncBlock();
-  if (threadIdx.x == 0) NetStateOf(device)->combines = epoch;
 }
 
 template <typename S>
@@ -184,14 +189,17 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ LocalRows local[kWarps];
   const DeviceRank& device = params.device;
   if (!HasFailed(device)) {
-    const NodeSums sums = NodeSumsOf(device, NetStateOf(device)->combines);
+    const NodeSums sums = NodeSumsOf(device);
     const RowIndex index(device, SequenceOf(device), params.num_tokens);
-    for (uint64_t token = blockIdx.x * kWarps + WarpId(); token < params.num_tokens;
-         token += gridDim.x * kWarps) {
+    for (uint64_t token = params.part.begin + blockIdx.x * kWarps + WarpId();
+         token < params.part.end; token += gridDim.x * kWarps) {
       FinishToken<S>(params, index, token, local[WarpId()], sums);
     }
   }
-  FinishCombine(params, &word);
+  if (!params.part.IsLast() || !FinishCombine(params, &word) || threadIdx.x != 0) return;
+  NetState* state = NetStateOf(device);
+  state->combines += 1;
+  state->sum_parts += params.part.count;
 }
 
 using Kernel = void (*)(CombineKernelParams);
@@ -224,8 +232,9 @@ const char* PrepareNetCombineKernels(const RankHandle& rank) {
   return PrepareKernel(reinterpret_cast<const void*>(&AwaitSums), 0);
 }
 
-const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& params,
-                             bool is_vectorised, cudaStream_t stream) {
+const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
+                             cudaStream_t stream) {
+  CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
   const Kernels kernels = KernelsOf(shape, is_vectorised);
   const auto blocks_for = [&](uint64_t items) {
@@ -233,15 +242,23 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& params
         std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, rank.max_blocks));
   };
   const uint64_t tokens = params.num_tokens;
+  const uint32_t num_parts = NumTokenParts(tokens, shape.num_nodes());
   kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);
   if (const char* error = LaunchResult("SumRows")) return error;
-  const uint64_t num_sends = static_cast<uint64_t>(params.num_chunks) * (shape.num_nodes() - 1);
-  kernels.send_node_sums<<<blocks_for(num_sends), kThreads, 0, stream>>>(params);
-  if (const char* error = LaunchResult("SendNodeSums")) return error;
-  AwaitSums<<<1, kWarpSize, 0, stream>>>(rank.device);
-  if (const char* error = LaunchResult("AwaitSums")) return error;
-  kernels.add_nodes<<<blocks_for(tokens), kThreads, 0, stream>>>(params);
-  return LaunchResult("AddNodes");
+  for (uint32_t part = 0; part < num_parts; ++part) {
+    params.part = TokenPartOf(tokens, part, num_parts);
+    const uint64_t num_sends = params.part.num_chunks() * (shape.num_nodes() - 1);
+    kernels.send_node_sums<<<blocks_for(num_sends), kThreads, 0, stream>>>(params);
+    if (const char* error = LaunchResult("SendNodeSums")) return error;
+  }
+  for (uint32_t part = 0; part < num_parts; ++part) {
+    params.part = TokenPartOf(tokens, part, num_parts);
+    AwaitSums<<<1, kWarpSize, 0, stream>>>(params);
+    if (const char* error = LaunchResult("AwaitSums")) return error;
+    kernels.add_nodes<<<blocks_for(params.part.num_tokens()), kThreads, 0, stream>>>(params);
+    if (const char* error = LaunchResult("AddNodes")) return error;
+  }
+  return nullptr;
 }
 
 }  // namespace jax_ep::gpu

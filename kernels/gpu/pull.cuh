@@ -50,8 +50,9 @@ class ItemCursor {
         num_ranks_(params.device.shape.num_ranks),
         own_rank_(params.device.rank),
         top_k_(params.device.shape.top_k),
-        num_items_(params.device.shape.num_ranks * params.num_tokens),
-        position_(warp),
+        num_items_(params.device.shape.num_ranks * params.part.end),
+        first_item_(params.device.shape.num_ranks * params.part.begin),
+        position_(first_item_ + warp),
         step_(num_warps) {
     Load();
   }
@@ -84,7 +85,7 @@ class ItemCursor {
   __device__ uint64_t token() const { return token_; }
   __device__ uint32_t num_rows() const { return num_rows_; }
   // Pairs that this warp has looked at.
-  __device__ uint64_t steps() const { return position_ / step_; }
+  __device__ uint64_t steps() const { return (position_ - first_item_) / step_; }
 
  private:
   __device__ void Load() {
@@ -101,7 +102,7 @@ class ItemCursor {
 
   RowIndex index_;
   uint32_t num_ranks_, own_rank_, top_k_;
-  uint64_t num_items_, position_;
+  uint64_t num_items_, first_item_, position_;
   uint32_t step_;
   uint64_t entries_[kEntriesPerLane];
   uint32_t next_source_ = 0, source_ = 0;
@@ -117,7 +118,7 @@ class Progress {
   __device__ Progress(const PullParams& params, uint32_t* steps, uint32_t num_warps)
       : steps_(steps), num_warps_(num_warps) {
     const uint64_t step = static_cast<uint64_t>(gridDim.x) * num_warps;
-    const uint64_t num_items = params.device.shape.num_ranks * params.num_tokens;
+    const uint64_t num_items = params.device.shape.num_ranks * params.part.num_tokens();
     steps_per_warp_ = static_cast<uint32_t>((num_items + step - 1) / step);
   }
   // One lane of a pulling warp.
@@ -146,10 +147,11 @@ class Progress {
   uint32_t steps_per_warp_;
 };
 
-// One warp of each block: weights of the received rows, and zeroes in what no row fills.
-// zero_row(row, number, total) is called by the whole warp for each row of padding.
+// One warp of each block, in the first part: weights of the received rows, and zeroes in what no
+// row fills. zero_row(row, number, total) is called by the whole warp for each row of padding.
 template <typename ZeroRow>
 __device__ void FillRest(const PullParams& params, ZeroRow&& zero_row) {
+  if (!params.part.IsFirst()) return;
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
   const uint64_t source_codes = device.shape.max_tokens * top_k;
@@ -257,8 +259,8 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 }
 #endif
 
-// All threads of the block, as the last thing of a dispatch; `word` is shared. Sources may reuse
-// their arrays when this kernel ends, so all ranks of the node leave together.
+// All threads of the block, as the last thing of a kernel; `word` is shared. Sources may reuse
+// their arrays when the last part's ends, so all ranks of the node leave that together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
                                   uint32_t* word) {
   const DeviceRank& device = params.device;
@@ -266,7 +268,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->bytes_pulled),
               static_cast<unsigned long long>(num_pulled * params.row_bytes));
   }
-  if (!LastToArrive(device, word)) return;
+  if (!params.part.IsLast() || !LastToArrive(device, word)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch);
   if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
   if (!BlockWaitMates(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
@@ -310,7 +312,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 
 // Blocks of `num_warps` pulling warps that a call is worth.
 inline uint32_t PullBlocks(const RankHandle& rank, const PullParams& params, uint32_t num_warps) {
-  const uint64_t num_items = params.device.shape.num_ranks * params.num_tokens;
+  const uint64_t num_items = params.device.shape.num_ranks * params.part.num_tokens();
   const uint64_t wanted = std::max((num_items + num_warps - 1) / num_warps,
                                    (params.recv_rows + kWarpSize - 1) / kWarpSize);
   return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));

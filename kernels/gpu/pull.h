@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "kernels/gpu/device_rank.h"
+#include "kernels/gpu/token_parts.h"
 
 namespace jax_ep::gpu {
 
@@ -13,6 +14,7 @@ struct PullParams {
   bool zero_padding;
   bool is_vectorised;  // rows are multiples of 16 bytes and 16-byte aligned
   uint64_t num_tokens;
+  TokenPart part;  // of every source's tokens that this kernel pulls
   uint64_t recv_rows;
   uint64_t row_bytes;
   const int32_t* recv_src;       // [R]
