@@ -81,7 +81,7 @@ __device__ inline unsigned char* RingOf(TeamState& team) {
 
 // Behind a SyncWarp: one lane arrives for its warp. racecheck does not follow that; in the build
 // for it (tests/kernels_gpu/sanitize.sh) every lane arrives.
-#if defined(JAX_EP_EVERY_LANE_ARRIVES)
+#if defined(JAX_EP_RACECHECK)
 inline constexpr uint32_t kWarpArrivals = kWarpSize;
 #else
 inline constexpr uint32_t kWarpArrivals = 1;

@@ -6,10 +6,11 @@
 #   tests/kernels_gpu/sanitize.sh BUILD [LOGS]
 #
 # BUILD is a CMake build folder with JAX_EP_GPU=cuda, JAX_EP_BUILD_TESTS=ON and
-# CMAKE_CUDA_FLAGS="-lineinfo -DJAX_EP_EVERY_LANE_ARRIVES": without the first, reports name no
-# functions; without the second, one lane arrives at an mbarrier for its warp, behind a SyncWarp,
-# which racecheck does not follow and reports. SEEDS (3) scenarios per test; RANKS (2) of a
-# group at most, all on the GPU of their process; TOOLS and TESTS choose among what there is.
+# CMAKE_CUDA_FLAGS="-lineinfo -DJAX_EP_RACECHECK": without the first, reports name no lines; without
+# the second, one lane arrives at an mbarrier for its warp, behind a SyncWarp, which racecheck does
+# not follow and reports, and words that are handed over have no functions of their own to be named
+# by. SEEDS (3) scenarios per test; RANKS (2) of a group at most, all on the GPU of their process;
+# TOOLS and TESTS choose among what there is.
 set -euo pipefail
 build=$1
 logs=${2:-$build/sanitizer-logs}
