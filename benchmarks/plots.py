@@ -28,6 +28,9 @@ def exchanges(results, path):
             ]
             axes.plot(*zip(*points, strict=True), marker="o", label=name, **style(name))
         axes.set(xscale="log", yscale="log", title=" ".join(title), xlabel="tokens per rank")
+        tokens = [case["tokens"] for case in cases]
+        axes.set_xticks(tokens, tokens)
+        axes.set_xticks([], minor=True)
         axes.legend(fontsize=7)
     grid[0, 0].set_ylabel("dispatch + combine, us")
     figure.savefig(path, dpi=110)
