@@ -4,7 +4,8 @@
 //   EnterOperation (entry.cu): entry flag to the peers, row index.
 //   PullRows: waits for all entry flags; each warp takes (source, token) pairs, reads the row once
 //   and writes it to all its places; one warp per block zeroes padding and fetches weights; the
-//   last block exchanges the tail flags.
+//   last block exchanges the tail flags. Over several nodes it runs once per part of the tokens
+//   (net_dispatch.cu).
 #include <algorithm>
 
 #include "kernels/gpu/launch_state.h"
