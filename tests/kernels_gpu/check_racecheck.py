@@ -4,8 +4,8 @@
 
 racecheck knows barriers and mbarriers. It does not know that ld.acquire and st.release of a word in
 shared memory order what is around them. Each pair below was reported (by compute-sanitizer of CUDA
-13.0 on an H200) and is ordered as its reason says; the names need JAX_EP_RACECHECK. Every other pair,
-and any report that was not printed, is a failure.
+13.0 on an H200) and is ordered as its reason says; the names need JAX_EP_RACECHECK. Every other
+pair, and any report that was not printed, is a failure.
 """
 
 import pathlib
