@@ -144,8 +144,8 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// The same on all ranks, however their arrays are aligned. Mode ll: a block's chunk takes as long as
-// its rows, and each chunk has its flag; measured with 2 and 4 ranks.
+// The same on all ranks, however their arrays are aligned. Mode ll: a block's chunk takes as long
+// as its rows, and each chunk has its flag; measured with 2 and 4 ranks.
 uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens) {
   constexpr uint32_t kMost = kChunkTokens;
   constexpr uint32_t kLlChunks = 64;
