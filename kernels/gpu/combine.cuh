@@ -6,7 +6,7 @@
 
 #include "kernels/gpu/control.cuh"
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/token_parts.h"
+#include "kernels/gpu/token_slices.h"
 
 namespace jax_ep::gpu {
 
@@ -35,7 +35,7 @@ struct CombineKernelParams {
   uint32_t slot_bytes;
   uint32_t team_bytes;  // of shared memory
   // Over several nodes only (net_combine.cu): the tokens of this kernel, of each owner.
-  TokenPart part;
+  TokenSlice slice;
 };
 
 __device__ inline const uint64_t* ChunkFlag(const DeviceRank& device, uint32_t peer,

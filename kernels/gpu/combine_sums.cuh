@@ -215,10 +215,7 @@ __device__ void FinishToken(const CombineKernelParams& params, const RowIndex& i
     params.ride_out[cell] = ride;
   }
   if (params.out == nullptr) return;
-  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
-    has_partial |= FromLaneXor(has_partial, mask);
-  }
-  S::SumToken(params, token, local, num_local, has_partial, node_sums);
+  S::SumToken(params, token, local, num_local, WarpOr(has_partial), node_sums);
 }
 
 }  // namespace jax_ep::gpu

@@ -4,7 +4,7 @@
 //   EnterOperation (entry.cu): entry flag to the peers, row index.
 //   PullRows: waits for all entry flags; each warp takes (source, token) pairs, reads the row once
 //   and writes it to all its places; one warp per block zeroes padding and fetches weights; the
-//   last block exchanges the tail flags. Over several nodes it runs once per part of the tokens
+//   last block exchanges the tail flags. Over several nodes it runs once per slice of the tokens
 //   (net_dispatch.cu).
 #include <algorithm>
 
@@ -279,9 +279,9 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
-  const uint32_t num_parts = NumTokenParts(num_tokens, shape.num_nodes());
+  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes());
   if (shape.num_nodes() > 1) {
-    if (const char* error = LaunchSendRows(rank, call, num_parts, epoch, stream)) return error;
+    if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
   }
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
@@ -303,10 +303,10 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
                     .y = call.y,
                     .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
                     .recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data()};
-  for (uint32_t part = 0; part < num_parts; ++part) {
-    params.part = TokenPartOf(num_tokens, part, num_parts);
+  for (uint32_t number = 0; number < num_slices; ++number) {
+    params.slice = TokenSliceOf(num_tokens, number, num_slices);
     if (shape.num_nodes() > 1) {
-      if (const char* error = LaunchAwaitRows(rank, params.part, stream)) return error;
+      if (const char* error = LaunchAwaitRows(rank, params.slice, stream)) return error;
     }
     if (const char* error = LaunchPull(rank, params, stream)) return error;
   }

@@ -93,6 +93,7 @@ class LaneWords {
  private:
   Word words_[kCount];
 };
+
 template <typename Word>
 __device__ inline void WarpZeroWords(std::byte* row, WordRange range) {
   for (uint32_t i = range.begin + LaneId(); i < range.end; i += kWarpSize) {

@@ -94,19 +94,6 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const BlockShar
   }
 }
 
-// One warp: what the index says of a token's pairs, on its way once it is loaded.
-struct TokenEntries {
-  uint64_t of_lane[kEntriesPerLane];
-
-  __device__ void Load(const RowIndex& index, uint32_t source, uint32_t token, uint32_t top_k) {
-#pragma unroll
-    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
-      const uint32_t k = i * kWarpSize + LaneId();
-      of_lane[i] = k < top_k ? index.Entry(source, token, k) : 0;
-    }
-  }
-};
-
 // One warp: rows of a token in the order of k; by_k as well. In rank_major its pairs share a row.
 __device__ inline uint32_t FindRows(const LlDispatchKernelParams& params, const RowIndex& index,
                                     const TokenEntries& entries, ItemRows& item) {

@@ -29,9 +29,7 @@ class Destinations {
       const uint32_t rank = static_cast<uint32_t>(ids_[i]) / ids_of_rank;
       if (ids_[i] >= 0 && rank < shape.num_ranks) mask |= uint64_t{1} << rank;
     }
-#pragma unroll
-    for (uint32_t other = kWarpSize / 2; other > 0; other /= 2) mask |= FromLaneXor(mask, other);
-    return mask;
+    return WarpOr(mask);
   }
 
  private:

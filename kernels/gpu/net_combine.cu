@@ -4,10 +4,10 @@
 //                that of the mate on the owner's rail for owners elsewhere; then tail flags to the
 //                mates.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
-//                go to its stage, one row per token that has any; a signal follows each part.
-//   AwaitSums    waits for a part's signals of the rail.
-//   AddNodes     this rank's tokens of that part: the partials of the node and the sums of the
-//                others, while the next part is on its way.
+//                go to its stage, one row per token that has any; a signal follows each slice.
+//   AwaitSums    waits for a slice's signals of the rail.
+//   AddNodes     this rank's tokens of that slice: the partials of the node and the sums of the
+//                others, while the next slice is on its way.
 //
 // Reduce areas: mates write after the entry flags, hence after this rank's last combine. Stages: as
 // in net_dispatch.cu.
@@ -23,15 +23,10 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
 
-// Of the sets in the stage, that of the running combine.
-__device__ inline uint32_t ParityOf(const DeviceRank& device) {
-  return static_cast<uint32_t>((NetStateOf(device)->combines + 1) % 2);
-}
-
 __device__ inline NodeSums NodeSumsOf(const DeviceRank& device) {
   const NetLayout& layout = device.network->layout;
-  return {OwnStage(device), layout.sums_recv, ParityOf(device), layout.sums_pitch,
-          layout.sums_rides};
+  return {OwnStage(device), layout.sums_recv, NextSet(NetStateOf(device)->combines),
+          layout.sums_pitch, layout.sums_rides};
 }
 
 template <typename S>
@@ -67,8 +62,7 @@ __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uin
     const uint64_t block = ReduceBlockOf(device, owner, device.node_begin + local);
     if (presence[block * device.shape.max_tokens + token] == tag) parts |= uint64_t{1} << local;
   }
-  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) parts |= FromLaneXor(parts, mask);
-  return parts;
+  return WarpOr(parts);
 }
 
 // One warp: the sum of those parts, or their rides, to their places in the stage.
@@ -125,10 +119,10 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint32_t parity = ParityOf(device);
-  const uint64_t epoch = NetStateOf(device)->sum_parts + params.part.number + 1;
+  const uint32_t parity = NextSet(NetStateOf(device)->combines);
+  const uint64_t epoch = NetStateOf(device)->sum_slices + params.slice.number + 1;
   const uint32_t num_others = shape.num_nodes() - 1;
-  const auto num_items = static_cast<uint32_t>(params.part.num_chunks()) * num_others;
+  const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
   const uint64_t ride_bytes = static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
   bool is_ok = BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
                               FlagValue(SequenceOf(device), Operation::kCombine), &word);
@@ -138,9 +132,9 @@ __global__ void __launch_bounds__(kThreads)
     const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
     const uint32_t owner = RailRank(device, node);
     const uint64_t send = layout.sums_send.At(parity, other);
-    const uint64_t first = params.part.begin + uint64_t{item / num_others} * kNetChunkTokens;
+    const uint64_t first = params.slice.begin + uint64_t{item / num_others} * kNetChunkTokens;
     uint32_t wanted = 0;
-    for (uint32_t i = 0; i < kNetChunkTokens && first + i < params.part.end; ++i) {
+    for (uint32_t i = 0; i < kNetChunkTokens && first + i < params.slice.end; ++i) {
       const uint64_t parts = PartsOf(device, owner, first + i);
       if (parts == 0) continue;
       wanted |= 1u << i;
@@ -171,10 +165,10 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-__global__ void AwaitSums(const __grid_constant__ CombineKernelParams params) {
-  const DeviceRank& device = params.device;
+__global__ void AwaitSums(const __grid_constant__ DeviceRank device,
+                          const __grid_constant__ TokenSlice slice) {
   if (HasFailed(device)) return;
-  const uint64_t epoch = NetStateOf(device)->sum_parts + params.part.number + 1;
+  const uint64_t epoch = NetStateOf(device)->sum_slices + slice.number + 1;
   for (uint32_t other = threadIdx.x; other + 1 < device.shape.num_nodes(); other += blockDim.x) {
     const uint32_t node = NodeOfOther(device.shape.num_nodes(), NodeOf(device), other);
     WaitSignals(device, LocalRankOf(device), Channel::kCombine, RailRank(device, node),
@@ -191,15 +185,15 @@ __global__ void __launch_bounds__(kThreads)
   if (!HasFailed(device)) {
     const NodeSums sums = NodeSumsOf(device);
     const RowIndex index(device, SequenceOf(device), params.num_tokens);
-    for (uint64_t token = params.part.begin + blockIdx.x * kWarps + WarpId();
-         token < params.part.end; token += gridDim.x * kWarps) {
+    for (uint64_t token = params.slice.begin + blockIdx.x * kWarps + WarpId();
+         token < params.slice.end; token += gridDim.x * kWarps) {
       FinishToken<S>(params, index, token, local[WarpId()], sums);
     }
   }
-  if (!params.part.IsLast() || !FinishCombine(params, &word) || threadIdx.x != 0) return;
+  if (!params.slice.IsLast() || !FinishCombine(params, &word) || threadIdx.x != 0) return;
   NetState* state = NetStateOf(device);
   state->combines += 1;
-  state->sum_parts += params.part.count;
+  state->sum_slices += params.slice.count;
 }
 
 using Kernel = void (*)(CombineKernelParams);
@@ -242,20 +236,20 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
         std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, rank.max_blocks));
   };
   const uint64_t tokens = params.num_tokens;
-  const uint32_t num_parts = NumTokenParts(tokens, shape.num_nodes());
+  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes());
   kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);
   if (const char* error = LaunchResult("SumRows")) return error;
-  for (uint32_t part = 0; part < num_parts; ++part) {
-    params.part = TokenPartOf(tokens, part, num_parts);
-    const uint64_t num_sends = params.part.num_chunks() * (shape.num_nodes() - 1);
+  for (uint32_t number = 0; number < num_slices; ++number) {
+    params.slice = TokenSliceOf(tokens, number, num_slices);
+    const uint64_t num_sends = params.slice.num_chunks() * (shape.num_nodes() - 1);
     kernels.send_node_sums<<<blocks_for(num_sends), kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("SendNodeSums")) return error;
   }
-  for (uint32_t part = 0; part < num_parts; ++part) {
-    params.part = TokenPartOf(tokens, part, num_parts);
-    AwaitSums<<<1, kWarpSize, 0, stream>>>(params);
+  for (uint32_t number = 0; number < num_slices; ++number) {
+    params.slice = TokenSliceOf(tokens, number, num_slices);
+    AwaitSums<<<1, kWarpSize, 0, stream>>>(rank.device, params.slice);
     if (const char* error = LaunchResult("AwaitSums")) return error;
-    kernels.add_nodes<<<blocks_for(params.part.num_tokens()), kThreads, 0, stream>>>(params);
+    kernels.add_nodes<<<blocks_for(params.slice.num_tokens()), kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("AddNodes")) return error;
   }
   return nullptr;

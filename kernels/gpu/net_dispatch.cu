@@ -2,13 +2,13 @@
 //
 //   SendRows   each row that another node needs goes to this rank's stage once, and from there by
 //              commands to the rail's rank in each of those nodes, at the token's place; a signal
-//              follows the last of each part. Weights go with the first part.
-//   AwaitRows  for each rank of another node: waits until the mate on its rail has the part's rows,
-//              then says where they are, as that rank would have done here: a record and an entry
-//              flag.
+//              follows the last of each slice. Weights go with the first slice.
+//   AwaitRows  for each rank of another node: waits until the mate on its rail has the slice's
+//              rows, then says where they are, as that rank would have done here: a record and an
+//              entry flag.
 //
-// PullRows then reads the part from the mates' stages like rows of node-mates, while the next one
-// is on its way: all parts are sent before the first is awaited. Two sets are enough: a
+// PullRows then reads the slice from the mates' stages like rows of node-mates, while the next one
+// is on its way: all slices are sent before the first is awaited. Two sets are enough: a
 // rank sends rows of dispatch e + 2 after it has met those of e + 1 from all of its rail, which
 // were sent after their nodes had left e (tail flags).
 #include <algorithm>
@@ -26,7 +26,7 @@ constexpr uint32_t kWarps = kThreads / kWarpSize;
 
 struct SendRowsParams {
   DeviceRank device;
-  TokenPart part;
+  TokenSlice slice;
   uint32_t recv_rows;  // of one rank in send_slot, at least 1
   uint64_t row_bytes;
   uint64_t weights_bytes;
@@ -63,22 +63,22 @@ __global__ void __launch_bounds__(kThreads)
   SyncBlock();
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint64_t parity = (NetStateOf(device)->dispatches + 1) % 2;
-  const uint64_t epoch = NetStateOf(device)->row_parts + params.part.number + 1;
+  const uint32_t parity = NextSet(NetStateOf(device)->dispatches);
+  const uint64_t epoch = NetStateOf(device)->row_slices + params.slice.number + 1;
   const uint64_t send = layout.rows_send.At(parity);
   std::byte* stage = OwnStage(device) + send;
   const auto remote_of = [&](uint32_t node) {
     return layout.rows_recv.At(parity, OtherNode(shape.num_nodes(), node, NodeOf(device)));
   };
-  const auto num_chunks = static_cast<uint32_t>(params.part.num_chunks());
+  const auto num_chunks = static_cast<uint32_t>(params.slice.num_chunks());
   bool is_ok = params.has_rows && !HasFailed(device);
   for (uint32_t chunk = blockIdx.x * kWarps + WarpId(); is_ok && chunk < num_chunks;
        chunk += gridDim.x * kWarps) {
-    const auto first = static_cast<uint32_t>(params.part.begin + chunk * kNetChunkTokens);
+    const auto first = static_cast<uint32_t>(params.slice.begin + chunk * kNetChunkTokens);
     uint64_t nodes[kNetChunkTokens];
 #pragma unroll
     for (uint32_t i = 0; i < kNetChunkTokens; ++i) {
-      nodes[i] = first + i < params.part.end
+      nodes[i] = first + i < params.slice.end
                      ? OtherNodesOf(device, params.send_slot, first + i, params.recv_rows)
                      : 0;
     }
@@ -120,18 +120,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    AwaitRows(const __grid_constant__ DeviceRank device, const __grid_constant__ TokenPart part) {
+    AwaitRows(const __grid_constant__ DeviceRank device, const __grid_constant__ TokenSlice slice) {
   if (HasFailed(device)) return;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
   NetState* state = NetStateOf(device);
-  const uint64_t parity = (state->dispatches + 1) % 2;
+  const uint32_t parity = NextSet(state->dispatches);
   const uint64_t value = FlagValue(SequenceOf(device), Operation::kDispatch);
   auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t number = threadIdx.x; number < NumRemotes(device); number += kThreads) {
     const uint32_t source = RemoteRank(device, number);
     if (!WaitSignals(device, source % shape.node_size, Channel::kDispatch, source,
-                     Operation::kDispatch, state->row_parts + part.number + 1)) {
+                     Operation::kDispatch, state->row_slices + slice.number + 1)) {
       continue;
     }
     const uint64_t rows = layout.rows_recv.At(
@@ -140,9 +140,9 @@ __global__ void __launch_bounds__(kThreads)
     OwnHeapAt<uint64_t>(device, device.layout.entry_flags)[source] = value;
   }
   SyncBlock();
-  if (!part.IsLast() || threadIdx.x != 0) return;
+  if (!slice.IsLast() || threadIdx.x != 0) return;
   state->dispatches += 1;
-  state->row_parts += part.count;
+  state->row_slices += slice.count;
 }
 
 }  // namespace
@@ -152,7 +152,7 @@ const char* PrepareNetDispatchKernels(const RankHandle&) {
   return PrepareKernel(reinterpret_cast<const void*>(&AwaitRows), 0);
 }
 
-const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_parts,
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
                            const int32_t* epoch, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_weights = !call.recv_weights.empty();
@@ -167,19 +167,19 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_
       .weights = has_weights ? call.weights.data() : nullptr,
       .send_slot = call.send_slot.data(),
       .epoch = epoch};
-  for (uint32_t part = 0; part < num_parts; ++part) {
-    params.part = TokenPartOf(static_cast<uint64_t>(call.num_tokens), part, num_parts);
-    if (part > 0) params.weights_bytes = 0;
-    const auto blocks = static_cast<uint32_t>(
-        std::clamp<uint64_t>((params.part.num_chunks() + kWarps - 1) / kWarps, 1, rank.max_blocks));
+  for (uint32_t number = 0; number < num_slices; ++number) {
+    params.slice = TokenSliceOf(static_cast<uint64_t>(call.num_tokens), number, num_slices);
+    if (number > 0) params.weights_bytes = 0;
+    const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(
+        (params.slice.num_chunks() + kWarps - 1) / kWarps, 1, rank.max_blocks));
     SendRows<<<blocks, kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("SendRows")) return error;
   }
   return nullptr;
 }
 
-const char* LaunchAwaitRows(RankHandle& rank, const TokenPart& part, cudaStream_t stream) {
-  AwaitRows<<<1, kThreads, 0, stream>>>(rank.device, part);
+const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream) {
+  AwaitRows<<<1, kThreads, 0, stream>>>(rank.device, slice);
   return LaunchResult("AwaitRows");
 }
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/token_parts.h"
+#include "kernels/gpu/token_slices.h"
 
 namespace jax_ep::gpu {
 
@@ -11,12 +11,12 @@ const char* PrepareNetPlanKernels(const RankHandle& rank);
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
 const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
 
-// Rows of a dispatch to the rails of other nodes, in parts; `epoch` as in LaunchDispatch. Then,
-// part after part, the wait for what comes from there.
+// Rows of a dispatch to the rails of other nodes, in slices; `epoch` as in LaunchDispatch. Then,
+// slice after slice, the wait for what comes from there.
 const char* PrepareNetDispatchKernels(const RankHandle& rank);
-const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_parts,
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
                            const int32_t* epoch, cudaStream_t stream);
-const char* LaunchAwaitRows(RankHandle& rank, const TokenPart& part, cudaStream_t stream);
+const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream);
 
 // A whole HT combine, after EnterOperation.
 struct CombineKernelParams;  // combine.cuh

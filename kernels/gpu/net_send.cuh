@@ -16,8 +16,7 @@ __device__ inline uint64_t HoldersOf(const DeviceRank& device, const int32_t* se
     const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot) / rank_rows : shape.num_ranks;
     if (holder < shape.num_ranks) holders |= uint64_t{1} << holder;
   }
-  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) holders |= FromLaneXor(holders, mask);
-  return holders;
+  return WarpOr(holders);
 }
 
 // One warp: other nodes that hold rows of a token.

@@ -11,6 +11,11 @@ namespace jax_ep::gpu {
 __device__ inline NetState* NetStateOf(const DeviceRank& device) {
   return OwnHeapAt<NetState>(device, device.layout.net_state);
 }
+// Of the two sets that dispatches, and combines, have in a stage, the next one's; `num_before`: how
+// many were exchanged.
+__device__ inline uint32_t NextSet(uint64_t num_before) {
+  return static_cast<uint32_t>((num_before + 1) % 2);
+}
 __device__ inline uint32_t NodeOf(const DeviceRank& device) {
   return device.node_begin / device.shape.node_size;
 }

@@ -40,7 +40,7 @@ struct NetSets {
 // In the rank's heap, zero-initialised, changed by its own kernels alone.
 struct NetState {
   uint64_t plans, dispatches, combines;  // exchanged
-  uint64_t row_parts, sum_parts;         // of those dispatches and combines: their signals
+  uint64_t row_slices, sum_slices;       // of those dispatches and combines: their signals
   NetSets kinds[kNumSetKinds];
   uint32_t sent[kMaxNodeRanks];  // records of the running operation, by destination
   int32_t whole_epoch;           // from the start to the done of a whole LL call

@@ -50,8 +50,8 @@ class ItemCursor {
         num_ranks_(params.device.shape.num_ranks),
         own_rank_(params.device.rank),
         top_k_(params.device.shape.top_k),
-        num_items_(params.device.shape.num_ranks * params.part.end),
-        first_item_(params.device.shape.num_ranks * params.part.begin),
+        num_items_(params.device.shape.num_ranks * params.slice.end),
+        first_item_(params.device.shape.num_ranks * params.slice.begin),
         position_(first_item_ + warp),
         step_(num_warps) {
     Load();
@@ -66,7 +66,8 @@ class ItemCursor {
       SyncWarp();
 #pragma unroll
       for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
-        const int32_t row = entries_[i] == 0 ? kNoRow : index_.RowOf(entries_[i]);
+        const uint64_t entry = entries_.of_lane[i];
+        const int32_t row = entry == 0 ? kNoRow : index_.RowOf(entry);
         const LaneMask with_row = Ballot(row >= 0);
         if (row >= 0) rows[count + CountLanes(with_row & LanesBelow())] = row;
         count += CountLanes(with_row);
@@ -93,18 +94,14 @@ class ItemCursor {
     next_token_ = position_ / num_ranks_;
     next_source_ = static_cast<uint32_t>(
         (position_ % num_ranks_ + own_rank_ + Scatter(next_token_)) % num_ranks_);
-#pragma unroll
-    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
-      const uint32_t k = i * kWarpSize + LaneId();
-      entries_[i] = k < top_k_ ? index_.Entry(next_source_, next_token_, k) : 0;
-    }
+    entries_.Load(index_, next_source_, next_token_, top_k_);
   }
 
   RowIndex index_;
   uint32_t num_ranks_, own_rank_, top_k_;
   uint64_t num_items_, first_item_, position_;
   uint32_t step_;
-  uint64_t entries_[kEntriesPerLane];
+  TokenEntries entries_;
   uint32_t next_source_ = 0, source_ = 0;
   uint64_t next_token_ = 0, token_ = 0;
   uint32_t num_rows_ = 0;
@@ -118,7 +115,7 @@ class Progress {
   __device__ Progress(const PullParams& params, uint32_t* steps, uint32_t num_warps)
       : steps_(steps), num_warps_(num_warps) {
     const uint64_t step = static_cast<uint64_t>(gridDim.x) * num_warps;
-    const uint64_t num_items = params.device.shape.num_ranks * params.part.num_tokens();
+    const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
     steps_per_warp_ = static_cast<uint32_t>((num_items + step - 1) / step);
   }
   // One lane of a pulling warp.
@@ -147,11 +144,11 @@ class Progress {
   uint32_t steps_per_warp_;
 };
 
-// One warp of each block, in the first part: weights of the received rows, and zeroes in what no
+// One warp of each block, in the first slice: weights of the received rows, and zeroes in what no
 // row fills. zero_row(row, number, total) is called by the whole warp for each row of padding.
 template <typename ZeroRow>
 __device__ void FillRest(const PullParams& params, ZeroRow&& zero_row) {
-  if (!params.part.IsFirst()) return;
+  if (!params.slice.IsFirst()) return;
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
   const uint64_t source_codes = device.shape.max_tokens * top_k;
@@ -260,7 +257,7 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 #endif
 
 // All threads of the block, as the last thing of a kernel; `word` is shared. Sources may reuse
-// their arrays when the last part's ends, so all ranks of the node leave that together.
+// their arrays when the last slice's ends, so all ranks of the node leave that together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
                                   uint32_t* word) {
   const DeviceRank& device = params.device;
@@ -268,7 +265,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->bytes_pulled),
               static_cast<unsigned long long>(num_pulled * params.row_bytes));
   }
-  if (!params.part.IsLast() || !LastToArrive(device, word)) return;
+  if (!params.slice.IsLast() || !LastToArrive(device, word)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch);
   if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
   if (!BlockWaitMates(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
@@ -312,7 +309,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 
 // Blocks of `num_warps` pulling warps that a call is worth.
 inline uint32_t PullBlocks(const RankHandle& rank, const PullParams& params, uint32_t num_warps) {
-  const uint64_t num_items = params.device.shape.num_ranks * params.part.num_tokens();
+  const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
   const uint64_t wanted = std::max((num_items + num_warps - 1) / num_warps,
                                    (params.recv_rows + kWarpSize - 1) / kWarpSize);
   return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "kernels/gpu/device_rank.h"
-#include "kernels/gpu/token_parts.h"
+#include "kernels/gpu/token_slices.h"
 
 namespace jax_ep::gpu {
 
@@ -14,7 +14,7 @@ struct PullParams {
   bool zero_padding;
   bool is_vectorised;  // rows are multiples of 16 bytes and 16-byte aligned
   uint64_t num_tokens;
-  TokenPart part;  // of every source's tokens that this kernel pulls
+  TokenSlice slice;  // of every source's tokens that this kernel pulls
   uint64_t recv_rows;
   uint64_t row_bytes;
   const int32_t* recv_src;       // [R]

@@ -125,8 +125,7 @@ __device__ inline uint64_t FindHolders(const PushCombineParams& params, uint64_t
       holders |= uint64_t{1} << holder;
     }
   }
-  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) holders |= FromLaneXor(holders, mask);
-  return holders;
+  return WarpOr(holders);
 }
 
 __device__ inline void WriteRides(const PushCombineParams& params, const TokenParts& parts,

@@ -42,6 +42,20 @@ class RowIndex {
   uint32_t top_k_;
 };
 
+// One warp: what the index says of a token's pairs, on its way once it is loaded. Nothing (0)
+// beyond the last pair.
+struct TokenEntries {
+  uint64_t of_lane[kEntriesPerLane];
+
+  __device__ void Load(const RowIndex& index, uint32_t source, uint64_t token, uint32_t top_k) {
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t k = i * kWarpSize + LaneId();
+      of_lane[i] = k < top_k ? index.Entry(source, token, k) : 0;
+    }
+  }
+};
+
 // Spreads consecutive tokens over the sources in an order that no stride of the grid follows.
 __device__ inline uint32_t Scatter(uint64_t index) {
   return static_cast<uint32_t>(index * 0x9e3779b97f4a7c15ull >> 40);

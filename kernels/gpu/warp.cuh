@@ -99,6 +99,10 @@ __device__ inline int32_t WarpSum(int32_t value) {
   for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) value += FromLaneXor(value, mask);
   return value;
 }
+__device__ inline uint64_t WarpOr(uint64_t bits) {
+  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) bits |= FromLaneXor(bits, mask);
+  return bits;
+}
 __device__ inline int32_t WarpMax(int32_t value) {
   for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
     const int32_t other = FromLaneXor(value, mask);

@@ -11,5 +11,5 @@ TESTS = [
     "exchange_gpu_test.cc",
     "failure_gpu_test.cc",
     "push_gpu_test.cc",
-    "token_parts_test.cc",
+    "token_slices_test.cc",
 ]

@@ -1,5 +1,5 @@
-// The tokens of an HT call that cross nodes together. What has come of one part is used while the
-// next one is on its way. The number of parts follows from the number of tokens, so all ranks cut
+// The tokens of an HT call that cross nodes together. What has come of one slice is used while the
+// next one is on its way. The number of slices follows from the number of tokens, so all ranks cut
 // alike.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace jax_ep::gpu {
 
-struct TokenPart {
+struct TokenSlice {
   uint64_t begin = 0;  // a multiple of kNetChunkTokens
   uint64_t end = 0;
   uint32_t number = 0;
@@ -24,18 +24,19 @@ struct TokenPart {
   }
 };
 
-constexpr TokenPart AllTokens(uint64_t num_tokens) { return {.begin = 0, .end = num_tokens}; }
+constexpr TokenSlice AllTokens(uint64_t num_tokens) { return {.begin = 0, .end = num_tokens}; }
 
-// Calls of one node have one part. Each part ends with a signal and is used by kernels of its own.
-constexpr uint32_t NumTokenParts(uint64_t num_tokens, uint32_t num_nodes) {
+// Calls of one node have one slice. Each slice ends with a signal and is used by kernels of its
+// own.
+constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes) {
   constexpr uint64_t kMost = 8;
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
   return num_nodes == 1 ? 1 : static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, kMost));
 }
-constexpr TokenPart TokenPartOf(uint64_t num_tokens, uint32_t number, uint32_t count) {
+constexpr TokenSlice TokenSliceOf(uint64_t num_tokens, uint32_t number, uint32_t count) {
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  const auto begin_of = [&](uint64_t part) {
-    return std::min(part * num_chunks / count * kNetChunkTokens, num_tokens);
+  const auto begin_of = [&](uint64_t slice) {
+    return std::min(slice * num_chunks / count * kNetChunkTokens, num_tokens);
   };
   return {.begin = begin_of(number), .end = begin_of(number + 1), .number = number, .count = count};
 }
