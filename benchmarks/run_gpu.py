@@ -1,6 +1,7 @@
 """Runs the GPU benchmarks on this machine's GPUs; writes results/NAME.json, NAME_layer.json, plots.
 
-    python benchmarks/run_gpu.py [--ranks N] [--only CASE...] [--tokens T...] [--commit HASH]
+    python benchmarks/run_gpu.py [--ranks N] [--only CASE...] [--tokens T...] [--methods M...]
+                                 [--commit HASH]
 
 Everything is inside jit, one process, all GPUs or the first N. Files are written after every
 result; cases that a file holds already stay in it if they are of the same commit and machine, so
@@ -65,12 +66,14 @@ CASES |= {
 }
 
 
-def run(name, tokens, ranks, limit_s):
+def run(name, tokens, methods, ranks, limit_s):
     """Yields the results of a case as they come, also of one that does not come to its end."""
     worker, arguments, flags = CASES[name]
     command = [sys.executable, "-u", str(HERE / worker), *arguments, "--ranks", str(ranks)]
     if tokens:
         command += ["--tokens", *tokens]
+    if methods and "--methods" not in arguments:
+        command += ["--methods", *methods]
     env = {**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
     worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
     timer = threading.Timer(limit_s, worker.kill)
@@ -159,6 +162,7 @@ def main():
     add("--copy-engine-gb-s", type=float, default=0.0, help="bound of the same run")
     add("--only", nargs="+", default=DEFAULT, choices=list(CASES), metavar="CASE")
     add("--tokens", nargs="+", help="in place of each case's own")
+    add("--methods", nargs="+", help="some of each case's own, as its program calls them")
     add("--ranks", type=int, default=0, help="0: every GPU")
     add("--limit", type=float, default=600.0, help="seconds of one case")
     add("--out", type=pathlib.Path, default=HERE / "results")
@@ -170,7 +174,7 @@ def main():
     }
     for case in args.only:
         report = reports[CASES[case][0]]
-        for result in run(case, args.tokens, args.ranks, args.limit):
+        for result in run(case, args.tokens, args.methods, args.ranks, args.limit):
             if report is reports[EXCHANGE]:
                 add_rates(result, args.copy_engine_gb_s)
             report.add(result)

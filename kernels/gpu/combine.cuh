@@ -27,11 +27,12 @@ struct CombineKernelParams {
   std::byte* out;            // [T, H] or null
   float* ride_out;           // [T * K] or null
   // Bulk copies only (combine_bulk.cu).
-  uint32_t piece_elems;  // that a ring slot holds
-  uint32_t num_teams;    // of a block
-  uint32_t summers;      // warps of a team that sum
-  uint32_t group_rows;   // rows of a sum that are handed over at once, at most
-  uint32_t ring_slots;   // of a team
+  uint32_t piece_elems;     // that a ring slot holds
+  uint32_t partial_blocks;  // the first ones, which make partials before sums
+  uint32_t num_teams;       // of a block
+  uint32_t summers;         // warps of a team that sum
+  uint32_t group_rows;      // rows of a sum that are handed over at once, at most
+  uint32_t ring_slots;      // of a team
   uint32_t slot_bytes;
   uint32_t team_bytes;  // of shared memory
   // Over several nodes only (net_combine.cu): the tokens of this kernel, of each owner.
@@ -76,6 +77,7 @@ __device__ inline bool FinishCombine(const CombineKernelParams& params, uint32_t
     control->combines += 1;
     control->partials_taken = 0;
     control->sums_taken = 0;
+    control->blocks_started = 0;
     EndOperation(device);
   }
   return true;

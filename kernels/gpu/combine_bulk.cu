@@ -2,15 +2,16 @@
 //
 // A block is made of teams. A team's rows stream through a ring in shared memory, many in flight:
 //   the scout   takes chunks: partials for other owners in the order that all ranks share, or the
-//               sums of this rank's own tokens once their partials are here; it writes batches of
+//               sums of this rank's own tokens, for whose partials it waits; it writes batches of
 //               commands, one per piece of a row, in the order in which they are summed;
 //   the issuer  turns commands into bulk loads, a few rows of a sum at once, as the ring's slots
 //               become free;
 //   summers     each have their share of a piece in registers, add row after row, and store the
 //               result where the last command of a sum says;
 //   the herald  sends a chunk's flag when the summers are through with it.
-// A scout waits for flags only when all partials of this rank have been taken. Those never wait, so
-// every flag comes.
+// The blocks that start first make partials as long as there are any, then sums; the others sums,
+// then partials. Who waits for flags has no partial in hand, and those who make them wait for
+// nobody, so every flag comes.
 #include <algorithm>
 
 #include "kernels/gpu/combine_scout.cuh"
@@ -28,13 +29,15 @@ template <typename Elem, typename Partial, uint32_t kLaneElems, uint32_t kDepth>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     CombineRowsInBulk(const __grid_constant__ CombineKernelParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ uint32_t word;
+  __shared__ uint32_t word, order;
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   const uint32_t team_warps = params.summers + kRoles;
   const uint32_t warp = WarpId() % team_warps;
   TeamState& team = TeamOf(params, WarpId() / team_warps);
   if (warp == 0) InitTeam(params, team);
+  // By their own order: nothing says which blocks of a grid run first.
+  if (threadIdx.x == kWarpSize) order = atomicAdd(&ControlOf(device)->blocks_started, 1u);
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine), &word)) {
     if (warp < params.summers) {
@@ -42,7 +45,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     } else if (warp == params.summers) {
       IssueLoads(params, team);
     } else if (warp == params.summers + 1) {
-      Scout<Elem, Partial>(params, sequence, team).Run();
+      Scout<Elem, Partial>(params, sequence, team, order < params.partial_blocks).Run();
     } else if (LaneId() == 0) {
       SendFlags(params, sequence, team);
     }
@@ -76,6 +79,16 @@ Variant VariantOf(const GroupShape& shape, Mode mode) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
     return VariantOf<Elem, Partial>(shape.num_ranks, mode);
   });
+}
+
+// Blocks that make partials first; a quarter at least is for the sums. More of them than fill
+// NVLink make a combine slower, not faster: measured with NVLink 4, where 12 whose summers work on
+// 28 KiB at once are best (benchmarks/notes.md). In mode ll, measured too, half of the blocks.
+uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, Mode mode) {
+  if (mode == Mode::kLl) return blocks - blocks / 2;
+  constexpr uint64_t kBytesThatFillTheWire = uint64_t{12 * 28} << 10;
+  const uint64_t that_fill = (kBytesThatFillTheWire + bytes_at_once - 1) / bytes_at_once;
+  return static_cast<uint32_t>(std::min<uint64_t>(that_fill, blocks - blocks / 4));
 }
 
 }  // namespace
@@ -120,6 +133,8 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
+  params.partial_blocks = PartialBlocks(
+      blocks, params.num_teams * params.summers * warp_elems * ElemBytes(shape.elem_type), mode);
   const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

@@ -14,19 +14,26 @@ namespace jax_ep::gpu::team {
 template <typename Elem, typename Partial>
 class Scout {
  public:
-  __device__ Scout(const CombineKernelParams& params, uint64_t sequence, TeamState& team)
+  __device__ Scout(const CombineKernelParams& params, uint64_t sequence, TeamState& team,
+                   bool makes_partials_first)
       : params_(params),
         device_(params.device),
         sequence_(sequence),
         index_(params.device, sequence, params.num_tokens),
         team_(team),
         top_k_(params.device.shape.top_k),
-        tokens_per_batch_(min(params.chunk_tokens, kBatchCommands / params.device.shape.top_k)) {}
+        pitch_(static_cast<uint32_t>(AlignUp(top_k_, kCellWords))),
+        tokens_per_batch_(min(params.chunk_tokens, kBatchCommands / pitch_)),
+        kind_(makes_partials_first ? Kind::kPartials : Kind::kSums) {
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const uint32_t cell = i * kWarpSize + LaneId();
+      cells_[i] = {cell / pitch_, cell % pitch_};
+    }
+  }
 
   __device__ void Run() {
-    // The next task of each kind is taken early, so that its number is here in time.
-    next_partial_ = Take(&ControlOf(device_)->partials_taken);
-    next_sum_ = Take(&ControlOf(device_)->sums_taken);
+    TakeNumber();
     Work work;
     Pair pairs[kLanePairs];
     while (true) {
@@ -52,6 +59,13 @@ class Scout {
 
  private:
   static constexpr uint32_t kLanePairs = kBatchCommands / kWarpSize;
+  static constexpr uint32_t kCellWords = sizeof(int4) / sizeof(int32_t);  // read at once
+
+  // The pair (token of the work, k) that a lane has; there is none where k is not below K.
+  struct Cell {
+    uint32_t token;
+    uint32_t k;
+  };
 
   enum class Kind : uint32_t { kNone, kPartials, kSums };
   // Tokens of one task whose commands are one batch per piece.
@@ -62,7 +76,6 @@ class Scout {
     uint32_t first;  // token of the chunk
     uint32_t num_tokens;
     bool begins_task, ends_task;
-    bool waits;  // for the peers' partials, before its commands are written
   };
   struct Pair {
     uint64_t entry;
@@ -70,43 +83,36 @@ class Scout {
     int32_t row;
     float weight;
   };
-  // Lane t: of token t of the work.
+  // The pairs of a cell's token, as the cell's own pair sees them.
   struct TokenRows {
-    uint32_t count;    // rows here
-    uint64_t remote;   // other ranks that hold rows of it
-    uint32_t begin;    // of its commands
-    uint32_t num_all;  // commands of all tokens
+    uint32_t count;         // rows here
+    uint32_t lower;         // of them below the pair's own
+    uint64_t remote;        // other ranks that hold rows of it
+    bool is_first;          // of the pairs with rows at its rank
+    uint32_t num_commands;  // of the token
+    uint32_t begin;         // of them, in the batch
   };
 
-  __device__ static uint32_t Take(uint32_t* counter) {  // for lane 0
-    return LaneId() == 0 ? atomicAdd(counter, 1u) : 0;
+  // Finding work. First all tasks of one kind, then all of the other.
+  __device__ uint32_t NumTasks() const {
+    const uint32_t num_peers = device_.shape.num_ranks - 1;
+    return kind_ == Kind::kSums ? params_.num_chunks : num_peers * params_.num_chunks;
+  }
+  // The next task's number is taken early, so that it is here in time.
+  __device__ void TakeNumber() {
+    Control* control = ControlOf(device_);
+    if (LaneId() != 0) return;
+    number_ = atomicAdd(kind_ == Kind::kSums ? &control->sums_taken : &control->partials_taken, 1u);
   }
 
-  // Finding work.
-  __device__ bool IsReady(uint32_t chunk) const {
-    const auto all_here = [&](auto&& load) {
-      bool is_here = true;
-      for (uint32_t peer = LaneId(); peer < device_.shape.num_ranks; peer += kWarpSize) {
-        if (peer == device_.rank) continue;
-        is_here &= load(ChunkFlag(device_, peer, chunk)) >> kOperationBits >= sequence_;
-      }
-      return AllLanes(is_here);
-    };
-    // Mostly they are not, and an acquire costs the SM its first-level cache.
-    if (!all_here([](const uint64_t* flag) { return LoadRelaxedSys(flag); })) return false;
-    const bool is_ready = all_here([](const uint64_t* flag) { return LoadAcquireSys(flag); });
-    SyncWarp();  // what the lanes acquired
-    return is_ready;
-  }
-
-  // Nothing: that was all.
+  // Nothing: that was all, or what follows must wait for the end of `work`.
   __device__ Work WorkAfter(const Work& work) {
     Work next = work;
     next.begins_task = work.kind == Kind::kNone || work.ends_task;
     if (!next.begins_task) {
       next.first += tokens_per_batch_;
     } else {
-      next = NextTask();
+      next = NextTask(work.kind);
       if (next.kind == Kind::kNone) return next;
     }
     const uint64_t first_token = static_cast<uint64_t>(next.chunk) * params_.chunk_tokens;
@@ -116,32 +122,34 @@ class Scout {
     next.ends_task = next.first + next.num_tokens == chunk_tokens;
     return next;
   }
-  __device__ Work NextTask() {
-    const uint32_t num_peers = device_.shape.num_ranks - 1;
-    Work next{.begins_task = true};
+  __device__ Work NextTask(Kind kind_before) {
+    uint32_t number = FromLane(number_, 0);
+    if (number >= NumTasks() && !is_second_kind_) {
+      // Whoever has a partial in hand must not wait for one: not before the last sums are through.
+      if (kind_before == Kind::kSums) return {};
+      kind_ = kind_ == Kind::kSums ? Kind::kPartials : Kind::kSums;
+      is_second_kind_ = true;
+      TakeNumber();
+      number = FromLane(number_, 0);
+    }
+    if (number >= NumTasks()) return {};
+    TakeNumber();
+    Work next{.kind = kind_, .begins_task = true};
     next.first = 0;
-    const uint32_t chunk = FromLane(next_sum_, 0);
-    const uint32_t number = FromLane(next_partial_, 0);
-    const bool has_partials = number < num_peers * params_.num_chunks;
-    if (chunk < params_.num_chunks && (!has_partials || IsReady(chunk))) {
-      next.waits = !has_partials;
-      next_sum_ = Take(&ControlOf(device_)->sums_taken);
-      next.kind = Kind::kSums;
+    if (kind_ == Kind::kSums) {
       next.owner = device_.rank;
-      next.chunk = chunk;
-    } else if (has_partials) {
-      next_partial_ = Take(&ControlOf(device_)->partials_taken);
-      next.kind = Kind::kPartials;
+      next.chunk = number;
+    } else {
+      const uint32_t num_peers = device_.shape.num_ranks - 1;
       next.chunk = number / num_peers;
       const uint32_t step = (number % num_peers + Scatter(next.chunk)) % num_peers;
       next.owner = (device_.rank + 1 + step) % device_.shape.num_ranks;
     }
     return next;
   }
-  // Only work after all partials waits, so there is nothing in hand that a peer may wait for; what
-  // is known of its pairs comes meanwhile.
+  // Sums wait for the peers' partials; what is known of their pairs comes meanwhile.
   __device__ bool Wait(const Work& work) const {
-    if (!work.waits) return true;
+    if (work.kind != Kind::kSums) return true;
     return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine),
                      [&](uint32_t peer) { return ChunkFlag(device_, peer, work.chunk); });
   }
@@ -150,17 +158,19 @@ class Scout {
   __device__ uint64_t FirstToken(const Work& work) const {
     return static_cast<uint64_t>(work.chunk) * params_.chunk_tokens + work.first;
   }
+  __device__ bool IsPair(const Work& work, const Cell& cell) const {
+    return cell.token < work.num_tokens && cell.k < top_k_;
+  }
   __device__ void LoadPlaces(const Work& work, Pair (&pairs)[kLanePairs]) const {
-    const uint32_t num_pairs = work.kind == Kind::kNone ? 0 : work.num_tokens * top_k_;
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
-      const uint32_t cell = i * kWarpSize + LaneId();
       pairs[i].entry = 0;
       pairs[i].place = -1;
-      if (cell >= num_pairs) continue;
-      pairs[i].entry = index_.Entry(work.owner, FirstToken(work), cell);
+      if (work.kind == Kind::kNone || !IsPair(work, cells_[i])) continue;
+      const uint64_t token = FirstToken(work) + cells_[i].token;
+      pairs[i].entry = index_.Entry(work.owner, token, cells_[i].k);
       if (work.kind == Kind::kSums) {
-        pairs[i].place = params_.send_slot[FirstToken(work) * top_k_ + cell];
+        pairs[i].place = params_.send_slot[token * top_k_ + cells_[i].k];
       }
     }
   }
@@ -204,21 +214,30 @@ class Scout {
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const uint32_t cell = i * kWarpSize + LaneId();
+      team_.rows[cell] = pairs[i].row;
+      if (!is_sum) continue;
       const int32_t holder = pairs[i].place / params_.rank_rows;
       // Plans come from the caller: a slot beyond the last rank is none.
       const bool is_placed =
           pairs[i].place >= 0 && holder < static_cast<int32_t>(device_.shape.num_ranks);
-      team_.rows[cell] = pairs[i].row;
       team_.holders[cell] = is_placed ? holder : -1;
     }
     SyncWarp();
-    const TokenRows tokens = CountRows(work);
+    TokenRows tokens[kLanePairs];
+    const uint32_t num_all =
+        is_sum ? LookAtTokens<true>(work, pairs, tokens) : LookAtTokens<false>(work, pairs, tokens);
     if (is_sum ? params_.ride_out != nullptr : params_.ride != nullptr) WriteRides(work, tokens);
     const bool has_rows = is_sum ? params_.out != nullptr : params_.y != nullptr;
-    const uint32_t num_commands = has_rows ? tokens.num_all : 0;
+    const uint32_t num_commands = has_rows ? num_all : 0;
     const bool ends_task = !is_sum && work.ends_task;
     if (num_commands > 0) {
-      WriteCommands(work, pairs, tokens, ends_task);
+      Source sources[kLanePairs];
+#pragma unroll
+      for (uint32_t i = 0; i < kLanePairs; ++i) {
+        sources[i] = is_sum ? SourceOfSum(work, pairs[i], i, tokens[i])
+                            : SourceOfPartial(work, pairs[i], i, tokens[i]);
+      }
+      WriteCommands(work, pairs, sources, num_commands, ends_task);
     } else if (ends_task) {
       Publish(1, [&](Batch& batch) {
         if (LaneId() == 0) batch.commands[0] = {.ops = kEndsTask | kEndsSum};
@@ -226,26 +245,48 @@ class Scout {
     }
   }
 
-  __device__ TokenRows CountRows(const Work& work) const {
-    TokenRows token{};
-    uint32_t num_commands = 0;
-    if (LaneId() < work.num_tokens) {
-      for (uint32_t cell = LaneId() * top_k_; cell < (LaneId() + 1) * top_k_; ++cell) {
-        token.count += team_.rows[cell] >= 0;
-        const int32_t holder = team_.holders[cell];
-        if (holder >= 0 && holder != static_cast<int32_t>(device_.rank)) {
-          token.remote |= uint64_t{1} << holder;
+  // Commands of all tokens.
+  template <bool kIsSum>
+  __device__ uint32_t LookAtTokens(const Work& work, const Pair (&pairs)[kLanePairs],
+                                   TokenRows (&tokens)[kLanePairs]) const {
+    uint32_t num_all = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const uint32_t first = cells_[i].token * pitch_;
+      const uint32_t own = i * kWarpSize + LaneId();
+      TokenRows& token = tokens[i];
+      token = {.is_first = true};
+      const int32_t holder = kIsSum ? team_.holders[own] : -1;
+      for (uint32_t cell = first; cell < first + pitch_ && cell < kBatchCommands;
+           cell += kCellWords) {
+        int32_t rows[kCellWords], holders[kCellWords];
+        *reinterpret_cast<int4*>(rows) = *reinterpret_cast<const int4*>(team_.rows + cell);
+        if constexpr (kIsSum) {
+          *reinterpret_cast<int4*>(holders) = *reinterpret_cast<const int4*>(team_.holders + cell);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < kCellWords; ++j) {
+          const bool is_here = rows[j] >= 0;
+          token.count += is_here;
+          token.lower += is_here && rows[j] < pairs[i].row;
+          if constexpr (kIsSum) {
+            if (holders[j] >= 0) token.remote |= uint64_t{1} << holders[j];
+            token.is_first &= cell + j >= own || holders[j] != holder;
+          }
         }
       }
-      num_commands = token.count + static_cast<uint32_t>(__popcll(token.remote));
+      if constexpr (kIsSum) token.remote &= ~(uint64_t{1} << device_.rank);
+      token.num_commands = token.count + static_cast<uint32_t>(__popcll(token.remote));
+      const bool is_token = cells_[i].token < work.num_tokens;
       // A sum of no rows is one, too.
-      if (work.kind == Kind::kSums && num_commands == 0) num_commands = 1;
+      if (kIsSum && is_token && token.num_commands == 0) token.num_commands = 1;
+      const bool is_counted = is_token && cells_[i].k == 0;
+      const auto inclusive = static_cast<uint32_t>(
+          WarpInclusiveSum(is_counted ? static_cast<int32_t>(token.num_commands) : 0));
+      token.begin = num_all + inclusive - token.num_commands;
+      num_all += FromLane(inclusive, kWarpSize - 1);
     }
-    const auto inclusive =
-        static_cast<uint32_t>(WarpInclusiveSum(static_cast<int32_t>(num_commands)));
-    token.begin = inclusive - num_commands;
-    token.num_all = FromLane(inclusive, kWarpSize - 1);
-    return token;
+    return num_all;
   }
 
   // What a pair has to load: its row, or for the first pair of a token at another rank that rank's
@@ -258,67 +299,65 @@ class Scout {
     std::byte* to;
     uint32_t elem_bytes;  // of what is loaded
   };
-  __device__ Source SourceOf(const Work& work, const Pair& pair, uint32_t cell,
-                             const TokenRows& tokens) const {
-    const uint32_t t = min(cell / top_k_, work.num_tokens - 1);
-    const uint32_t count = FromLane(tokens.count, t);
-    const uint64_t remote = FromLane(tokens.remote, t);
-    const uint32_t begin = FromLane(tokens.begin, t);
-    Source source;
-    if (cell >= work.num_tokens * top_k_) return source;
-    const uint32_t first = t * top_k_;
-    const uint64_t token = FirstToken(work) + t;
-    const int32_t row = pair.row;
-    const int32_t holder = team_.holders[cell];
-    uint32_t lower = 0;
-    bool is_first = true;  // of its holder
-    for (uint32_t other = first; other < first + top_k_; ++other) {
-      const int32_t other_row = team_.rows[other];
-      lower += other_row >= 0 && other_row < row;
-      is_first &= other >= cell || team_.holders[other] != holder;
-    }
-    const bool is_remote = holder >= 0 && (remote >> holder & 1) != 0 && is_first;
-    const bool is_zero = work.kind == Kind::kSums && count == 0 && remote == 0 && cell == first;
-    source.is_one = row >= 0 || is_remote || is_zero;
-    if (!source.is_one) return source;
+  __device__ const std::byte* RowOf(const Pair& pair) const {
+    return params_.y + static_cast<uint64_t>(pair.row) * params_.row_bytes;
+  }
+  // Of a partial of this rank, at its owner.
+  __device__ std::byte* PlaceOfPartial(uint32_t owner, uint32_t holder, uint64_t token) const {
     const GpuHeapLayout& layout = device_.layout;
-    const uint32_t num_ranks = device_.shape.num_ranks;
-    source.position = begin;
+    const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);
+    const uint64_t place = block * device_.shape.max_tokens + token;
+    return HeapAt<std::byte>(device_, owner, layout.reduce_rows + place * layout.reduce_pitch);
+  }
+  __device__ Source SourceOfPartial(const Work& work, const Pair& pair, uint32_t i,
+                                    const TokenRows& token) const {
+    Source source;
+    source.is_one = pair.row >= 0;
+    if (!source.is_one) return source;
+    source.position = token.begin + token.lower;
     source.elem_bytes = sizeof(typename Elem::Storage);
-    source.from = params_.y + static_cast<uint64_t>(row) * params_.row_bytes;
+    source.from = RowOf(pair);
+    source.to = PlaceOfPartial(work.owner, device_.rank, FirstToken(work) + cells_[i].token);
     source.ops = kHasRow;
-    if (work.kind == Kind::kPartials) {
-      const uint64_t block = GpuHeapLayout::ReduceBlock(num_ranks, work.owner, device_.rank);
-      const uint64_t place = block * device_.shape.max_tokens + token;
-      source.to =
-          HeapAt<std::byte>(device_, work.owner, layout.reduce_rows + place * layout.reduce_pitch);
-      source.position += lower;
-      if (lower == 0) source.ops |= kBeginsSum;
-      if (lower + 1 == count) source.ops |= kIsPartial | kEndsSum;
-      return source;
-    }
-    source.to = params_.out + token * params_.row_bytes;
+    if (token.lower == 0) source.ops |= kBeginsSum;
+    if (token.lower + 1 == token.count) source.ops |= kIsPartial | kEndsSum;
+    return source;
+  }
+  __device__ Source SourceOfSum(const Work& work, const Pair& pair, uint32_t i,
+                                const TokenRows& token) const {
+    Source source;
+    if (!IsPair(work, cells_[i])) return source;
+    const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
+    const bool is_remote = holder >= 0 && (token.remote >> holder & 1) != 0 && token.is_first;
+    const bool is_zero = token.count == 0 && token.remote == 0 && cells_[i].k == 0;
+    source.is_one = pair.row >= 0 || is_remote || is_zero;
+    if (!source.is_one) return source;
+    const uint64_t number = FirstToken(work) + cells_[i].token;
+    source.to = params_.out + number * params_.row_bytes;
+    source.position = token.begin;
     if (is_zero) {
+      source.from = params_.y;
       source.ops = kIsZero | kIsResult | kEndsSum;
       source.elem_bytes = 0;
       return source;
     }
     // Own rows come first, then the partials of other ranks as the tree adds them to what is there.
-    const uint64_t own = count > 0 ? uint64_t{1} << device_.rank : 0;
-    const TreeOrder order(remote | own, count > 0 ? device_.rank : FirstOf(remote));
-    if (row >= 0) {
-      source.position += lower;
-      if (lower == 0) source.ops |= kBeginsSum;
-      if (lower + 1 == count) source.ops |= kRounds | kEndsSum | order.OpsOfFirst();
+    const bool has_own = token.count > 0;
+    const uint64_t own = has_own ? uint64_t{1} << device_.rank : 0;
+    const TreeOrder order(token.remote | own, has_own ? device_.rank : FirstOf(token.remote));
+    if (pair.row >= 0) {
+      source.from = RowOf(pair);
+      source.elem_bytes = sizeof(typename Elem::Storage);
+      source.position += token.lower;
+      source.ops = kHasRow;
+      if (token.lower == 0) source.ops |= kBeginsSum;
+      if (token.lower + 1 == token.count) source.ops |= kRounds | kEndsSum | order.OpsOfFirst();
       return source;
     }
     const auto self = static_cast<uint32_t>(holder);
     const uint32_t before = order.NumBefore(self);
-    source.position += count > 0 ? count + before - 1 : before;
-    const uint64_t place =
-        GpuHeapLayout::ReduceBlock(num_ranks, device_.rank, self) * device_.shape.max_tokens +
-        token;
-    source.from = OwnHeapAt<std::byte>(device_, layout.reduce_rows + place * layout.reduce_pitch);
+    source.position += has_own ? token.count + before - 1 : before;
+    source.from = PlaceOfPartial(device_.rank, self, number);
     source.elem_bytes = sizeof(typename Partial::Storage);
     constexpr bool kIsLikeRow = std::is_same_v<Elem, Partial>;
     source.ops = (kIsLikeRow ? kHasRow : kHasPartial | kEndsSum) |
@@ -327,12 +366,8 @@ class Scout {
   }
 
   __device__ void WriteCommands(const Work& work, const Pair (&pairs)[kLanePairs],
-                                const TokenRows& tokens, bool ends_task) {
-    Source sources[kLanePairs];
-#pragma unroll
-    for (uint32_t i = 0; i < kLanePairs; ++i) {
-      sources[i] = SourceOf(work, pairs[i], i * kWarpSize + LaneId(), tokens);
-    }
+                                const Source (&sources)[kLanePairs], uint32_t num_all,
+                                bool ends_task) {
     const uint32_t to_bytes = work.kind == Kind::kSums ? sizeof(typename Elem::Storage)
                                                        : sizeof(typename Partial::Storage);
     const uint64_t hidden = device_.shape.hidden;
@@ -340,13 +375,13 @@ class Scout {
       const auto num_elems =
           static_cast<uint32_t>(min(hidden - first, static_cast<uint64_t>(params_.piece_elems)));
       const bool is_last_piece = first + num_elems == hidden;
-      Publish(tokens.num_all, [&](Batch& batch) {
+      Publish(num_all, [&](Batch& batch) {
         if (LaneId() == 0) batch.needs_fence = work.kind == Kind::kSums && first == 0;
 #pragma unroll
         for (uint32_t i = 0; i < kLanePairs; ++i) {
           const Source& source = sources[i];
           if (!source.is_one) continue;
-          const bool is_last = source.position + 1 == tokens.num_all;
+          const bool is_last = source.position + 1 == num_all;
           batch.commands[source.position] = {
               .from = source.from + first * source.elem_bytes,
               .to = source.to + first * to_bytes,
@@ -360,26 +395,25 @@ class Scout {
   }
 
   // Rides.
-  __device__ void WriteRides(const Work& work, const TokenRows& tokens) const {
-    for (uint32_t first = 0; first < work.num_tokens * top_k_; first += kWarpSize) {
-      const uint32_t cell = first + LaneId();
-      const uint32_t t = min(cell / top_k_, work.num_tokens - 1);
-      const uint32_t count = FromLane(tokens.count, t);
-      if (cell >= work.num_tokens * top_k_) continue;
-      const uint64_t token = FirstToken(work) + t;
-      const uint32_t k = cell - t * top_k_;
+  __device__ void WriteRides(const Work& work, const TokenRows (&tokens)[kLanePairs]) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kLanePairs; ++i) {
+      const Cell cell = cells_[i];
+      if (!IsPair(work, cell)) continue;
+      const uint64_t token = FirstToken(work) + cell.token;
+      const bool has_rows = tokens[i].count > 0;
       if (work.kind == Kind::kPartials) {
-        if (count > 0) *RideAt(work.owner, device_.rank, token, k) = RideOf(t, k);
+        if (has_rows) *RideAt(work.owner, device_.rank, token, cell.k) = RideOf(cell);
         continue;
       }
-      const int32_t holder = team_.holders[cell];
+      const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
       float ride = 0.0f;
       if (holder == static_cast<int32_t>(device_.rank)) {
-        if (count > 0) ride = RideOf(t, k);
+        if (has_rows) ride = RideOf(cell);
       } else if (holder >= 0) {
-        ride = *RideAt(device_.rank, static_cast<uint32_t>(holder), token, k);
+        ride = *RideAt(device_.rank, static_cast<uint32_t>(holder), token, cell.k);
       }
-      params_.ride_out[token * top_k_ + k] = ride;
+      params_.ride_out[token * top_k_ + cell.k] = ride;
     }
   }
   __device__ float* RideAt(uint32_t owner, uint32_t holder, uint64_t token, uint32_t k) const {
@@ -387,9 +421,10 @@ class Scout {
     return HeapAt<float>(device_, owner, device_.layout.reduce_rides) +
            (block * device_.shape.max_tokens + token) * top_k_ + k;
   }
-  // Ride of pair k of a token with rows here.
-  __device__ float RideOf(uint32_t t, uint32_t k) const {
-    const int32_t* rows = team_.rows + t * top_k_;
+  // Ride of a pair of a token with rows here.
+  __device__ float RideOf(const Cell& cell) const {
+    const int32_t* rows = team_.rows + cell.token * pitch_;
+    const uint32_t k = cell.k;
     if (params_.layout != Layout::kRankMajor) return rows[k] >= 0 ? params_.ride[rows[k]] : 0.0f;
     for (uint32_t other = 0; other < top_k_; ++other) {
       if (rows[other] < 0) continue;
@@ -403,8 +438,13 @@ class Scout {
   uint64_t sequence_;
   RowIndex index_;
   TeamState& team_;
-  uint32_t top_k_, tokens_per_batch_;
-  uint32_t next_partial_, next_sum_;  // in lane 0
+  uint32_t top_k_;
+  uint32_t pitch_;  // cells of a token
+  uint32_t tokens_per_batch_;
+  Cell cells_[kLanePairs];
+  Kind kind_;                    // of the tasks that are taken now
+  bool is_second_kind_ = false;  // those of the other kind are all taken
+  uint32_t number_ = 0;          // in lane 0: the next task
   RingPosition batch_{.parity = 1};
   RingPosition task_{.parity = 1};
 };

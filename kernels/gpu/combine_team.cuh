@@ -14,7 +14,9 @@ inline constexpr uint32_t kMaxPieceElems = 7168;  // of a row, that one slot of 
 inline constexpr uint32_t kMaxTeams = 4;
 inline constexpr uint32_t kMaxGroupRows = 4;
 inline constexpr uint32_t kGroups = 32;  // barriers of groups: a lane of the issuer has one
-inline constexpr uint32_t kBatches = 4;
+// What a scout has written ahead nobody else can do, and at the end all wait for the last to be
+// done.
+inline constexpr uint32_t kBatches = 1;
 inline constexpr uint32_t kBatchCommands = 64;  // all pairs of a token, at least
 inline constexpr uint32_t kTasks = 32;
 
@@ -58,8 +60,8 @@ struct TeamState {
   GroupWeights weights[kGroups];
   Batch batches[kBatches];
   Task tasks[kTasks];
-  int32_t rows[kBatchCommands];     // of the batch's pairs
-  int32_t holders[kBatchCommands];  // of own tokens: rank that has the pair's row, or -1
+  alignas(16) int32_t rows[kBatchCommands];     // of the batch's pairs
+  alignas(16) int32_t holders[kBatchCommands];  // of own tokens: rank with the pair's row, or -1
 };
 
 __host__ __device__ constexpr uint32_t TeamHeadBytes() {

@@ -3,7 +3,7 @@
 //
 //   EnterOperation (entry.cu): entry flag to the peers, row index.
 //   PullRows: waits for all entry flags; each warp takes (source, token) pairs, reads the row once
-//   and writes it to all its places; one warp per block zeroes padding and fetches weights; the
+//   and writes it to all its places; the last warps of a block zero padding and fetch weights; the
 //   last block exchanges the tail flags. Over several nodes it runs once per slice of the tokens
 //   (net_dispatch.cu).
 #include <algorithm>
@@ -18,7 +18,10 @@ namespace {
 
 constexpr uint32_t kPlainWarps = 512 / kWarpSize;    // that pull without bulk copies
 constexpr uint32_t kMaxBulkWarps = 512 / kWarpSize;  // that pull with them
-constexpr uint32_t kMaxThreads = (kMaxBulkWarps + 1) * kWarpSize;
+// Warps that zero padding beside those: the bulk copies of so many let the stores of one through
+// too slowly, and padding was what a call took longest for (benchmarks/notes.md).
+constexpr uint32_t kRestWarps = 4;
+constexpr uint32_t kMaxThreads = (kMaxBulkWarps + kRestWarps) * kWarpSize;
 
 extern __shared__ __align__(128) unsigned char shared_bytes[];
 
@@ -53,7 +56,7 @@ __device__ uint64_t PullPlain(const PullParams& params, uint64_t sequence, uint3
   const uint64_t num_words = params.row_bytes / sizeof(Word);
   constexpr uint32_t kInFlight = 4;
   uint64_t num_pulled = 0;
-  ItemCursor items(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps);
+  ItemCursor items(params, sequence, num_warps);
   while (items.Next(rows)) {
     const std::byte* source_rows =
         PublishedArray(device, items.source(), records[items.source()].x);
@@ -109,7 +112,7 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
                         static_cast<uint64_t>(WarpId()) * num_slots * params.piece_bytes;
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
 
-  ItemCursor items(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps);
+  ItemCursor items(params, sequence, num_warps);
   bool has_item = items.Next(rows);
   uint32_t piece_offset = 0;
   uint64_t num_pulled = has_item && items.source() != device.rank ? 1 : 0;
@@ -140,7 +143,7 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
         piece_offset = 0;
         has_item = items.Next(rows);
         num_pulled += has_item && items.source() != device.rank ? 1 : 0;
-        if (LaneId() == 0) progress.Set(items.steps());
+        if (LaneId() == 0) progress.Set(items.position());
       }
     }
     if (issued == stored) break;
@@ -167,12 +170,12 @@ __global__ void __launch_bounds__(kMaxThreads)
     PullRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ uint32_t word;
-  __shared__ uint32_t steps[kMaxBulkWarps];
+  __shared__ uint32_t positions[kMaxBulkWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
-  const uint32_t num_warps = blockDim.x / kWarpSize - 1;
-  const Progress progress(params, steps, num_warps);
-  if (threadIdx.x < kMaxBulkWarps) steps[threadIdx.x] = 0;
+  const uint32_t num_warps = blockDim.x / kWarpSize - kRestWarps;
+  const Progress progress(params, positions, num_warps);
+  if (threadIdx.x < kMaxBulkWarps) positions[threadIdx.x] = 0;
   const BulkShared shared(num_warps, device.shape.top_k, params.ring_slots, params.piece_bytes);
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < num_warps * params.ring_slots; ++i) {
@@ -185,12 +188,13 @@ __global__ void __launch_bounds__(kMaxThreads)
                      FlagValue(sequence, Operation::kDispatch), &word) &&
       CheckRecords(params, &word)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
-    if (WarpId() == num_warps) {
-      FillRest(params, [&](uint64_t row, uint32_t number, uint32_t total) {
-        progress.WaitFor(number, total);
-        // Not in bulk: pulled rows keep the copy engine of the multiprocessor busy.
-        ZeroRowByWarp(params, row);
-      });
+    if (WarpId() >= num_warps) {
+      FillRest(params, WarpId() - num_warps, kRestWarps,
+               [&](uint64_t row, uint32_t number, uint32_t total) {
+                 progress.WaitFor(number, total);
+                 // Not in bulk: pulled rows keep the copy engine of the multiprocessor busy.
+                 ZeroRowByWarp(params, row);
+               });
     } else if (params.recv_x != nullptr) {
       num_pulled = PullBulk(params, sequence, num_warps, shared, progress);
     }
@@ -219,7 +223,7 @@ const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStrea
     return BulkShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
   };
   while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
-  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
+  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + kRestWarps) * kWarpSize,
                    shared_bytes_of(num_warps), stream>>>(params);
   return LaunchResult("PullRowsInBulk");
 }

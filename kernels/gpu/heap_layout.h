@@ -13,6 +13,9 @@ inline constexpr uint64_t kChunkTokens = 8;
 // Blocks that may count the pairs of a plan.
 inline constexpr uint64_t kMaxPlanBlocks = 64;
 
+// Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
+inline constexpr uint64_t kMostTokenSlices = 8;
+
 // Blocks of rows and arrays begin at multiples of this.
 inline constexpr uint64_t kRowAlignBytes = 256;
 
@@ -25,6 +28,10 @@ struct alignas(64) Control {
   // Work of the running combine that has been taken; 0 between combines.
   uint32_t partials_taken;
   uint32_t sums_taken;
+  // Items of each slice of the running dispatch that have been taken, besides the first of each
+  // warp; 0 between dispatches.
+  uint32_t items_taken[kMostTokenSlices];
+  uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
   // Totals for RankCountersSnapshot.
   uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged,
       last_overflow, invalid_ids;

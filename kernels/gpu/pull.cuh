@@ -40,26 +40,27 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
   return *is_ok != 0;
 }
 
-// The (source, token) pairs of one warp that have rows here, with the next pair's index entries
+// The (source, token) pairs that one warp takes and that have rows here. All pulling warps of the
+// grid take from the same ones, since shares of equal size are not equally much work and the last
+// warp's end is everyone's. The next pair's index entries and the number of the one after it are
 // always on their way.
 class ItemCursor {
  public:
-  __device__ ItemCursor(const PullParams& params, uint64_t sequence, uint32_t warp,
-                        uint32_t num_warps)
+  __device__ ItemCursor(const PullParams& params, uint64_t sequence, uint32_t num_warps)
       : index_(params.device, sequence, params.num_tokens),
         num_ranks_(params.device.shape.num_ranks),
         own_rank_(params.device.rank),
         top_k_(params.device.shape.top_k),
-        num_items_(params.device.shape.num_ranks * params.slice.end),
-        first_item_(params.device.shape.num_ranks * params.slice.begin),
-        position_(first_item_ + warp),
-        step_(num_warps) {
+        end_(num_ranks_ * params.slice.end),
+        first_taken_(num_ranks_ * params.slice.begin + gridDim.x * num_warps),
+        position_(num_ranks_ * params.slice.begin + blockIdx.x * num_warps + WarpId()),
+        taken_(&ControlOf(params.device)->items_taken[params.slice.number]) {
     Load();
   }
 
   // Moves to the next pair with rows and writes them to `rows` [K], in the order of k.
   __device__ bool Next(int32_t* rows) {
-    while (position_ < num_items_) {
+    while (position_ < end_) {
       source_ = next_source_;
       token_ = next_token_;
       uint32_t count = 0;
@@ -72,7 +73,7 @@ class ItemCursor {
         if (row >= 0) rows[count + CountLanes(with_row & LanesBelow())] = row;
         count += CountLanes(with_row);
       }
-      position_ += step_;
+      position_ = first_taken_ + FromLane(number_, 0);
       Load();
       if (count == 0) continue;
       SyncWarp();
@@ -85,12 +86,13 @@ class ItemCursor {
   __device__ uint32_t source() const { return source_; }
   __device__ uint64_t token() const { return token_; }
   __device__ uint32_t num_rows() const { return num_rows_; }
-  // Pairs that this warp has looked at.
-  __device__ uint64_t steps() const { return (position_ - first_item_) / step_; }
+  // The next pair that this warp looks at, of num_ranks * slice.end; all before it were taken.
+  __device__ uint64_t position() const { return position_; }
 
  private:
   __device__ void Load() {
-    if (position_ >= num_items_) return;
+    if (position_ >= end_) return;
+    if (LaneId() == 0) number_ = atomicAdd(taken_, 1u);
     next_token_ = position_ / num_ranks_;
     next_source_ = static_cast<uint32_t>(
         (position_ % num_ranks_ + own_rank_ + Scatter(next_token_)) % num_ranks_);
@@ -99,55 +101,58 @@ class ItemCursor {
 
   RowIndex index_;
   uint32_t num_ranks_, own_rank_, top_k_;
-  uint64_t num_items_, first_item_, position_;
-  uint32_t step_;
+  uint64_t end_, first_taken_, position_;
+  uint32_t* taken_;
+  uint32_t number_ = 0;  // in lane 0: what it took for after the next pair
   TokenEntries entries_;
   uint32_t next_source_ = 0, source_ = 0;
   uint64_t next_token_ = 0, token_ = 0;
   uint32_t num_rows_ = 0;
 };
 
-// How far the pulling warps of a block are, for the one that zeroes padding: zeroes that come all
-// at once would hold up the pulled rows.
+// How far the pull is, as the pulling warps of a block see it, for the one that zeroes padding:
+// zeroes that come all at once would hold up the pulled rows.
 class Progress {
  public:
-  // `steps` [num_warps] is shared and zero.
-  __device__ Progress(const PullParams& params, uint32_t* steps, uint32_t num_warps)
-      : steps_(steps), num_warps_(num_warps) {
-    const uint64_t step = static_cast<uint64_t>(gridDim.x) * num_warps;
-    const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
-    steps_per_warp_ = static_cast<uint32_t>((num_items + step - 1) / step);
-  }
+  // `positions` [num_warps] is shared and zero.
+  __device__ Progress(const PullParams& params, uint32_t* positions, uint32_t num_warps)
+      : positions_(positions),
+        num_warps_(num_warps),
+        begin_(static_cast<uint32_t>(params.device.shape.num_ranks * params.slice.begin)),
+        end_(static_cast<uint32_t>(params.device.shape.num_ranks * params.slice.end)) {}
   // One lane of a pulling warp.
-  __device__ void Set(uint64_t steps) const {
-    StoreReleaseBlock(steps_ + WarpId(),
-                      static_cast<uint32_t>(min(steps, static_cast<uint64_t>(steps_per_warp_))));
+  __device__ void Set(uint64_t position) const {
+    StoreReleaseBlock(positions_ + WarpId(),
+                      static_cast<uint32_t>(min(position, static_cast<uint64_t>(end_))));
   }
-  __device__ void SetDone() const { Set(steps_per_warp_); }
-  // One warp: until the pulling warps have done a share of number / total, a little less so that
-  // they are not waited for in the end.
+  __device__ void SetDone() const { Set(end_); }
+  // One warp: until a share of number / total has been taken, a little less so that the pulling
+  // warps are not waited for in the end.
   __device__ void WaitFor(uint32_t number, uint32_t total) const {
-    const uint64_t all = static_cast<uint64_t>(steps_per_warp_) * num_warps_ * 7 / 8;
+    const uint64_t all = static_cast<uint64_t>(end_ - begin_) * 7 / 8;
     while (true) {
-      int32_t done = 0;
+      auto position = static_cast<int32_t>(begin_);
       for (uint32_t warp = LaneId(); warp < num_warps_; warp += kWarpSize) {
-        done += static_cast<int32_t>(LoadAcquireBlock(steps_ + warp));
+        position = max(position, static_cast<int32_t>(LoadAcquireBlock(positions_ + warp)));
       }
-      if (static_cast<uint64_t>(WarpSum(done)) * total >= all * number) return;
+      const auto done = static_cast<uint64_t>(WarpMax(position)) - begin_;
+      if (done * total >= all * number) return;
       SleepBriefly();
     }
   }
 
  private:
-  uint32_t* steps_;
+  uint32_t* positions_;
   uint32_t num_warps_;
-  uint32_t steps_per_warp_;
+  uint32_t begin_, end_;
 };
 
-// One warp of each block, in the first slice: weights of the received rows, and zeroes in what no
-// row fills. zero_row(row, number, total) is called by the whole warp for each row of padding.
+// The last warps of each block, in the first slice: weights of the received rows, and zeroes in
+// what no row fills. This warp is number `warp` of `num_warps`. zero_row(row, number, total) is
+// called by the whole warp for each of its rows of padding.
 template <typename ZeroRow>
-__device__ void FillRest(const PullParams& params, ZeroRow&& zero_row) {
+__device__ void FillRest(const PullParams& params, uint32_t warp, uint32_t num_warps,
+                         ZeroRow&& zero_row) {
   if (!params.slice.IsFirst()) return;
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
@@ -160,8 +165,8 @@ __device__ void FillRest(const PullParams& params, ZeroRow&& zero_row) {
   };
   const bool is_rank_major = params.layout == Layout::kRankMajor;
   const bool has_row_weights = params.recv_weights != nullptr && !is_rank_major;
-  const uint64_t begin = static_cast<uint64_t>(blockIdx.x) * kWarpSize;
-  const uint64_t step = static_cast<uint64_t>(gridDim.x) * kWarpSize;
+  const uint64_t begin = (static_cast<uint64_t>(blockIdx.x) * num_warps + warp) * kWarpSize;
+  const uint64_t step = static_cast<uint64_t>(gridDim.x) * num_warps * kWarpSize;
   const auto is_used = [&](int32_t src, uint32_t* source, uint64_t* code) {
     *source = static_cast<uint32_t>(src / static_cast<int64_t>(source_codes));
     *code = static_cast<uint32_t>(src) % source_codes;
@@ -277,6 +282,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   }
   if (threadIdx.x == 0) {
     ControlOf(device)->dispatches += 1;
+    for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
     if (params.epoch != nullptr) {
       const Operation operation = Operation::kDispatchDone;
       UpdateSet(device, SetKind::kDispatch, Part::kDone,
@@ -299,7 +305,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
                      FlagValue(sequence, Operation::kDispatch), &word) &&
       CheckRecords(params, &word)) {
     if (WarpId() == num_warps) {
-      FillRest(params, [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });
+      FillRest(params, 0, 1, [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });
     } else {
       num_pulled = pull(sequence, num_warps);
     }

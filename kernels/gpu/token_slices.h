@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/gpu/heap_layout.h"
 #include "kernels/gpu/net_layout.h"
 
 namespace jax_ep::gpu {
@@ -29,9 +30,10 @@ constexpr TokenSlice AllTokens(uint64_t num_tokens) { return {.begin = 0, .end =
 // Calls of one node have one slice. Each slice ends with a signal and is used by kernels of its
 // own.
 constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes) {
-  constexpr uint64_t kMost = 8;
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  return num_nodes == 1 ? 1 : static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, kMost));
+  return num_nodes == 1
+             ? 1
+             : static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, kMostTokenSlices));
 }
 constexpr TokenSlice TokenSliceOf(uint64_t num_tokens, uint32_t number, uint32_t count) {
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();

@@ -40,7 +40,7 @@ class BulkPuller {
         progress_(progress),
         shared_(params.row_bytes, params.device.shape.top_k),
         begin_(params.zero_bytes + WarpId() * shared_.warp_bytes),
-        items_(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps) {
+        items_(params, sequence, num_warps) {
     if (LaneId() != 0) return;
     const uint32_t num_barriers = shared_.pieces_per_row + kRingSlots;
     for (uint32_t i = 0; i < num_barriers; ++i) BarrierInit(RowBarrier(i), 1);
@@ -111,7 +111,7 @@ class BulkPuller {
     const auto* records = OwnHeapAt<DispatchRecord>(device_, device_.layout.records);
     from_ = PublishedArray(device_, items_.source(), records[items_.source()].x) +
             items_.token() * params_.row_bytes;
-    if (LaneId() == 0) progress_.Set(items_.steps());
+    if (LaneId() == 0) progress_.Set(items_.position());
     ++rows_found_;
   }
 

@@ -28,12 +28,12 @@ __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
     PullWeightedRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ uint32_t word;
-  __shared__ uint32_t steps[kMaxWarps];
+  __shared__ uint32_t positions[kMaxWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   const uint32_t num_warps = blockDim.x / kWarpSize - 1;
-  const Progress progress(params, steps, num_warps);
-  if (threadIdx.x < kMaxWarps) steps[threadIdx.x] = 0;
+  const Progress progress(params, positions, num_warps);
+  if (threadIdx.x < kMaxWarps) positions[threadIdx.x] = 0;
   for (uint32_t i = threadIdx.x; i < params.zero_bytes / sizeof(uint4); i += blockDim.x) {
     reinterpret_cast<uint4*>(shared_bytes)[i] = uint4{0, 0, 0, 0};
   }
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
       CheckRecords(params, &word)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() == num_warps) {
-      FillRest(params, [&](uint64_t row, uint32_t number, uint32_t total) {
+      FillRest(params, 0, 1, [&](uint64_t row, uint32_t number, uint32_t total) {
         progress.WaitFor(number, total);
         ZeroRowInBulk(params, shared_bytes, row);
       });

@@ -53,7 +53,7 @@ __device__ uint64_t PullWeighted(const PullParams& params, uint64_t sequence, ui
   const uint64_t num_words = params.row_bytes / sizeof(Word);
 
   uint64_t num_pulled = 0;
-  ItemCursor items(params, sequence, blockIdx.x * num_warps + WarpId(), gridDim.x * num_warps);
+  ItemCursor items(params, sequence, num_warps);
   while (items.Next(rows)) {
     num_pulled += items.source() != device.rank;
     const auto* from = reinterpret_cast<const Word*>(
