@@ -22,9 +22,12 @@ SUMMARY = re.compile(
 
 
 def function_of(line):
-    """The function that an access is in, without namespace, template and other arguments."""
+    """The function that an access is in, without namespace, template and other arguments.
+
+    One that is not inlined is there once per kernel that calls it: "[clone KERNEL] FUNCTION".
+    """
     name, depth = "", 0
-    for letter in line.partition(" access at ")[2]:
+    for letter in re.sub(r"^\[clone [^]]*\] ", "", line.partition(" access at ")[2]):
         if letter == "(" and depth == 0:
             break
         if letter in "<>":
