@@ -28,7 +28,7 @@ struct CombineKernelParams {
   float* ride_out;           // [T * K] or null
   // Bulk copies only (combine_bulk.cu).
   uint32_t piece_elems;     // that a ring slot holds
-  uint32_t partial_blocks;  // the first ones, which make partials before sums
+  uint32_t partial_blocks;  // the first to start, which make partials before sums
   uint32_t num_teams;       // of a block
   uint32_t summers;         // warps of a team that sum
   uint32_t group_rows;      // rows of a sum that are handed over at once, at most

@@ -135,7 +135,6 @@ class Scout {
     if (number >= NumTasks()) return {};
     TakeNumber();
     Work next{.kind = kind_, .begins_task = true};
-    next.first = 0;
     if (kind_ == Kind::kSums) {
       next.owner = device_.rank;
       next.chunk = number;
@@ -245,7 +244,7 @@ class Scout {
     }
   }
 
-  // Commands of all tokens.
+  // What each pair sees of its token's. Number of commands of all tokens.
   template <bool kIsSum>
   __device__ uint32_t LookAtTokens(const Work& work, const Pair (&pairs)[kLanePairs],
                                    TokenRows (&tokens)[kLanePairs]) const {
@@ -302,7 +301,7 @@ class Scout {
   __device__ const std::byte* RowOf(const Pair& pair) const {
     return params_.y + static_cast<uint64_t>(pair.row) * params_.row_bytes;
   }
-  // Of a partial of this rank, at its owner.
+  // Of the partial of `holder`, at its owner.
   __device__ std::byte* PlaceOfPartial(uint32_t owner, uint32_t holder, uint64_t token) const {
     const GpuHeapLayout& layout = device_.layout;
     const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);

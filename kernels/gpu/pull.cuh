@@ -110,8 +110,8 @@ class ItemCursor {
   uint32_t num_rows_ = 0;
 };
 
-// How far the pull is, as the pulling warps of a block see it, for the one that zeroes padding:
-// zeroes that come all at once would hold up the pulled rows.
+// How far the pull is, as the pulling warps of a block see it, for those that zero padding: zeroes
+// that come all at once would hold up the pulled rows.
 class Progress {
  public:
   // `positions` [num_warps] is shared and zero.
