@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       SendChunkFlags(params, sequence, team, tasks_done + team * kTeamWarps);
     }
   }
-  FinishCombine(params, &word);
+  FinishCombine(params, sequence, &word);
 }
 
 using Kernel = void (*)(CombineKernelParams);

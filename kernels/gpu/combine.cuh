@@ -54,31 +54,35 @@ __device__ inline bool WaitChunk(const DeviceRank& device, uint64_t value, FlagO
   }
   return AllLanes(is_ok);
 }
+// This rank's, at the owner of the chunk's tokens.
+__device__ inline uint64_t* ChunkFlagAt(const DeviceRank& device, uint32_t owner, uint32_t chunk) {
+  return HeapAt<uint64_t>(device, owner, device.layout.chunk_flags) +
+         device.rank * device.layout.num_chunks + chunk;
+}
 // One lane, after a release by the warps that stored the partials of the chunk: publishes them.
 __device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, uint32_t chunk,
                                     uint64_t value) {
-  StoreReleaseSys(HeapAt<uint64_t>(device, owner, device.layout.chunk_flags) +
-                      device.rank * device.layout.num_chunks + chunk,
-                  value);
+  StoreReleaseSys(ChunkFlagAt(device, owner, chunk), value);
 }
 
-// All threads of the block, as the last thing of a combine; `word` is shared. True in the block
-// that comes last.
-__device__ inline bool FinishCombine(const CombineKernelParams& params, uint32_t* word) {
+// All threads of the block, as the last thing of the combine `sequence`; `word` is shared. True in
+// the block that comes last.
+__device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t sequence,
+                                     uint32_t* word) {
   const DeviceRank& device = params.device;
   if (!LastToArrive(device, word)) return false;
+  if (threadIdx.x == 0) {
+    Control* control = ControlOf(device);
+    CountUp(&control->combines, 1);
+    control->partials_taken = 0;
+    control->sums_taken = 0;
+    control->blocks_started = 0;
+    EndOperation(device, sequence);
+  }
   if (HasFailed(device)) {
     PoisonBytes(params.out, params.num_tokens * params.row_bytes);
     PoisonBytes(params.ride_out,
                 static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
-  }
-  if (threadIdx.x == 0) {
-    Control* control = ControlOf(device);
-    control->combines += 1;
-    control->partials_taken = 0;
-    control->sums_taken = 0;
-    control->blocks_started = 0;
-    EndOperation(device);
   }
   return true;
 }

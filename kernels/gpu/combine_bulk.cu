@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint32_t team_warps = params.summers + kRoles;
   const uint32_t warp = WarpId() % team_warps;
   TeamState& team = TeamOf(params, WarpId() / team_warps);
-  if (warp == 0) InitTeam(params, team);
+  InitTeam(params, team, warp, team_warps);
   // By their own order: nothing says which blocks of a grid run first.
   if (threadIdx.x == kWarpSize) order = atomicAdd(&ControlOf(device)->blocks_started, 1u);
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       SendFlags(params, sequence, team);
     }
   }
-  FinishCombine(params, &word);
+  FinishCombine(params, sequence, &word);
 #endif
 }
 

@@ -215,17 +215,28 @@ class Summer {
   uint32_t depth_ = 0;
 };
 
-// One thread.
+// One thread. A release takes microseconds while the wire is busy, so it is for all tasks that are
+// summed by then: of what the summers stored, and the scout's rides, as their arrivals came before.
 __device__ inline void SendFlags(const CombineKernelParams& params, uint64_t sequence,
                                  TeamState& team) {
   const uint64_t value = FlagValue(sequence, Operation::kCombine);
-  for (RingPosition at;; at.Advance(kTasks)) {
-    BarrierWait(&team.task_summed[at.slot], at.parity);
-    const Task task = team.tasks[at.slot];
-    if (task.owner == kNone) return;
-    BarrierArrive(&team.task_sent[at.slot]);
-    // A release of what the summers stored, and the scout's rides: their arrivals came before.
-    PublishChunk(params.device, task.owner, task.chunk, value);
+  RingPosition at;
+  for (bool is_over = false; !is_over;) {
+    RingPosition end = at;
+    uint32_t count = 0;
+    do {
+      BarrierWait(&team.task_summed[end.slot], end.parity);
+      is_over = team.tasks[end.slot].owner == kNone;
+      if (is_over) break;
+      end.Advance(kTasks);
+      ++count;
+    } while (count < kTasks / 2 && BarrierIsOver(&team.task_summed[end.slot], end.parity));
+    if (count > 0) FenceSys();
+    for (; count > 0; --count, at.Advance(kTasks)) {
+      const Task task = team.tasks[at.slot];
+      BarrierArrive(&team.task_sent[at.slot]);
+      StoreRelaxedSys(ChunkFlagAt(params.device, task.owner, task.chunk), value);
+    }
   }
 }
 #endif

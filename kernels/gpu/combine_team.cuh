@@ -81,26 +81,20 @@ __device__ inline unsigned char* RingOf(TeamState& team) {
   return reinterpret_cast<unsigned char*>(&team) + TeamHeadBytes();
 }
 
-// Behind a SyncWarp: one lane arrives for its warp. racecheck does not follow that; in the build
-// for it (tests/kernels_gpu/sanitize.sh) every lane arrives.
-#if defined(JAX_EP_RACECHECK)
-inline constexpr uint32_t kWarpArrivals = kWarpSize;
-#else
-inline constexpr uint32_t kWarpArrivals = 1;
-#endif
-__device__ inline bool ArrivesForWarp() { return kWarpArrivals > 1 || LaneId() == 0; }
-
-// One warp, before a SyncBlock.
-__device__ inline void InitTeam(const CombineKernelParams& params, TeamState& team) {
-  for (uint32_t i = LaneId(); i < kGroups; i += kWarpSize) {
+// Warp `warp` of the team's `num_warps`, before a SyncBlock. A barrier takes 30 ns, and lanes of a
+// warp set theirs up one after the other, so all warps do.
+__device__ inline void InitTeam(const CombineKernelParams& params, TeamState& team, uint32_t warp,
+                                uint32_t num_warps) {
+  if (LaneId() != 0) return;
+  for (uint32_t i = warp; i < kGroups; i += num_warps) {
     BarrierInit(&team.full[i], kWarpArrivals);
     BarrierInit(&team.empty[i], params.summers * kWarpArrivals);
   }
-  for (uint32_t i = LaneId(); i < kBatches; i += kWarpSize) {
+  for (uint32_t i = warp; i < kBatches; i += num_warps) {
     BarrierInit(&team.batch_full[i], kWarpArrivals);
     BarrierInit(&team.batch_empty[i], kWarpArrivals);
   }
-  for (uint32_t i = LaneId(); i < kTasks; i += kWarpSize) {
+  for (uint32_t i = warp; i < kTasks; i += num_warps) {
     BarrierInit(&team.task_summed[i], params.summers * kWarpArrivals);
     BarrierInit(&team.task_sent[i], 1);
   }

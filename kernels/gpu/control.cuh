@@ -120,11 +120,12 @@ __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, ui
 __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
                                      uint32_t end, Operation operation, uint64_t wanted) {
   const uint64_t* flags = OwnHeapAt<uint64_t>(rank, flags_offset);
-  bool is_ok = !HasFailed(rank);
+  const bool has_failed = HasFailed(rank);  // on its way while the first flag is looked at
+  bool is_ok = true;
   for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
     if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
   }
-  return AllLanes(is_ok);
+  return AllLanes(is_ok && !has_failed);
 }
 
 // All threads of the block; `is_ok` is a shared word. Every thread may read what those ranks
@@ -184,10 +185,17 @@ __device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation)
   if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
 }
 
-// One thread of the last block of an operation, at its end.
-__device__ inline void EndOperation(const DeviceRank& rank) {
+// Adds to a counter that nobody waits for.
+__device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+            static_cast<unsigned long long>(amount));
+}
+
+// One thread of the last block of the operation `sequence`, at its end. It reads nothing, since all
+// wait for it.
+__device__ inline void EndOperation(const DeviceRank& rank, uint64_t sequence) {
   Control* control = ControlOf(rank);
-  control->sequence += 1;
+  control->sequence = sequence;
   control->busy = 0;
 }
 

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads)
   if (!LastToArrive(device, &word) || threadIdx.x != 0) return;
   *params.epoch = EpochOf(slot.started);
   ControlOf(device)->bytes_staged += params.x_bytes + params.weights_bytes;
-  UpdateSet(device, kKind, Part::kStart, slot);
-  EndOperation(device);
+  UpdateSet(device, kKind, Part::kStart, slot, slot.started);
+  EndOperation(device, slot.started);
 }
 
 }  // namespace

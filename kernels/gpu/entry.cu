@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kThreads)
                 static_cast<int32_t>(first + i * step));
     }
   }
-  if (!LastToArrive(device, &is_last)) return;
-  if (has_copies) Publish(params, sequence);
+  if (!has_copies || !LastToArrive(device, &is_last)) return;
+  Publish(params, sequence);
   if (threadIdx.x == 0) {
     ControlOf(device)->bytes_staged += params.x_bytes + params.weights_bytes;
   }

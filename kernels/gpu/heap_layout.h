@@ -66,12 +66,17 @@ struct PushArea {
   HeapArea meta_flags;  // u64 [depth][N]: ... that filled what comes before the rows
 };
 
-// First 16 bytes of a block of dispatched rows. All ranks must agree.
+// What a source says of its dispatch; all ranks must agree.
 struct PushHeader {
-  int32_t num_tokens;
-  int32_t recv_rows;
-  int32_t layout;
-  int32_t has_ids;  // 1: a plan is made from the ids that follow
+  enum Word : uint32_t {
+    kNumTokens,
+    kRecvRows,  // 0 if a start says it, which does not know
+    kLayout,
+    kHasIds,  // 1: a plan is made from the ids that follow
+    kOperation,
+    kNumWords
+  };
+  int32_t words[kNumWords];
 };
 
 // Where a source's rows are for one dispatch: (offset << 1) | in_arena, see PlaceOf.
@@ -112,8 +117,8 @@ struct GpuHeapLayout {
   uint64_t reduce_pitch = 0;
   uint64_t reduce_rides = 0;    // f32 [N - 1][T][K]
   uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
-  // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K],
-  // each block of a combine rides [T * K].
+  // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
+  // tagged words (tagged_words.cuh), each block of a combine rides [T * K].
   PushArea ll_dispatch, ll_combine;
   PushArea ht_combine;    // halves only
   uint64_t push_ids = 0;  // in a block of ll_dispatch
@@ -227,14 +232,15 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
     return area;
   };
   const uint64_t ll_tokens = shape.ll_tokens;
-  const uint64_t ll_cells_bytes =
-      AlignUp(ll_tokens * shape.top_k * sizeof(int32_t), kRowAlignBytes);
+  const uint64_t ll_rides_bytes = AlignUp(ll_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
+  constexpr uint64_t kTaggedBytes = sizeof(uint64_t);
+  const uint64_t ll_words_bytes = AlignUp(ll_tokens * shape.top_k * kTaggedBytes, kRowAlignBytes);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  layout.push_ids = sizeof(PushHeader);
-  layout.push_weights = layout.push_ids + ll_cells_bytes;
+  layout.push_ids = AlignUp(PushHeader::kNumWords * kTaggedBytes, kRowAlignBytes);
+  layout.push_weights = layout.push_ids + ll_words_bytes;
   layout.ll_dispatch =
-      take_pushed(ll_tokens, layout.push_weights + ll_cells_bytes, SpreadPitch(row_bytes));
-  layout.ll_combine = take_pushed(ll_tokens, ll_cells_bytes, layout.reduce_pitch);
+      take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
+  layout.ll_combine = take_pushed(ll_tokens, ll_rides_bytes, layout.reduce_pitch);
   layout.ht_combine =
       take_pushed(ht_tokens, ht_tokens * shape.top_k * sizeof(float), layout.reduce_pitch);
   layout.dispatch_stage_weights = AlignUp(ht_tokens * row_bytes, kRowAlignBytes);

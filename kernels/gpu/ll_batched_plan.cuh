@@ -21,21 +21,25 @@ __host__ __device__ constexpr uint32_t BatchedPitch(uint32_t num_ranks, uint64_t
 // Ints of shared memory that a planner needs.
 constexpr uint64_t BatchedPlanSharedInts(const GroupShape& shape, uint64_t num_tokens) {
   constexpr uint64_t kTables = 2;
+  constexpr uint64_t kIdsPerInt = 2;
   return uint64_t{shape.experts_per_rank()} *
-         (BatchedPitch(shape.num_ranks, num_tokens) * kTables + 1);
+             (BatchedPitch(shape.num_ranks, num_tokens) * kTables + 1) +
+         (shape.num_ranks * num_tokens * shape.top_k + kIdsPerInt - 1) / kIdsPerInt;
 }
+// Ids are kept in 16 bits.
+constexpr bool CanPlanBatched(const GroupShape& shape) { return shape.num_experts < 1u << 15; }
 
-// ids_of(source): [T * K] of that source.
-template <typename IdsOf>
+// Words: as ll::SourceWords.
+template <typename Words>
 class LlBatchedPlanner {
  public:
   // `ints`: shared memory of BatchedPlanSharedInts.
   __device__ LlBatchedPlanner(const DeviceRank& device, const LlPlanParams& params,
-                              const TokenDeal& deal, const IdsOf& ids_of, int32_t* ints)
+                              const TokenDeal& deal, const Words& words, int32_t* ints)
       : device_(device),
         params_(params),
         deal_(deal),
-        ids_of_(ids_of),
+        words_(words),
         num_ranks_(device.shape.num_ranks),
         experts_(device.shape.experts_per_rank()),
         top_k_(device.shape.top_k),
@@ -44,19 +48,20 @@ class LlBatchedPlanner {
         pitch_(BatchedPitch(num_ranks_, params.num_tokens)),
         bits_(reinterpret_cast<uint32_t*>(ints)),
         before_(ints + experts_ * pitch_),
-        counts_(before_ + experts_ * pitch_) {}
+        counts_(before_ + experts_ * pitch_),
+        ids_(reinterpret_cast<int16_t*>(counts_ + experts_)) {}
 
   // All threads of the block. Rows of the block's tokens are in `index` afterwards.
   __device__ void Run(const RowIndex& index, LlPlanTotals& totals) {
     for (uint32_t i = threadIdx.x; i < experts_ * pitch_; i += blockDim.x) bits_[i] = 0;
-    if (deal_.block == 0) totals.Clear();
+    if (deal_.writes_totals) totals.Clear();
     SyncBlock();
     SetBits();
     SyncBlock();
     CountBits();
     SyncBlock();
     PlaceOwnPairs(index);
-    if (deal_.block != 0) return;
+    if (!deal_.writes_totals) return;
     AddUp(totals);
     SyncBlock();
     totals.Write(
@@ -72,38 +77,59 @@ class LlBatchedPlanner {
   }
 
  private:
+  static constexpr int16_t kNoId = -1;
+  static constexpr int16_t kInvalidId = -2;
+
   // `ids`: of the pair's token.
-  __device__ PairKind KindOf(const int32_t* ids, uint32_t k) const {
-    const int32_t expert = ids[k];
-    if (expert < 0) return PairKind::kAbsent;
-    if (static_cast<uint32_t>(expert) >= device_.shape.num_experts) return PairKind::kInvalid;
+  __device__ static PairKind KindOf(const int16_t* ids, uint32_t k) {
+    const int16_t id = ids[k];
+    if (id == kNoId) return PairKind::kAbsent;
+    if (id == kInvalidId) return PairKind::kInvalid;
     bool is_duplicate = false;
 #pragma unroll 4
-    for (uint32_t lower = 0; lower < k; ++lower) is_duplicate |= ids[lower] == expert;
+    for (uint32_t lower = 0; lower < k; ++lower) is_duplicate |= ids[lower] == id;
     return is_duplicate ? PairKind::kDuplicate : PairKind::kPlaced;
   }
   __device__ uint32_t WordOf(uint32_t expert, uint32_t source, uint32_t token) const {
     return expert * pitch_ + source * source_words_ + token / kBitsOfWord;
   }
 
-  // A thread per token.
+  // A thread per pair, so that what a warp loads is together. Keeps the ids.
   __device__ void SetBits() {
     const uint32_t first_expert = device_.rank * experts_;
-    for (uint32_t i = threadIdx.x; i < num_ranks_ * params_.num_tokens; i += blockDim.x) {
-      const uint32_t source = i / params_.num_tokens;
-      const uint32_t token = i - source * params_.num_tokens;
-      const int32_t* ids = ids_of_(source) + token * top_k_;
-      constexpr uint32_t kInFlight = 8;
-      for (uint32_t first = 0; first < top_k_; first += kInFlight) {
-        int32_t some[kInFlight];
-#pragma unroll
-        for (uint32_t j = 0; j < kInFlight; ++j) some[j] = first + j < top_k_ ? ids[first + j] : -1;
+    const uint32_t source_pairs = params_.num_tokens * top_k_;
+    const uint32_t num_pairs = num_ranks_ * source_pairs;
+    constexpr uint32_t kInFlight = 8;
+    for (uint32_t first = threadIdx.x; first < num_pairs; first += kInFlight * blockDim.x) {
+      uint64_t loaded[kInFlight];
+      // All of them again, as they come together; who waits longer does so for one after the other.
+      constexpr uint32_t kLooks = 64;
+      bool are_here = false;
+      for (uint32_t look = 0; look < kLooks && !are_here; ++look) {
+        are_here = true;
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; ++j) {
-          const uint32_t expert = static_cast<uint32_t>(some[j]) - first_expert;
-          if (some[j] < 0 || expert >= experts_) continue;
-          atomicOr(bits_ + WordOf(expert, source, token), 1u << token % kBitsOfWord);
+          const uint32_t i = first + j * blockDim.x;
+          if (i < num_pairs) loaded[j] = words_.Load(i / source_pairs, i % source_pairs);
         }
+#pragma unroll
+        for (uint32_t j = 0; j < kInFlight; ++j) {
+          are_here &= first + j * blockDim.x >= num_pairs || words_.IsHere(loaded[j]);
+        }
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kInFlight; ++j) {
+        const uint32_t i = first + j * blockDim.x;
+        if (i >= num_pairs) continue;
+        const uint32_t source = i / source_pairs;
+        const uint32_t cell = i - source * source_pairs;
+        const int32_t id = words_.Expert(source, cell, loaded[j]);
+        const bool is_valid = static_cast<uint32_t>(id) < device_.shape.num_experts;
+        ids_[i] = id < 0 ? kNoId : is_valid ? static_cast<int16_t>(id) : kInvalidId;
+        const uint32_t expert = static_cast<uint32_t>(id) - first_expert;
+        if (!is_valid || expert >= experts_) continue;
+        const uint32_t token = cell / top_k_;
+        atomicOr(bits_ + WordOf(expert, source, token), 1u << token % kBitsOfWord);
       }
     }
   }
@@ -140,17 +166,16 @@ class LlBatchedPlanner {
   // A thread per pair of the block's tokens.
   __device__ void PlaceOwnPairs(const RowIndex& index) {
     const uint32_t num_items = num_ranks_ * params_.num_tokens;
-    const uint32_t own_items =
-        num_items > deal_.block ? (num_items - deal_.block - 1) / deal_.num_blocks + 1 : 0;
+    const uint32_t own_items = deal_.ItemsOf(num_items);
     for (uint32_t i = threadIdx.x; i < own_items * top_k_; i += blockDim.x) {
       const uint32_t ordinal = deal_.block + i / top_k_ * deal_.num_blocks;
       const uint32_t token = ordinal / num_ranks_;
       const uint32_t source = deal_.SourceOf(ordinal);
       const uint32_t k = i % top_k_;
-      const int32_t* ids = ids_of_(source) + token * top_k_;
+      const uint32_t cell = token * top_k_ + k;
+      const int16_t* ids = ids_ + (source * params_.num_tokens + token) * top_k_;
       const bool is_placed = KindOf(ids, k) == PairKind::kPlaced;
       const uint32_t owner = is_placed ? static_cast<uint32_t>(ids[k]) / experts_ : num_ranks_;
-      const uint32_t cell = token * top_k_ + k;
       if (source == device_.rank) {
         const uint32_t source_row = source * params_.num_tokens + token;
         params_.out.send_slot[cell] =
@@ -170,24 +195,23 @@ class LlBatchedPlanner {
   __device__ void AddUp(LlPlanTotals& totals) {
     const uint32_t source_pairs = params_.num_tokens * top_k_;
     for (uint32_t i = threadIdx.x; i < num_ranks_ * source_pairs; i += blockDim.x) {
-      const uint32_t source = i / source_pairs;
-      const uint32_t cell = i - source * source_pairs;
-      const int32_t* ids = ids_of_(source) + cell / top_k_ * top_k_;
-      const PairKind kind = KindOf(ids, cell % top_k_);
-      const uint32_t owner = static_cast<uint32_t>(ids[cell % top_k_]) / experts_;
-      totals.Count(device_, kind, kind == PairKind::kPlaced, source, owner);
+      const uint32_t k = i % top_k_;
+      const PairKind kind = KindOf(ids_ + i - k, k);
+      totals.Count(device_, kind, kind == PairKind::kPlaced, i / source_pairs,
+                   static_cast<uint32_t>(ids_[i]) / experts_);
     }
   }
 
   const DeviceRank& device_;
   const LlPlanParams& params_;
   const TokenDeal deal_;
-  const IdsOf& ids_of_;
+  const Words& words_;
   const uint32_t num_ranks_, experts_, top_k_;
   const uint32_t source_words_, expert_words_, pitch_;
   uint32_t* bits_;   // [experts][pitch]: tokens that have the expert
   int32_t* before_;  // [experts][pitch]: how many in the words before
   int32_t* counts_;  // [experts]
+  int16_t* ids_;     // [N][T * K]
 };
 
 }  // namespace jax_ep::gpu

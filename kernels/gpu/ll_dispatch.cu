@@ -2,7 +2,7 @@
 // once per destination rank; the destination packs them to the layout. With routing aboard each
 // rank gets all expert ids and makes the plan from them, so there is no other exchange.
 //
-//   One kernel. The first blocks send: ids and weights to each peer, with one flag, then pieces of
+//   One kernel. The first blocks send: ids and weights to each peer, in tagged words, and pieces of
 //   rows, each with a flag. The other blocks receive: they wait for the ids of all peers, make the
 //   plan, and wait for the flag of each piece before they place it. Senders wait for nobody but
 //   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
@@ -13,7 +13,7 @@
 
 #include "kernels/gpu/ll_receive.cuh"
 #include "kernels/gpu/ll_rows.cuh"
-#include "kernels/gpu/ll_send.cuh"
+#include "kernels/gpu/ll_send_bulk.cuh"
 #include "kernels/gpu/net_kernels.h"
 
 namespace jax_ep::gpu {
@@ -25,10 +25,20 @@ template <typename Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
   __shared__ CallSlot slot;
+  __shared__ uint64_t read_by_mates;
   __shared__ uint32_t word;
   __shared__ ItemRows items[kWarps];
   const DeviceRank& device = params.device;
-  if (threadIdx.x == 0) {
+  const uint64_t sequence = SequenceOf(device);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ BulkRows bulk_rows;
+  const bool sends_in_bulk = blockIdx.x < params.num_send_blocks && params.num_bulk_warps > 0;
+  BulkSender bulk_sender(params, bulk_rows, sends_in_bulk);
+  if (sends_in_bulk) bulk_sender.Begin();
+#else
+  constexpr bool sends_in_bulk = false;
+#endif
+  if (threadIdx.x == kSlotWarp * kWarpSize) {
     const bool has_failed = HasFailed(device);
     slot = params.part == Part::kDone
                ? FindOpenSet(device, kKind, params.operation, *params.epoch_in)
@@ -36,34 +46,35 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (has_failed) slot.is_ok = 0;  // one answer for the whole block
   }
   BeginSetOperation(device, kKind, params.part, params.operation);
+  if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
+    const uint64_t read = ReadByMates(device, kKind);
+    if (LaneId() == 0) read_by_mates = read;
+  }
   SyncBlock();
+  bool has_sent = false;
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
-      Receive<Rows>(params, slot, items, &word);
-    } else if (WaitReusable(device, kKind, params.operation, slot, &word)) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-      if (params.num_bulk_warps > 0) {
-        SendInBulk(params, slot);
-      } else {
-        Send<typename Rows::Word>(params, slot);
-      }
-#else
-      Send<typename Rows::Word>(params, slot);
-#endif
+      Receive<Rows>(params, slot, items);
+    } else if (WaitReusable(device, kKind, params.operation, slot, read_by_mates, &word)) {
+      has_sent = true;
+      if (!sends_in_bulk) Send<typename Rows::Word>(params, slot);
     }
   }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
+#endif
   if (!LastToArrive(device, &word)) return;
+  if (threadIdx.x == 0) {
+    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+    if (params.part != Part::kStart) CountUp(&ControlOf(device)->dispatches, 1);
+    UpdateSet(device, kKind, params.part, slot, sequence);
+    EndOperation(device, sequence);
+  }
   if (HasFailed(device)) {
     if (params.part != Part::kStart) Poison(params);
   } else if (params.part == Part::kDone) {
-    SayConsumed(device, kKind, SequenceOf(device));
+    SayConsumed(device, kKind, sequence);
   }
-  SyncBlock();
-  if (threadIdx.x != 0) return;
-  if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-  if (params.part != Part::kStart) ControlOf(device)->dispatches += 1;
-  UpdateSet(device, kKind, params.part, slot);
-  EndOperation(device);
 }
 
 using Kernel = void (*)(LlDispatchKernelParams);
@@ -87,7 +98,7 @@ Kernel KernelOf(ElemType type, bool is_vectorised, bool is_weighted) {
 uint64_t MostSharedBytes(const RankHandle& rank) {
   constexpr uint64_t kRest = 256;
   return rank.shared_bytes_per_block - kWarps * (sizeof(ItemRows) + sizeof(uint64_t)) -
-         sizeof(LlPlanTotals) - kRest;
+         sizeof(BulkRows) - sizeof(LlPlanTotals) - kRest;
 }
 
 uint32_t HistogramsOf(const RankHandle& rank) {
@@ -102,25 +113,41 @@ uint32_t HistogramsOf(const RankHandle& rank) {
 uint64_t BatchedPlanBytes(const RankHandle& rank) {
   const GroupShape& shape = rank.device.shape;
   const uint64_t bytes = BatchedPlanSharedInts(shape, shape.ll_tokens) * sizeof(int32_t);
-  return bytes <= MostSharedBytes(rank) ? bytes : 0;
+  return CanPlanBatched(shape) && bytes <= MostSharedBytes(rank) ? bytes : 0;
 }
 
-// Warps of a block that have a row's place in shared memory; one warp is left for the ids.
-uint32_t BulkWarpsOf(const RankHandle& rank) {
+// Shared memory of the plan.
+uint64_t PlanBytes(const RankHandle& rank) {
+  const uint32_t experts = rank.device.shape.num_experts;
+  const uint64_t bytes = std::max(LlPlanSharedInts(experts, HistogramsOf(rank)) * sizeof(int32_t),
+                                  BatchedPlanBytes(rank));
+  constexpr uint64_t kBulkAlign = 128;
+  return AlignUp(bytes, kBulkAlign);
+}
+
+// Rows, `most` at most, that a block has room for beside `other_bytes` in its shared memory.
+uint32_t BulkRowsOf(const RankHandle& rank, uint64_t other_bytes, uint32_t most) {
   const GroupShape& shape = rank.device.shape;
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   if (!rank.use_bulk_copies || row_bytes % kWireUnitBytes != 0) return 0;
-  constexpr uint64_t kMostBulkWarps = 8;
-  return static_cast<uint32_t>(std::min(MostSharedBytes(rank) / row_bytes, kMostBulkWarps));
+  const uint64_t room = MostSharedBytes(rank);
+  if (room < other_bytes) return 0;
+  return static_cast<uint32_t>(std::min<uint64_t>((room - other_bytes) / row_bytes, most));
+}
+constexpr uint32_t kMostSendWarps = 4;
+uint32_t SendWarpsOf(const RankHandle& rank) {
+  return BulkRowsOf(rank, 0, kMostSendWarps * kSendSlots) / kSendSlots;
+}
+constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
+uint32_t PlaceWarpsOf(const RankHandle& rank) {
+  return BulkRowsOf(rank, PlanBytes(rank), kMostPlaceWarps);
 }
 
-uint32_t SharedBytes(const RankHandle& rank, uint32_t num_bulk_warps) {
+uint32_t SharedBytes(const RankHandle& rank, uint32_t num_send_warps, uint32_t num_place_warps) {
   const GroupShape& shape = rank.device.shape;
-  const uint64_t plan_bytes =
-      LlPlanSharedInts(shape.num_experts, HistogramsOf(rank)) * sizeof(int32_t);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  return static_cast<uint32_t>(
-      std::max({plan_bytes, BatchedPlanBytes(rank), num_bulk_warps * row_bytes}));
+  return static_cast<uint32_t>(std::max(num_send_warps * kSendSlots * row_bytes,
+                                        PlanBytes(rank) + num_place_warps * row_bytes));
 }
 
 }  // namespace
@@ -132,7 +159,7 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
     return KeepText("got " + std::to_string(shape.num_experts) +
                     " experts, more than this device's shared memory has room for in mode ll");
   }
-  const uint32_t most_bytes = SharedBytes(rank, BulkWarpsOf(rank));
+  const uint32_t most_bytes = SharedBytes(rank, SendWarpsOf(rank), PlaceWarpsOf(rank));
   for (const bool is_vectorised : {false, true}) {
     for (const bool is_weighted : {false, true}) {
       const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);
@@ -189,10 +216,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   planner.layout = plan != nullptr ? plan->layout : call.layout;
   planner.num_tokens = static_cast<uint32_t>(call.num_tokens);
   planner.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
-  const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
-  constexpr uint64_t kManyPairs = 512;  // measured: fewer are counted as quickly
-  if (planner.layout != Layout::kExpertBatched || num_pairs < kManyPairs ||
-      BatchedPlanBytes(rank) == 0) {
+  if (planner.layout != Layout::kExpertBatched || BatchedPlanBytes(rank) == 0) {
+    const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
     planner.num_histograms =
         static_cast<uint32_t>(std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));
   }
@@ -212,17 +237,15 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
 
   if (has_network && is_start) {
-    const SendRecordsParams records{
-        .device = rank.device,
-        .operation = params.operation,
-        .is_routed = params.is_routed,
-        .num_tokens = planner.num_tokens,
-        .header = {static_cast<int32_t>(planner.num_tokens), planner.recv_rows,
-                   static_cast<int32_t>(planner.layout), params.is_routed ? 1 : 0},
-        .row_bytes = row_bytes,
-        .x = params.has_rows ? params.x : nullptr,
-        .ids = params.is_routed ? params.topk_idx : params.given_slots,
-        .weights = params.has_weights ? params.weights : nullptr};
+    const SendRecordsParams records{.device = rank.device,
+                                    .operation = params.operation,
+                                    .is_routed = params.is_routed,
+                                    .num_tokens = planner.num_tokens,
+                                    .header = HeaderOf(params, params.operation),
+                                    .row_bytes = row_bytes,
+                                    .x = params.has_rows ? params.x : nullptr,
+                                    .ids = params.is_routed ? params.topk_idx : params.given_slots,
+                                    .weights = params.has_weights ? params.weights : nullptr};
     if (const char* error = LaunchSendRecords(rank, records, stream)) return error;
   }
   if (has_network && part == Part::kDone) {
@@ -236,18 +259,23 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
-  // Measured: bulk copies win in whole calls of up to 128 tokens, lanes that store from 256 on and
-  // in most halves.
-  constexpr int64_t kMostBulkTokens = 128;
-  if (is_vectorised && part == Part::kWhole && call.num_tokens <= kMostBulkTokens) {
-    params.num_bulk_warps = BulkWarpsOf(rank);
-  }
   const uint64_t num_dests = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
+  if (is_vectorised && part == Part::kWhole && num_dests > 0) {
+    params.num_bulk_warps = SendWarpsOf(rank);
+  }
+  const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
+  constexpr int64_t kFewestPlaced = 64;  // measured: lanes place fewer tokens as quickly
+  if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted &&
+      call.num_tokens >= kFewestPlaced) {
+    params.num_place_warps = PlaceWarpsOf(rank);
+    params.place_offset = static_cast<uint32_t>(PlanBytes(rank));
+  }
+  const uint64_t word_items = NumWordItems(params);
   // Bulk senders take a token each.
   const uint64_t row_items = params.num_bulk_warps > 0 ? static_cast<uint64_t>(call.num_tokens) *
                                                              kWarps / params.num_bulk_warps
                                                        : call.num_tokens * pieces.count;
-  const uint64_t send_items = num_dests + (params.has_rows ? row_items : 0);
+  const uint64_t send_items = word_items + (params.has_rows ? row_items : 0);
   const uint64_t receive_items =
       std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,
                          static_cast<uint64_t>(planner.recv_rows) / kWarpSize);
@@ -258,24 +286,28 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   constexpr uint32_t kSendShare = 2;  // of 8 blocks
   constexpr uint32_t kShares = 8;
   const uint32_t most_senders = std::max(rank.ll_blocks * kSendShare / kShares, 1u);
+  // Totals take long where there are many pairs, so a block has nothing else to do.
+  constexpr uint32_t kFewestBlocks = 8;
+  params.has_clerk = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
+  const uint32_t num_clerks = params.has_clerk ? 1 : 0;
   uint32_t blocks = 0;
   switch (part) {
     case Part::kWhole:
       params.num_send_blocks = num_dests == 0 ? 1 : blocks_for(send_items, most_senders);
-      blocks = params.num_send_blocks +
-               blocks_for(receive_items, std::max(rank.ll_blocks - most_senders, 1u));
+      blocks = params.num_send_blocks + num_clerks +
+               blocks_for(receive_items,
+                          std::max(rank.ll_blocks - most_senders, 1u + num_clerks) - num_clerks);
       break;
     case Part::kStart:
       params.num_send_blocks = blocks = blocks_for(send_items, rank.ll_blocks);
       break;
     case Part::kDone:
-      blocks = blocks_for(receive_items, rank.ll_blocks);
+      blocks = num_clerks + blocks_for(receive_items, rank.ll_blocks - num_clerks);
       break;
   }
-  const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
-  KernelOf(
-      shape.elem_type, is_vectorised,
-      is_weighted)<<<blocks, kThreads, SharedBytes(rank, params.num_bulk_warps), stream>>>(params);
+  const uint32_t shared_bytes = SharedBytes(rank, params.num_bulk_warps, params.num_place_warps);
+  KernelOf(shape.elem_type, is_vectorised,
+           is_weighted)<<<blocks, kThreads, shared_bytes, stream>>>(params);
   return LaunchResult("LlDispatch");
 }
 

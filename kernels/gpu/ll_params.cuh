@@ -2,8 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/ll_batched_plan.cuh"
-#include "kernels/gpu/ll_plan.cuh"
+#include "kernels/gpu/ll_plan_params.cuh"
 #include "kernels/gpu/push.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -19,10 +18,13 @@ struct LlDispatchKernelParams {
   bool has_rows;
   bool has_weights;
   bool zero_padding;
-  Operation operation;        // this kernel's
+  bool has_clerk;       // the first receiving block adds up the plan's totals and places nothing
+  Operation operation;  // this kernel's
   Operation start_operation;  // the one whose flags are waited for
   uint32_t num_send_blocks;
-  uint32_t num_bulk_warps;  // of a block that send with bulk copies, 0: rows are stored by lanes
+  uint32_t num_bulk_warps;   // of a block that send rows with bulk copies; 0: lanes store them
+  uint32_t num_place_warps;  // of a block that place rows with bulk copies; 0: likewise
+  uint32_t place_offset;     // of their room, behind the plan's shared memory
   Pieces pieces;
   uint32_t row_words;
   uint64_t row_bytes;
@@ -42,29 +44,12 @@ struct LlDispatchKernelParams {
 
 extern __shared__ __align__(128) int32_t shared_ints[];
 
-// One warp copies `count` aligned 4-byte words.
-__device__ inline void WarpCopyInts(void* to, const void* from, uint32_t count) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0;
-  const uint32_t num_quads = is_aligned ? count / 4 : 0;
-  constexpr uint32_t kInFlight = 8;
-  for (uint32_t first = LaneId(); first < num_quads; first += kInFlight * kWarpSize) {
-    uint4 words[kInFlight];
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (first + i * kWarpSize < num_quads) {
-        words[i] = static_cast<const uint4*>(from)[first + i * kWarpSize];
-      }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      if (first + i * kWarpSize < num_quads) {
-        static_cast<uint4*>(to)[first + i * kWarpSize] = words[i];
-      }
-    }
-  }
-  for (uint32_t i = num_quads * 4 + LaneId(); i < count; i += kWarpSize) {
-    static_cast<uint32_t*>(to)[i] = static_cast<const uint32_t*>(from)[i];
-  }
+// What this rank says of its part `operation` of the call.
+__host__ __device__ inline PushHeader HeaderOf(const LlDispatchKernelParams& params,
+                                               Operation operation) {
+  return {{static_cast<int32_t>(params.plan.num_tokens), params.plan.recv_rows,
+           static_cast<int32_t>(params.plan.layout), params.is_routed ? 1 : 0,
+           static_cast<int32_t>(operation)}};
 }
 
 // Words of a range that a warp has in hand, kCount of each lane.

@@ -16,17 +16,17 @@ constexpr uint64_t LlPlanSharedInts(uint32_t num_experts, uint32_t num_histogram
   return num_experts * (kTables + num_histograms);
 }
 
-// ids_of(source): [T * K] of that source.
-template <typename IdsOf>
+// Words: as ll::SourceWords.
+template <typename Words>
 class LlPlanner {
  public:
   // `ints`: shared memory of LlPlanSharedInts.
   __device__ LlPlanner(const DeviceRank& device, const LlPlanParams& params, const TokenDeal& deal,
-                       const IdsOf& ids_of, int32_t* ints)
+                       const Words& words, int32_t* ints)
       : device_(device),
         params_(params),
         deal_(deal),
-        ids_of_(ids_of),
+        words_(words),
         num_experts_(device.shape.num_experts),
         experts_(device.shape.experts_per_rank()),
         top_k_(device.shape.top_k),
@@ -45,11 +45,11 @@ class LlPlanner {
     SyncBlock();
     AddHistograms();
     FindZones();
-    if (deal_.block == 0) totals.Clear();
+    if (deal_.writes_totals) totals.Clear();
     SyncBlock();
     ForPairs([&](const Pair& pair) { Place(pair, index, totals); });
     SyncBlock();
-    if (deal_.block != 0) return;
+    if (!deal_.writes_totals) return;
     const uint32_t first = device_.rank * experts_;
     totals.Write(
         device_, params_, [&](uint32_t e) { return Capacity(first + e); },
@@ -94,9 +94,8 @@ class LlPlanner {
     const uint32_t lanes = min(pair.cell - first, LaneId());  // of the token, below this one
     const LaneMask token = LanesBelow() & ~((LaneMask{1} << (LaneId() - lanes)) - 1);
     if ((equal & token) != 0) return PairKind::kDuplicate;
-    const int32_t* ids = ids_of_(pair.source);
     for (uint32_t other = first; other < pair.cell - lanes; ++other) {
-      if (ids[other] == pair.expert) return PairKind::kDuplicate;
+      if (words_.Expert(pair.source, other) == pair.expert) return PairKind::kDuplicate;
     }
     return PairKind::kPlaced;
   }
@@ -117,10 +116,18 @@ class LlPlanner {
       const uint32_t number = first + LaneId();
       const uint32_t ordinal = (first - begin) / kWarpSize % kInFlight;
       if (ordinal == 0) {
+        uint64_t loaded[kInFlight];
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
           const uint32_t other = number + i * kWarpSize;
-          experts[i] = other < end ? ids_of_(other / source_pairs_)[other % source_pairs_] : -1;
+          if (other < end) loaded[i] = words_.Load(other / source_pairs_, other % source_pairs_);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t other = number + i * kWarpSize;
+          experts[i] = other < end
+                           ? words_.Expert(other / source_pairs_, other % source_pairs_, loaded[i])
+                           : -1;
         }
       }
       Pair pair{.source = number / source_pairs_,
@@ -209,7 +216,7 @@ class LlPlanner {
     const bool is_kept = is_placed && pair.position < Capacity(expert);
     const uint32_t owner = is_placed ? expert / experts_ : device_.shape.num_ranks;
     const bool is_here = is_kept && owner == device_.rank;
-    if (deal_.block == 0) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
+    if (deal_.writes_totals) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
     if (!is_here && !is_own_source && params_.layout != Layout::kRankMajor) return;
     if (!deal_.IsMine(pair.source, token)) return;
     const auto source_row = static_cast<int32_t>(pair.source * params_.num_tokens + token);
@@ -233,7 +240,7 @@ class LlPlanner {
   const DeviceRank& device_;
   const LlPlanParams& params_;
   const TokenDeal deal_;
-  const IdsOf& ids_of_;
+  const Words& words_;
   const uint32_t num_experts_, experts_, top_k_, source_pairs_;
   int32_t *demand_, *zone_, *zone_begin_, *histograms_;
 };

@@ -20,7 +20,13 @@ struct LlPlanParams {
 struct TokenDeal {
   uint32_t num_ranks;
   uint32_t num_blocks;
-  uint32_t block;
+  uint32_t block;  // num_blocks: it gets none
+  bool writes_totals;
+
+  // Of `num_items` pairs those of this block: the ordinals block, block + num_blocks, ...
+  __device__ uint32_t ItemsOf(uint32_t num_items) const {
+    return block == num_blocks || num_items <= block ? 0 : (num_items - block - 1) / num_blocks + 1;
+  }
 
   __device__ uint32_t OrdinalOf(uint32_t source, uint32_t token) const {
     const uint32_t position = (source + num_ranks - Scatter(token) % num_ranks) % num_ranks;

@@ -1,6 +1,8 @@
 // How a received row gets to its places: copied, or scaled and multiplied.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/gpu/elements.cuh"
 #include "kernels/gpu/ll_params.cuh"
 
@@ -11,6 +13,7 @@ template <typename W>
 struct PlainRows {
   using Word = W;
   static constexpr bool kTakesWholeRows = false;
+  static constexpr bool kFitBulkCopies = std::is_same_v<Word, uint4>;
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
                                const int32_t* rows, uint32_t num_rows, WordRange range) {
@@ -31,6 +34,7 @@ struct WeightedRows {
   using Storage = typename Elem::Storage;
   using Word = typename WordOf<Elem, kIsVectorised>::Type;
   static constexpr bool kTakesWholeRows = true;  // dot products have one order
+  static constexpr bool kFitBulkCopies = false;
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
                                const int32_t* rows, uint32_t num_rows, WordRange range) {

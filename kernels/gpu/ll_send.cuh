@@ -1,11 +1,12 @@
 // The senders of an LL dispatch (ll_dispatch.cu).
 #pragma once
 
-#include "kernels/gpu/ll_params.cuh"
+#include "kernels/gpu/ll_words.cuh"
 
 namespace jax_ep::gpu::ll {
 
-// One warp: the ranks that pairs of a token go to. What that takes is on its way once it is made.
+// One warp: the ranks that pairs of a token go to, none beyond the last token. What that takes is
+// on its way once it is made.
 class Destinations {
  public:
   __device__ Destinations(const LlDispatchKernelParams& params, uint32_t token) : params_(params) {
@@ -15,7 +16,7 @@ class Destinations {
 #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
       const uint32_t k = i * kWarpSize + LaneId();
-      ids_[i] = k < top_k ? ids[k] : -1;
+      ids_[i] = k < top_k && token < params.plan.num_tokens ? ids[k] : -1;
     }
   }
   // A bit per rank.
@@ -36,23 +37,6 @@ class Destinations {
   const LlDispatchKernelParams& params_;
   int32_t ids_[kEntriesPerLane];
 };
-
-__device__ inline void SendMeta(const LlDispatchKernelParams& params, const CallSlot& slot,
-                                uint32_t dest) {
-  const DeviceRank& device = params.device;
-  const PushArea& area = device.layout.ll_dispatch;
-  auto* block = HeapAt<std::byte>(device, dest, area.blocks.At(slot.set, device.rank));
-  const uint32_t cells = params.plan.num_tokens * device.shape.top_k;
-  if (params.is_routed) WarpCopyInts(block + device.layout.push_ids, params.topk_idx, cells);
-  if (params.has_weights) WarpCopyInts(block + device.layout.push_weights, params.weights, cells);
-  if (LaneId() == 0) {
-    *reinterpret_cast<PushHeader*>(block) = {
-        static_cast<int32_t>(params.plan.num_tokens), params.plan.recv_rows,
-        static_cast<int32_t>(params.plan.layout), params.is_routed ? 1 : 0};
-  }
-  WarpPublish(device, dest, area.meta_flags.At(slot.set, device.rank),
-              FlagValue(slot.started, params.operation));
-}
 
 // One warp, after its stores: the flags of pieces of a token for all its destinations, in one
 // release, which waits until the peers have got the stores.
@@ -86,14 +70,15 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
   for (uint32_t step = 0; step < num_dests; ++step) {
     if (IsMate(device, dest_of(step))) reachable |= uint64_t{1} << dest_of(step);
   }
+  const uint32_t word_items = NumWordItems(params);
   const uint32_t num_pieces = params.has_rows ? params.plan.num_tokens * params.pieces.count : 0;
-  for (uint32_t item = share.warp(); item < num_dests + num_pieces; item += share.num_warps()) {
-    if (item < num_dests) {
-      if (IsMate(device, dest_of(item))) SendMeta(params, slot, dest_of(item));
+  for (uint32_t item = share.warp(); item < word_items + num_pieces; item += share.num_warps()) {
+    if (item < word_items) {
+      SendWords(params, slot, item);
       continue;
     }
-    const uint32_t token = (item - num_dests) / params.pieces.count;
-    const uint32_t piece = (item - num_dests) % params.pieces.count;
+    const uint32_t token = (item - word_items) / params.pieces.count;
+    const uint32_t piece = (item - word_items) % params.pieces.count;
     const WordRange range = WordsOf(params.pieces, piece, params.row_words);
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
     const Destinations destinations(params, token);
@@ -114,62 +99,5 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
     PublishPieces(params, slot, dests, token, piece, 1);
   }
 }
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// A whole call's. One warp per token: its row goes through shared memory to all destinations at
-// once.
-__device__ inline void SendInBulk(const LlDispatchKernelParams& params, const CallSlot& slot) {
-  __shared__ uint64_t barriers[kWarps];
-  const DeviceRank& device = params.device;
-  const PushArea& area = device.layout.ll_dispatch;
-  const GroupShape& shape = device.shape;
-  const uint32_t num_ranks = shape.num_ranks;
-  const uint32_t num_dests = num_ranks - 1;
-  if (num_dests == 0) return;
-  if (WarpId() >= params.num_bulk_warps) {
-    const uint32_t meta_warps = kWarps - params.num_bulk_warps;
-    const uint32_t first = (WarpId() - params.num_bulk_warps) * params.num_send_blocks + blockIdx.x;
-    for (uint32_t step = first; step < num_dests; step += meta_warps * params.num_send_blocks) {
-      SendMeta(params, slot, (device.rank + 1 + step) % num_ranks);
-    }
-    return;
-  }
-  if (!params.has_rows) return;
-  const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
-  auto* row = reinterpret_cast<std::byte*>(shared_ints) + WarpId() * row_bytes;
-  uint64_t* barrier = barriers + WarpId();
-  if (LaneId() == 0) {
-    BarrierInit(barrier, 1);
-    FenceBarrierInit();
-    FenceProxyAsync();  // the wait for the set's readers, before bulk stores
-  }
-  uint32_t parity = 0;
-  const uint32_t step_of_tokens = params.num_bulk_warps * params.num_send_blocks;
-  for (uint32_t token = WarpId() * params.num_send_blocks + blockIdx.x;
-       token < params.plan.num_tokens; token += step_of_tokens) {
-    SyncWarp();
-    if (LaneId() == 0) {
-      BarrierExpectBytes(barrier, row_bytes);
-      BulkLoad(row, params.x + token * params.row_bytes, row_bytes, barrier);
-    }
-    const uint64_t dests = Destinations(params, token).Mask() & ~(uint64_t{1} << device.rank);
-    const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
-    if (LaneId() == 0) {
-      BarrierWait(barrier, parity);
-      for (uint32_t step = 0; step < num_dests; ++step) {
-        // Tokens begin with different destinations, so that links are used alike.
-        const uint32_t dest = (device.rank + 1 + (step + token) % num_dests) % num_ranks;
-        if ((dests >> dest & 1) == 0) continue;
-        BulkStore(HeapAt<std::byte>(device, dest, place), row, row_bytes);
-      }
-      BulkCommit();
-      BulkWaitAll();
-      FenceProxyAsync();  // the stores, before their flags
-    }
-    parity ^= 1;
-    PublishPieces(params, slot, dests, token, 0, params.pieces.count);
-  }
-}
-#endif
 
 }  // namespace jax_ep::gpu::ll

@@ -182,6 +182,21 @@ __device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// BarrierWait would return at once.
+__device__ inline bool BarrierIsOver(uint64_t* barrier, uint32_t parity) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(is_over)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return is_over != 0;
+}
+
 // Addresses and sizes are multiples of 16 bytes.
 __device__ inline void BulkLoad(void* shared, const void* global, uint32_t num_bytes,
                                 uint64_t* barrier) {

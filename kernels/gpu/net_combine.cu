@@ -182,15 +182,16 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t word;
   __shared__ LocalRows local[kWarps];
   const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
   if (!HasFailed(device)) {
     const NodeSums sums = NodeSumsOf(device);
-    const RowIndex index(device, SequenceOf(device), params.num_tokens);
+    const RowIndex index(device, sequence, params.num_tokens);
     for (uint64_t token = params.slice.begin + blockIdx.x * kWarps + WarpId();
          token < params.slice.end; token += gridDim.x * kWarps) {
       FinishToken<S>(params, index, token, local[WarpId()], sums);
     }
   }
-  if (!params.slice.IsLast() || !FinishCombine(params, &word) || threadIdx.x != 0) return;
+  if (!params.slice.IsLast() || !FinishCombine(params, sequence, &word) || threadIdx.x != 0) return;
   NetState* state = NetStateOf(device);
   state->combines += 1;
   state->sum_slices += params.slice.count;

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kThreads) KeepSums(const __grid_constant__ Hal
   }
   if (!LastToArrive(device, &word) || threadIdx.x != 0) return;
   *params.epoch_out = EpochOf(slot.started);
-  UpdateSet(device, kKind, Part::kStart, slot);
-  EndOperation(device);
+  UpdateSet(device, kKind, Part::kStart, slot, slot.started);
+  EndOperation(device, slot.started);
 }
 
 __global__ void __launch_bounds__(kThreads) FetchSums(const __grid_constant__ HalfParams params) {
@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kThreads) FetchSums(const __grid_constant__ Ha
     PoisonBytes(params.ride_out, params.rides_bytes);
   }
   if (threadIdx.x != 0) return;
-  UpdateSet(device, kKind, Part::kDone, slot);
-  EndOperation(device);
+  const uint64_t sequence = SequenceOf(device);
+  UpdateSet(device, kKind, Part::kDone, slot, sequence);
+  EndOperation(device, sequence);
 }
 
 }  // namespace

@@ -98,7 +98,7 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   if (shape.ll_tokens > 0) {
     const uint64_t ll_cells_bytes =
         AlignUp(shape.ll_tokens * shape.top_k * sizeof(int32_t), kWireUnitBytes);
-    layout.ll_ids = sizeof(PushHeader);
+    layout.ll_ids = AlignUp(sizeof(PushHeader), kWireUnitBytes);
     layout.ll_weights = layout.ll_ids + ll_cells_bytes;
     layout.ll_head_bytes = layout.ll_weights + ll_cells_bytes;
     layout.ll_row_tag = RowBytes(shape.hidden, shape.elem_type);

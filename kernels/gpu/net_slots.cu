@@ -10,6 +10,7 @@
 #include "kernels/gpu/net_kernels.h"
 #include "kernels/gpu/net_slots.cuh"
 #include "kernels/gpu/push.cuh"
+#include "kernels/gpu/tagged_words.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -140,15 +141,15 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
       OwnStage(device) + places.stage.At(slot.set, RemoteIndex(shape, NodeOf(device), source));
   auto* block = OwnHeapAt<std::byte>(device, places.area.blocks.At(slot.set, source));
   if (part == 0 && WarpId() == 0) {
-    const uint64_t cells_bytes =
-        static_cast<uint64_t>(params.num_tokens) * shape.top_k * sizeof(int32_t);
+    const uint32_t cells = params.num_tokens * shape.top_k;
     if (is_dispatch) {
-      WarpCopyBytes(block, from, sizeof(PushHeader));
-      WarpCopyBytes(block + device.layout.push_ids, from + layout.ll_ids, cells_bytes);
-      WarpCopyBytes(block + device.layout.push_weights, from + layout.ll_weights, cells_bytes);
-    }
-    SyncWarp();
-    if (LaneId() == 0) {
+      const auto tag = [&](uint64_t to, uint64_t at, uint32_t count) {
+        WarpTag(reinterpret_cast<uint64_t*>(block + to), from + at, count, slot.started);
+      };
+      tag(0, 0, PushHeader::kNumWords);
+      tag(device.layout.push_ids, layout.ll_ids, cells);
+      tag(device.layout.push_weights, layout.ll_weights, cells);
+    } else if (LaneId() == 0) {
       *OwnHeapAt<uint64_t>(device, places.area.meta_flags.At(slot.set, source)) = value;
     }
   }

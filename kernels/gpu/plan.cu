@@ -56,8 +56,9 @@ __global__ void __launch_bounds__(kThreads)
     FillRecvSrc(const __grid_constant__ PlanKernelParams params) {
   __shared__ uint32_t word;
   const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
   if (BlockWaitPeers(device, device.layout.list_flags, Operation::kPlan,
-                     FlagValue(SequenceOf(device), Operation::kPlan), &word)) {
+                     FlagValue(sequence, Operation::kPlan), &word)) {
     params.layout == Layout::kRankMajor ? FillRankMajor(params) : FillFromLists(params);
   }
   if (!LastToArrive(device, &word)) return;
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     PoisonPlan(device.shape, params.layout, params.num_pairs,
                static_cast<uint64_t>(params.recv_rows), params.out);
   }
-  if (threadIdx.x == 0) EndOperation(device);
+  if (threadIdx.x == 0) EndOperation(device, sequence);
 }
 
 uint32_t TablesBytes(const GroupShape& shape) {

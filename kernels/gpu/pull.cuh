@@ -213,8 +213,7 @@ __device__ void FillRest(const PullParams& params, uint32_t warp, uint32_t num_w
   SyncWarp();
   num_used = WarpSum(num_used);
   if (LaneId() == 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->rows_received),
-              static_cast<unsigned long long>(num_used));
+    CountUp(&ControlOf(device)->rows_received, num_used);
   }
   if (params.recv_x == nullptr || !params.zero_padding) return;
   const auto total = static_cast<uint32_t>(WarpSum(num_padding));
@@ -267,8 +266,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
                                   uint32_t* word) {
   const DeviceRank& device = params.device;
   if (LaneId() == 0 && num_pulled > 0) {
-    atomicAdd(reinterpret_cast<unsigned long long*>(&ControlOf(device)->bytes_pulled),
-              static_cast<unsigned long long>(num_pulled * params.row_bytes));
+    CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.row_bytes);
   }
   if (!params.slice.IsLast() || !LastToArrive(device, word)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch);
@@ -281,14 +279,14 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     PoisonBytes(params.recv_dots, rows * sizeof(float));
   }
   if (threadIdx.x == 0) {
-    ControlOf(device)->dispatches += 1;
+    CountUp(&ControlOf(device)->dispatches, 1);
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
     if (params.epoch != nullptr) {
       const Operation operation = Operation::kDispatchDone;
       UpdateSet(device, SetKind::kDispatch, Part::kDone,
-                FindOpenSet(device, SetKind::kDispatch, operation, *params.epoch));
+                FindOpenSet(device, SetKind::kDispatch, operation, *params.epoch), sequence);
     }
-    EndOperation(device);
+    EndOperation(device, sequence);
   }
 }
 

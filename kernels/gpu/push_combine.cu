@@ -23,10 +23,12 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     PushCombine(const __grid_constant__ PushCombineParams params) {
   __shared__ CallSlot slot;
+  __shared__ uint64_t read_by_mates;
   __shared__ uint32_t word;
   __shared__ LocalRows local[kWarps];
   const DeviceRank& device = params.device;
-  if (threadIdx.x == 0) {
+  const uint64_t sequence = SequenceOf(device);
+  if (threadIdx.x == kSlotWarp * kWarpSize) {
     const bool has_failed = HasFailed(device);
     slot = params.part == Part::kDone
                ? FindOpenSet(device, params.kind, params.operation, *params.epoch_in)
@@ -34,11 +36,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (has_failed) slot.is_ok = 0;  // one answer for the whole block
   }
   BeginSetOperation(device, params.kind, params.part, params.operation);
+  if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
+    const uint64_t read = ReadByMates(device, params.kind);
+    if (LaneId() == 0) read_by_mates = read;
+  }
   SyncBlock();
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<T>(params, slot, local[WarpId()], &word);
-    } else if (WaitReusable(device, params.kind, params.operation, slot, &word) &&
+    } else if (WaitReusable(device, params.kind, params.operation, slot, read_by_mates, &word) &&
                (device.network == nullptr ||
                 BlockWaitRead(device, params.kind, params.operation, slot, &word))) {
       Send<T>(params, slot, local[WarpId()]);
@@ -53,16 +59,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                   static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
     }
   } else if (params.part == Part::kDone) {
-    SayConsumed(device, params.kind, SequenceOf(device));
+    SayConsumed(device, params.kind, sequence);
   } else if (device.network != nullptr && slot.is_ok != 0) {
     FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
   }
-  SyncBlock();
   if (threadIdx.x != 0) return;
   if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-  if (!is_start) ControlOf(device)->combines += 1;
-  UpdateSet(device, params.kind, params.part, slot);
-  EndOperation(device);
+  if (!is_start) CountUp(&ControlOf(device)->combines, 1);
+  UpdateSet(device, params.kind, params.part, slot, sequence);
+  EndOperation(device, sequence);
 }
 
 using Kernel = void (*)(PushCombineParams);

@@ -3,7 +3,18 @@
 
 #include <cstdint>
 
+#include "kernels/gpu/warp.cuh"
+
 namespace jax_ep::gpu {
+
+// Behind a SyncWarp: one lane arrives for its warp. racecheck does not follow that; in the build
+// for it (tests/kernels_gpu/sanitize.sh) every lane arrives.
+#if defined(JAX_EP_RACECHECK)
+inline constexpr uint32_t kWarpArrivals = kWarpSize;
+#else
+inline constexpr uint32_t kWarpArrivals = 1;
+#endif
+__device__ inline bool ArrivesForWarp() { return kWarpArrivals > 1 || LaneId() == 0; }
 
 // A slot, with the parity of its barriers. Who fills a ring and waits for free slots begins with
 // parity 1: what it waits for first is what has never been used.

@@ -86,8 +86,12 @@ __device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_
   BlockSignalMates(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
 }
 
-// All threads of every block, at the beginning of an operation with a set. One warp each, while the
-// first finds the set. A peer that has failed fails this rank, also if it waits for nothing more
+// Warps that BeginSetOperation leaves alone: one finds the set, one runs ReadByMates meanwhile.
+inline constexpr uint32_t kReadWarp = 4;
+inline constexpr uint32_t kSlotWarp = 5;
+
+// All threads of every block, at the beginning of an operation with a set. One warp each, while
+// another finds the set. A peer that has failed fails this rank, also if it waits for nothing more
 // from that peer.
 __device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, Part part,
                                          Operation operation) {
@@ -107,19 +111,36 @@ __device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, P
   }
 }
 
+// One warp, while another finds the set: up to which operation all mates have read. 0 where that is
+// not worth looking; then WaitReusable does.
+__device__ inline uint64_t ReadByMates(const DeviceRank& rank, SetKind kind) {
+  if (rank.shape.node_size > kWarpSize) return 0;
+  const uint32_t peer = rank.node_begin + LaneId();
+  uint64_t read = ~uint64_t{0};
+  if (LaneId() < rank.shape.node_size && peer != rank.rank) {
+    read = LoadAcquireSys(OwnHeapAt<uint64_t>(rank, ConsumedOffset(rank, kind)) + peer) >>
+           kOperationBits;
+  }
+  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    const uint64_t other = FromLaneXor(read, mask);
+    read = other < read ? other : read;
+  }
+  return read;
+}
+
 // All threads of the block; `word` is shared. True: the set may be written at every mate.
+// read_by_mates: as ReadByMates has found it.
 __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
-                                    const CallSlot& slot, uint32_t* word) {
-  if (slot.reusable_at == 0) return true;
+                                    const CallSlot& slot, uint64_t read_by_mates, uint32_t* word) {
+  if (slot.reusable_at <= read_by_mates) return true;
   return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
                         FlagValue(slot.reusable_at, Operation{}), word);
 }
 
-// One thread of the last block, at the end of an operation with a set.
+// One thread of the last block, at the end of the operation `sequence` with a set.
 __device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, Part part,
-                                 const CallSlot& slot) {
+                                 const CallSlot& slot, uint64_t sequence) {
   if (slot.is_ok == 0) return;
-  const uint64_t sequence = SequenceOf(rank);
   SetState* state = StateOf(rank, kind);
   SlotSet& set = state->sets[slot.set];
   set.started = slot.started;
