@@ -45,12 +45,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                : FindFreeSet(device, kKind, params.operation);
     if (has_failed) slot.is_ok = 0;  // one answer for the whole block
   }
-  BeginSetOperation(device, kKind, params.part, params.operation);
+  BeginSetOperation(device, params.operation);
   if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
     const uint64_t read = ReadByMates(device, kKind);
     if (LaneId() == 0) read_by_mates = read;
   }
   SyncBlock();
+  SayWhatWasRead(device, kKind, params.part);
   bool has_sent = false;
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {

@@ -35,12 +35,13 @@ __global__ void __launch_bounds__(kThreads, 1)
                : FindFreeSet(device, params.kind, params.operation);
     if (has_failed) slot.is_ok = 0;  // one answer for the whole block
   }
-  BeginSetOperation(device, params.kind, params.part, params.operation);
+  BeginSetOperation(device, params.operation);
   if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
     const uint64_t read = ReadByMates(device, params.kind);
     if (LaneId() == 0) read_by_mates = read;
   }
   SyncBlock();
+  SayWhatWasRead(device, params.kind, params.part);
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<T>(params, slot, local[WarpId()], &word);

@@ -86,28 +86,32 @@ __device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_
   BlockSignalMates(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
 }
 
-// Warps that BeginSetOperation leaves alone: one finds the set, one runs ReadByMates meanwhile.
-inline constexpr uint32_t kReadWarp = 4;
-inline constexpr uint32_t kSlotWarp = 5;
+// What the warps of a block do at the beginning of an operation with a set, besides the first ones,
+// which may have rows to send.
+inline constexpr uint32_t kReadWarp = 4;    // ReadByMates
+inline constexpr uint32_t kSlotWarp = 5;    // finds the set
+inline constexpr uint32_t kBusyWarp = 6;    // of the first block
+inline constexpr uint32_t kFailedWarp = 6;  // of the last block
 
-// All threads of every block, at the beginning of an operation with a set. One warp each, while
-// another finds the set. A peer that has failed fails this rank, also if it waits for nothing more
-// from that peer.
-__device__ inline void BeginSetOperation(const DeviceRank& rank, SetKind kind, Part part,
-                                         Operation operation) {
-  if (blockIdx.x == 0 && threadIdx.x == kWarpSize) TakeBusyWord(rank, operation);
-  if (blockIdx.x == 0 && WarpId() == 2 && part != Part::kDone) {
-    const uint64_t done = StateOf(rank, kind)->last_done;
-    for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank) && done != 0;
-         peer += kWarpSize) {
-      if (peer == rank.rank) continue;
-      StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
-                      FlagValue(done, Operation{}));
-    }
-  }
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 3 * kWarpSize) {
+// All threads of every block, at the beginning of an operation with a set, while it is found. A
+// peer that has failed fails this rank, also if it waits for nothing more from that peer.
+__device__ inline void BeginSetOperation(const DeviceRank& rank, Operation operation) {
+  if (blockIdx.x == 0 && threadIdx.x == kBusyWarp * kWarpSize) TakeBusyWord(rank, operation);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == kFailedWarp * kWarpSize) {
     const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed));
     if (failed != 0) Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, 0, failed);
+  }
+}
+// All threads of every block, behind a SyncBlock after that. In the first block, since peers wait
+// for it, its last warp, so that those with rows do not wait for the release.
+__device__ inline void SayWhatWasRead(const DeviceRank& rank, SetKind kind, Part part) {
+  if (blockIdx.x != 0 || WarpId() != blockDim.x / kWarpSize - 1 || part == Part::kDone) return;
+  const uint64_t done = StateOf(rank, kind)->last_done;
+  for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank) && done != 0;
+       peer += kWarpSize) {
+    if (peer == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
+                    FlagValue(done, Operation{}));
   }
 }
 
