@@ -102,7 +102,9 @@ __device__ inline bool WaitPieces(const LlDispatchKernelParams& params, const Ca
     is_ok &= WaitFlag(device, OwnHeapAt<uint64_t>(device, flag), source, params.operation,
                       FlagValue(slot.started, params.start_operation));
   }
-  return AllLanes(is_ok);
+  is_ok = AllLanes(is_ok);
+  SyncWarp();  // what a lane has acquired, for all
+  return is_ok;
 }
 
 // One warp. In rank_major a token has a row here even if none of its pairs does.

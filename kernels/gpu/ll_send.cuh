@@ -38,18 +38,15 @@ class Destinations {
   int32_t ids_[kEntriesPerLane];
 };
 
-// One warp, after its stores: the flags of pieces of a token for all its destinations, in one
+// One warp, after its stores: the flags of a piece at all destinations of its token, in one
 // release, which waits until the peers have got the stores.
-__device__ inline void PublishPieces(const LlDispatchKernelParams& params, const CallSlot& slot,
-                                     uint64_t dests, uint32_t token, uint32_t first_piece,
-                                     uint32_t num_pieces) {
+__device__ inline void PublishPiece(const LlDispatchKernelParams& params, const CallSlot& slot,
+                                    uint64_t dests, uint32_t token, uint32_t piece) {
   const DeviceRank& device = params.device;
+  const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, device.rank, token, piece);
   SyncWarp();
-  for (uint32_t i = LaneId(); i < device.shape.num_ranks * num_pieces; i += kWarpSize) {
-    const uint32_t dest = i / num_pieces;
+  for (uint32_t dest = LaneId(); dest < device.shape.num_ranks; dest += kWarpSize) {
     if ((dests >> dest & 1) == 0) continue;
-    const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, device.rank, token,
-                                    first_piece + i % num_pieces);
     StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag),
                     FlagValue(slot.started, params.operation));
   }
@@ -96,7 +93,7 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
       first += words.kStep;
       if (first >= range.end) break;
     }
-    PublishPieces(params, slot, dests, token, piece, 1);
+    PublishPiece(params, slot, dests, token, piece);
   }
 }
 

@@ -104,14 +104,13 @@ __device__ inline void SendWords(const LlDispatchKernelParams& params, const Cal
   const uint64_t block = device.layout.ll_dispatch.blocks.At(slot.set, device.rank);
   if (item == 0) {
     const PushHeader header = HeaderOf(params, params.operation);
-    constexpr uint32_t kHeaderWords = sizeof(PushHeader) / sizeof(uint32_t);
     uint32_t word = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < kHeaderWords; ++i) {
+    for (uint32_t i = 0; i < PushHeader::kNumWords; ++i) {
       if (i == LaneId()) word = static_cast<uint32_t>(header.words[i]);
     }
     ForDestinations(params, [&](uint32_t dest) {
-      if (LaneId() >= kHeaderWords) return;
+      if (LaneId() >= PushHeader::kNumWords) return;
       StoreRelaxedSys(HeapAt<uint64_t>(device, dest, block) + LaneId(), Tagged(slot.started, word));
     });
     return;

@@ -46,16 +46,6 @@ __device__ inline void WarpPublish(const DeviceRank& device, uint32_t owner, uin
   if (LaneId() == 0) StoreReleaseSys(HeapAt<uint64_t>(device, owner, offset), value);
 }
 
-// One warp waits for one flag in this rank's heap.
-__device__ inline bool WarpWait(const DeviceRank& device, uint64_t offset, uint32_t peer,
-                                Operation operation, uint64_t value) {
-  bool is_ok = true;
-  if (LaneId() == 0) {
-    is_ok = WaitFlag(device, OwnHeapAt<uint64_t>(device, offset), peer, operation, value);
-  }
-  return AllLanes(is_ok);
-}
-
 // The pair of a row by its recv_src. False: none; plans come from the caller, what no plan says is
 // ignored.
 struct RowPair {
