@@ -59,12 +59,11 @@ inline constexpr uint64_t kMaxPieces = 16;
 
 // Rows that peers push, by set and source.
 struct PushArea {
-  HeapArea blocks;     // [depth][N]: what comes before the rows, then rows [T]
-  uint64_t rows = 0;   // where they begin in a block
-  uint64_t pitch = 0;  // bytes between them
-  HeapArea flags;      // u64 [depth][N][T][kMaxPieces]: newest operation that filled the piece
-  HeapArea
-      meta_flags;  // u64 [depth][N]: ... that began, of a combine; dispatches have tagged words
+  HeapArea blocks;      // [depth][N]: what comes before the rows, then rows [T]
+  uint64_t rows = 0;    // where they begin in a block
+  uint64_t pitch = 0;   // bytes between them
+  HeapArea flags;       // u64 [depth][N][T][kMaxPieces]: newest operation that filled the piece
+  HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
 };
 
 // What a source says of its dispatch; all ranks must agree.
