@@ -53,13 +53,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   SyncBlock();
   SayWhatWasRead(device, kKind, params.part);
-  const bool is_receiver = blockIdx.x >= params.num_send_blocks;
-  const bool may_send = slot.is_ok != 0 && !is_receiver &&
-                        WaitReusable(device, kKind, params.operation, slot, read_by_mates, &word);
-  if (slot.is_ok != 0 && is_receiver) Receive<Rows>(params, slot, items);
-  if (may_send && !sends_in_bulk) Send<typename Rows::Word>(params, slot);
+  [[maybe_unused]] bool has_sent = false;  // read where there are bulk copies
+  if (slot.is_ok != 0) {
+    if (blockIdx.x >= params.num_send_blocks) {
+      Receive<Rows>(params, slot, items);
+    } else if (WaitReusable(device, kKind, params.operation, slot, read_by_mates, &word)) {
+      has_sent = true;
+      if (!sends_in_bulk) Send<typename Rows::Word>(params, slot);
+    }
+  }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (sends_in_bulk) may_send ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
+  if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
 #endif
   if (!LastToArrive(device, &word)) return;
   if (threadIdx.x == 0) {
