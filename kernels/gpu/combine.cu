@@ -1,10 +1,9 @@
-// HT combine, and LL combine of many tokens: every rank sums the rows that it has of a token,
-// weighted, and stores the one partial into the token owner's reduce area; the owner adds the
-// partials along the fixed tree.
+// HT combine: every rank sums the rows that it has of a token, weighted, and stores the one partial
+// into the token owner's reduce area; the owner adds the partials along the fixed tree.
 //
 //   EnterOperation (entry.cu): entry flag (peers are through with the last combine, so their reduce
 //   areas are free), row index.
-//   CombineRows: one grid runs both halves. Work is cut into chunks of chunk_tokens, one
+//   CombineRows: one grid runs both halves. Work is cut into chunks of kChunkTokens, one
 //   token per warp and one chunk per team of warps, in the same order on all ranks: the partials of
 //   chunk c for each other owner, then the sums of this rank's chunk c - lag. A warp that sums
 //   waits for the chunk's flags of all peers. Whatever it waits for comes earlier in the order, so
@@ -64,10 +63,7 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
   uint32_t num_done = 0;
   for (uint64_t number = first; number < NumTasks(params); number += gridDim.x * kTeams) {
     const Task task = TaskOf(params, number);
-    const uint32_t number_in_chunk = WarpId() % kTeamWarps;
-    const uint64_t token = number_in_chunk < params.chunk_tokens
-                               ? uint64_t{task.chunk} * params.chunk_tokens + number_in_chunk
-                               : params.num_tokens;
+    const uint64_t token = uint64_t{task.chunk} * kChunkTokens + WarpId() % kTeamWarps;
     if (!task.is_empty && task.is_partial) {
       if (token < params.num_tokens) S::SendPartial(params, index, task.owner, token, local);
     } else if (!task.is_empty) {
@@ -144,15 +140,6 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// The same on all ranks, however their arrays are aligned. Mode ll: a block's chunk takes as long
-// as its rows, and each chunk has its flag; measured with 2 and 4 ranks.
-uint32_t ChunkTokensOf(Mode mode, uint32_t num_tokens) {
-  constexpr uint32_t kMost = kChunkTokens;
-  constexpr uint32_t kLlChunks = 64;
-  if (mode == Mode::kHt) return kMost;
-  return std::clamp(num_tokens / kLlChunks, 1u, kMost);
-}
-
 }  // namespace
 
 const char* PrepareCombineKernels(const RankHandle& rank) {
@@ -184,16 +171,13 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
   };
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
-  const uint32_t chunk_tokens = ChunkTokensOf(call.mode, num_tokens);
   CombineKernelParams params{
       .device = rank.device,
       .layout = call.layout,
       .num_tokens = num_tokens,
-      .chunk_tokens = chunk_tokens,
-      .num_chunks = (num_tokens + chunk_tokens - 1) / chunk_tokens,
-      .max_blocks = call.mode == Mode::kLl ? rank.ll_blocks : rank.max_blocks,
-      .rank_rows = static_cast<int32_t>(std::max<int64_t>(
-          call.mode == Mode::kLl ? shape.num_ranks * call.num_tokens : call.recv_rows, 1)),
+      .num_chunks = static_cast<uint32_t>((num_tokens + kChunkTokens - 1) / kChunkTokens),
+      .max_blocks = rank.max_blocks,
+      .rank_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
       .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
@@ -206,7 +190,7 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && is_vectorised) {
-    return LaunchBulkCombine(rank, params, call.mode, stream);
+    return LaunchBulkCombine(rank, params, stream);
   }
 #endif
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;

@@ -14,9 +14,8 @@ struct CombineKernelParams {
   DeviceRank device;
   Layout layout;
   uint32_t num_tokens;
-  uint32_t chunk_tokens;  // of a flag, the same on all ranks; kChunkTokens without bulk copies
-  uint32_t num_chunks;
-  uint32_t lag;  // chunks between a partial and its use; without bulk copies
+  uint32_t num_chunks;  // of kChunkTokens
+  uint32_t lag;         // chunks between a partial and its use; without bulk copies
   uint32_t max_blocks;
   int32_t rank_rows;  // slots of one rank in send_slot
   uint64_t row_bytes;
@@ -89,7 +88,7 @@ __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank);
 // Rows are made of 16-byte words, and the device has bulk copies.
-const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call, Mode mode,
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
                               cudaStream_t stream);
 
 }  // namespace jax_ep::gpu

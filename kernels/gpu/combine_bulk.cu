@@ -62,30 +62,28 @@ struct Variant {
 };
 
 // Twice the elements per lane are half the instructions that are no additions, and two teams where
-// there was one. There are registers for that with few ranks, of whose sums few wait. A team in
-// mode ll has so few rows that the time of one counts.
+// there was one. There are registers for that with few ranks, of whose sums few wait.
 template <typename Elem, typename Partial>
-Variant VariantOf(uint32_t num_ranks, Mode mode) {
+Variant VariantOf(uint32_t num_ranks) {
   static_assert(kMaxNodeRanks <= 1u << 6);
   constexpr uint32_t kManyElems = 64 / sizeof(typename Elem::Storage);
-  if (num_ranks <= 1u << 2 && mode == Mode::kHt) {
+  if (num_ranks <= 1u << 2) {
     return {&CombineRowsInBulk<Elem, Partial, kManyElems, 1>, kManyElems};
   }
   if (num_ranks <= 1u << 3) return {&CombineRowsInBulk<Elem, Partial, 16, 2>, 16};
   return {&CombineRowsInBulk<Elem, Partial, 16, 5>, 16};
 }
 
-Variant VariantOf(const GroupShape& shape, Mode mode) {
+Variant VariantOf(const GroupShape& shape) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    return VariantOf<Elem, Partial>(shape.num_ranks, mode);
+    return VariantOf<Elem, Partial>(shape.num_ranks);
   });
 }
 
 // Blocks that make partials first; a quarter at least is for the sums. More of them than fill
 // NVLink make a combine slower, not faster: measured with NVLink 4, where 12 whose summers work on
-// 28 KiB at once are best (benchmarks/notes.md). In mode ll, measured too, half of the blocks.
-uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, Mode mode) {
-  if (mode == Mode::kLl) return blocks - blocks / 2;
+// 28 KiB at once are best (benchmarks/notes.md).
+uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once) {
   constexpr uint64_t kBytesThatFillTheWire = uint64_t{12 * 28} << 10;
   const uint64_t that_fill = (kBytesThatFillTheWire + bytes_at_once - 1) / bytes_at_once;
   return static_cast<uint32_t>(std::min<uint64_t>(that_fill, blocks - blocks / 4));
@@ -94,17 +92,11 @@ uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, Mode mode) {
 }  // namespace
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank) {
-  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    const Kernel kernel = VariantOf(rank.device.shape, mode).kernel;
-    if (const char* error =
-            PrepareKernel(reinterpret_cast<const void*>(kernel), rank.shared_bytes_per_block)) {
-      return error;
-    }
-  }
-  return nullptr;
+  return PrepareKernel(reinterpret_cast<const void*>(VariantOf(rank.device.shape).kernel),
+                       rank.shared_bytes_per_block);
 }
 
-const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call, Mode mode,
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
                               cudaStream_t stream) {
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
@@ -114,7 +106,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const uint64_t elem_bytes =
       shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
   constexpr uint64_t kElemUnit = 8;  // a 16-byte word of the smallest type
-  const Variant variant = VariantOf(shape, mode);
+  const Variant variant = VariantOf(shape);
   const uint32_t warp_elems = variant.lane_elems * kWarpSize;
   const uint32_t num_pieces = divide_up(shape.hidden, kMaxPieceElems);
   params.piece_elems =
@@ -134,7 +126,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
   params.partial_blocks = PartialBlocks(
-      blocks, params.num_teams * params.summers * warp_elems * ElemBytes(shape.elem_type), mode);
+      blocks, params.num_teams * params.summers * warp_elems * ElemBytes(shape.elem_type));
   const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

@@ -23,7 +23,7 @@ class Scout {
         team_(team),
         top_k_(params.device.shape.top_k),
         pitch_(static_cast<uint32_t>(AlignUp(top_k_, kCellWords))),
-        tokens_per_batch_(min(params.chunk_tokens, kBatchCommands / pitch_)),
+        tokens_per_batch_(min(kTokensPerChunk, kBatchCommands / pitch_)),
         kind_(makes_partials_first ? Kind::kPartials : Kind::kSums) {
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
@@ -58,6 +58,7 @@ class Scout {
   }
 
  private:
+  static constexpr uint32_t kTokensPerChunk = static_cast<uint32_t>(kChunkTokens);
   static constexpr uint32_t kLanePairs = kBatchCommands / kWarpSize;
   static constexpr uint32_t kCellWords = sizeof(int4) / sizeof(int32_t);  // read at once
 
@@ -115,9 +116,8 @@ class Scout {
       next = NextTask(work.kind);
       if (next.kind == Kind::kNone) return next;
     }
-    const uint64_t first_token = static_cast<uint64_t>(next.chunk) * params_.chunk_tokens;
-    const auto chunk_tokens = static_cast<uint32_t>(
-        min(static_cast<uint64_t>(params_.chunk_tokens), params_.num_tokens - first_token));
+    const uint32_t first_token = next.chunk * kTokensPerChunk;
+    const uint32_t chunk_tokens = min(kTokensPerChunk, params_.num_tokens - first_token);
     next.num_tokens = min(tokens_per_batch_, chunk_tokens - next.first);
     next.ends_task = next.first + next.num_tokens == chunk_tokens;
     return next;
@@ -155,7 +155,7 @@ class Scout {
 
   // What is known of pairs. Loads only: nothing here waits for them.
   __device__ uint64_t FirstToken(const Work& work) const {
-    return static_cast<uint64_t>(work.chunk) * params_.chunk_tokens + work.first;
+    return static_cast<uint64_t>(work.chunk) * kTokensPerChunk + work.first;
   }
   __device__ bool IsPair(const Work& work, const Cell& cell) const {
     return cell.token < work.num_tokens && cell.k < top_k_;

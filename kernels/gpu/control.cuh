@@ -41,9 +41,10 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
 }
 
 // One thread. The first failure of the rank is reported to the host, which tells other nodes, and
-// to all mates.
-__device__ inline void Fail(const DeviceRank& rank, FailureKind kind, Operation operation,
-                            uint32_t peer, uint64_t expected, uint64_t actual) {
+// to all mates. Not inline: kernels of microseconds wait for their own code, so it must be short.
+__device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kind,
+                                         Operation operation, uint32_t peer, uint64_t expected,
+                                         uint64_t actual) {
   if (atomicCAS(&ControlOf(rank)->failed, 0u, 1u) != 0) return;
   RankStatus* status = rank.status;
   status->kind = static_cast<uint32_t>(kind);
@@ -159,6 +160,15 @@ __device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_off
 __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
                                         uint64_t value) {
   for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
+    if (peer == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+  }
+}
+
+// One warp, likewise.
+__device__ inline void WarpSignalMates(const DeviceRank& rank, uint64_t flags_offset,
+                                       uint64_t value) {
+  for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank); peer += kWarpSize) {
     if (peer == rank.rank) continue;
     StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
   }

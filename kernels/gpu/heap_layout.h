@@ -142,12 +142,6 @@ struct GpuHeapLayout {
   HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
   uint64_t reduce_presence = 0;  // u32 [N - 1][T]: low bits of the newest combine with a partial
 
-  // Tokens of an owner that the reduce area has room for. Mode ll alone needs it as well, where it
-  // is not much more than its other areas.
-  static constexpr uint64_t ReduceTokens(const GroupShape& shape) {
-    return shape.has_ht || shape.max_tokens == shape.ll_tokens ? shape.max_tokens : 0;
-  }
-
   // Block of the reduce area of `owner` that `holder` writes.
   static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
     return (holder + num_ranks - owner - 1) % num_ranks;
@@ -183,11 +177,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.tail_flags = take(num_ranks * sizeof(uint64_t));
   layout.list_flags = take(num_ranks * sizeof(uint64_t));
   layout.peer_failed = take(sizeof(uint32_t));
-  const uint64_t reduce_tokens = ReduceTokens(shape);
-  constexpr uint64_t kMostLlChunks = 256;  // smaller chunks, see ChunkTokensOf
-  const uint64_t ll_chunks = shape.ll_tokens < kMostLlChunks ? shape.ll_tokens : kMostLlChunks;
-  layout.num_chunks = (reduce_tokens + kChunkTokens - 1) / kChunkTokens;
-  if (layout.num_chunks < ll_chunks) layout.num_chunks = ll_chunks;
+  layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
   layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
   layout.records = take(num_ranks * sizeof(DispatchRecord));
 
@@ -198,8 +188,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
 
   const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   layout.reduce_pitch = SpreadPitch(shape.hidden * ElemBytes(partial_type));
-  layout.reduce_rows = take((num_ranks - 1) * reduce_tokens * layout.reduce_pitch);
-  layout.reduce_rides = take((num_ranks - 1) * reduce_tokens * shape.top_k * sizeof(float));
+  layout.reduce_rows = take((num_ranks - 1) * ht_tokens * layout.reduce_pitch);
+  layout.reduce_rides = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
 
   layout.plan_list = take(pairs * sizeof(int32_t));
   layout.stage_rows = take(ht_tokens * shape.hidden * ElemBytes(shape.elem_type));

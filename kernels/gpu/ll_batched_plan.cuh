@@ -110,7 +110,7 @@ class LlBatchedPlanner {
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; ++j) {
           const uint32_t i = first + j * blockDim.x;
-          if (i < num_pairs) loaded[j] = words_.Load(i / source_pairs, i % source_pairs);
+          if (i < num_pairs) loaded[j] = words_.LoadExpert(i / source_pairs, i % source_pairs);
         }
 #pragma unroll
         for (uint32_t j = 0; j < kInFlight; ++j) {
@@ -168,9 +168,7 @@ class LlBatchedPlanner {
     const uint32_t num_items = num_ranks_ * params_.num_tokens;
     const uint32_t own_items = deal_.ItemsOf(num_items);
     for (uint32_t i = threadIdx.x; i < own_items * top_k_; i += blockDim.x) {
-      const uint32_t ordinal = deal_.block + i / top_k_ * deal_.num_blocks;
-      const uint32_t token = ordinal / num_ranks_;
-      const uint32_t source = deal_.SourceOf(ordinal);
+      const auto [source, token] = deal_.ItemAt(i / top_k_);
       const uint32_t k = i % top_k_;
       const uint32_t cell = token * top_k_ + k;
       const int16_t* ids = ids_ + (source * params_.num_tokens + token) * top_k_;

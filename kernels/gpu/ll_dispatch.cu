@@ -25,8 +25,7 @@ using namespace ll;
 template <typename Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
-  __shared__ CallSlot slot;
-  __shared__ uint64_t read_by_mates;
+  __shared__ BlockCall call;
   __shared__ uint32_t word;
   __shared__ ItemRows items[kWarps];
   const DeviceRank& device = params.device;
@@ -39,25 +38,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 #else
   constexpr bool sends_in_bulk = false;
 #endif
-  if (threadIdx.x == kSlotWarp * kWarpSize) {
-    const bool has_failed = HasFailed(device);
-    slot = params.part == Part::kDone
-               ? FindOpenSet(device, kKind, params.operation, *params.epoch_in)
-               : FindFreeSet(device, kKind, params.operation);
-    if (has_failed) slot.is_ok = 0;  // one answer for the whole block
-  }
-  BeginSetOperation(device, params.operation);
-  if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
-    const uint64_t read = ReadByMates(device, kKind);
-    if (LaneId() == 0) read_by_mates = read;
-  }
-  SyncBlock();
-  SayWhatWasRead(device, kKind, params.part);
+  BeginCall(device, kKind, params.part, params.operation, params.epoch_in,
+            blockIdx.x < params.num_send_blocks, call);
+  const CallSlot& slot = call.slot;
   [[maybe_unused]] bool has_sent = false;  // read where there are bulk copies
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<Rows>(params, slot, items);
-    } else if (WaitReusable(device, kKind, params.operation, slot, read_by_mates, &word)) {
+    } else if (WaitReusable(device, kKind, params.operation, call, &word)) {
       has_sent = true;
       if (!sends_in_bulk) Send<typename Rows::Word>(params, slot);
     }

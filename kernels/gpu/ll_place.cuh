@@ -129,15 +129,13 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
   TokenFacts next;
   const auto load_next = [&](uint32_t unit) {
     if (unit >= own_items * units_per_item) return;
-    const uint32_t ordinal = deal.block + unit / units_per_item * deal.num_blocks;
-    next.Load(params, words, index, deal.SourceOf(ordinal), ordinal / device.shape.num_ranks);
+    const auto [source, token] = deal.ItemAt(unit / units_per_item);
+    next.Load(params, words, index, source, token);
   };
   load_next(WarpId());
   for (uint32_t unit = WarpId(); unit < own_items * units_per_item; unit += kWarps) {
-    const uint32_t ordinal = deal.block + unit / units_per_item * deal.num_blocks;
+    const auto [source, token] = deal.ItemAt(unit / units_per_item);
     const uint32_t piece = unit % units_per_item;
-    const uint32_t token = ordinal / device.shape.num_ranks;
-    const uint32_t source = deal.SourceOf(ordinal);
     const TokenFacts facts = next;
     load_next(unit + kWarps);
     const uint32_t num_rows = FindRows(params, index, facts.entries, item);

@@ -14,7 +14,6 @@ __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const C
   __shared__ uint64_t barriers[kWarps];
   const DeviceRank& device = params.device;
   const uint32_t warp = WarpId();
-  const uint32_t num_ranks = device.shape.num_ranks;
   if (warp >= params.num_place_warps) return;
   auto* row =
       reinterpret_cast<std::byte*>(shared_ints) + params.place_offset + warp * params.row_bytes;
@@ -24,20 +23,18 @@ __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const C
     FenceBarrierInit();
   }
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
-  const uint32_t own_items = deal.ItemsOf(num_ranks * params.plan.num_tokens);
+  const uint32_t own_items = deal.ItemsOf(device.shape.num_ranks * params.plan.num_tokens);
   TokenFacts next;
   const auto load_next = [&](uint32_t number) {
     if (number >= own_items) return;
-    const uint32_t ordinal = deal.block + number * deal.num_blocks;
-    next.Load(params, words, index, deal.SourceOf(ordinal), ordinal / num_ranks);
+    const auto [source, token] = deal.ItemAt(number);
+    next.Load(params, words, index, source, token);
   };
   load_next(warp);
   uint64_t num_remote = 0;
   uint32_t parity = 0;
   for (uint32_t number = warp; number < own_items; number += params.num_place_warps) {
-    const uint32_t ordinal = deal.block + number * deal.num_blocks;
-    const uint32_t token = ordinal / num_ranks;
-    const uint32_t source = deal.SourceOf(ordinal);
+    const auto [source, token] = deal.ItemAt(number);
     const TokenFacts facts = next;
     load_next(number + params.num_place_warps);
     const uint32_t num_rows = FindRows(params, index, facts.entries, item);

@@ -120,7 +120,8 @@ class LlPlanner {
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
           const uint32_t other = number + i * kWarpSize;
-          if (other < end) loaded[i] = words_.Load(other / source_pairs_, other % source_pairs_);
+          if (other < end)
+            loaded[i] = words_.LoadExpert(other / source_pairs_, other % source_pairs_);
         }
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {

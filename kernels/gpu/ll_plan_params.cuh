@@ -28,6 +28,14 @@ struct TokenDeal {
     return block == num_blocks || num_items <= block ? 0 : (num_items - block - 1) / num_blocks + 1;
   }
 
+  // One of those by its number.
+  struct Item {
+    uint32_t source, token;
+  };
+  __device__ Item ItemAt(uint32_t number) const {
+    const uint32_t ordinal = block + number * num_blocks;
+    return {SourceOf(ordinal), ordinal / num_ranks};
+  }
   __device__ uint32_t OrdinalOf(uint32_t source, uint32_t token) const {
     const uint32_t position = (source + num_ranks - Scatter(token) % num_ranks) % num_ranks;
     return token * num_ranks + position;

@@ -1,25 +1,22 @@
 // The senders of a whole LL dispatch with bulk copies. A block has
 //   row warps     a token each, round after round: its row goes through shared memory to all
 //                 destinations at once, while the next round's comes;
-//   publishers    the flags of a round's rows, once all are stored; they take turns;
+//   publishers    the flags of a round's rows, once all are stored (round_flags.cuh);
 //   word warps    the rest: what is said before the rows.
-// Few row warps, so that rows arrive one after the other and are placed meanwhile. A release takes
-// microseconds while the wire is busy, so rows share one and nobody who sends waits for it.
+// Few row warps, so that rows arrive one after the other and are placed meanwhile.
 #pragma once
 
 #include "kernels/gpu/ll_send.cuh"
-#include "kernels/gpu/ring_position.cuh"
+#include "kernels/gpu/round_flags.cuh"
 
 namespace jax_ep::gpu::ll {
 
-inline constexpr uint32_t kSendSlots = 2;  // rows of a warp in shared memory; publishers
+inline constexpr uint32_t kSendSlots = 2;  // rows of a warp in shared memory
 
-// Shared memory of such a block besides the rows: barriers and, by round, the rows' destinations.
+// Shared memory of such a block besides the rows.
 struct BulkRows {
-  uint64_t loaded[kWarps][kSendSlots];
-  uint64_t stored[kSendSlots];
-  uint64_t published[kSendSlots];
-  uint64_t dests[kSendSlots][kWarps];
+  uint64_t loaded[kWarps][kSendSlots];  // mbarriers
+  RoundFlags<kWarps> flags;             // a warp hands over its row's destinations
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -40,10 +37,8 @@ class BulkSender {
     if (LaneId() != 0 || WarpId() >= num_warps_) return;
     for (uint32_t slot = 0; slot < kSendSlots; ++slot) {
       BarrierInit(&shared_.loaded[WarpId()][slot], 1);
-      if (WarpId() != 0) continue;
-      BarrierInit(&shared_.stored[slot], num_warps_);
-      BarrierInit(&shared_.published[slot], kWarpArrivals);
     }
+    if (WarpId() == 0) shared_.flags.Init(num_warps_);
     FenceBarrierInit();
     for (uint32_t round = 0; round < kSendSlots; ++round) LoadRow(round, round);
   }
@@ -52,10 +47,12 @@ class BulkSender {
   __device__ void Send(const CallSlot& slot) {
     if (WarpId() < num_warps_) {
       SendRows(slot);
-    } else if (WarpId() < num_warps_ + kSendSlots) {
-      Publish(slot, WarpId() - num_warps_);
+    } else if (WarpId() < num_warps_ + kFlagPublishers) {
+      shared_.flags.Publish(
+          WarpId() - num_warps_, NumRounds(),
+          [&](uint32_t round, const uint64_t* dests) { SetFlags(slot, round, dests); });
     } else {
-      const uint32_t others = num_warps_ + kSendSlots;
+      const uint32_t others = num_warps_ + kFlagPublishers;
       const uint32_t word_warps = kWarps - others;
       const uint32_t first = (WarpId() - others) * params_.num_send_blocks + blockIdx.x;
       for (uint32_t item = first; item < NumWordItems(params_);
@@ -78,8 +75,8 @@ class BulkSender {
     return round * stride_ + WarpId() * params_.num_send_blocks + blockIdx.x;
   }
   // The first warp has a token in every round.
-  __device__ bool IsRound(uint32_t round) const {
-    return round * stride_ + blockIdx.x < num_tokens_;
+  __device__ uint32_t NumRounds() const {
+    return num_tokens_ > blockIdx.x ? (num_tokens_ - blockIdx.x - 1) / stride_ + 1 : 0;
   }
   __device__ std::byte* RowAt(uint32_t slot) const {
     return reinterpret_cast<std::byte*>(shared_ints) +
@@ -101,9 +98,9 @@ class BulkSender {
 
   __device__ void SendRows(const CallSlot& slot) const {
     if (LaneId() == 0) FenceProxyAsync();  // the wait for the set's readers, before bulk stores
-    RingPosition at;
+    RingPosition at, handed;
     uint64_t dests = Others(first_dests_);
-    for (uint32_t round = 0; IsRound(round); ++round, at.Advance(kSendSlots)) {
+    for (uint32_t round = 0; round < NumRounds(); ++round, at.Advance(kSendSlots)) {
       if (LaneId() == 0 && TokenOf(round) < num_tokens_) {
         BarrierWait(&shared_.loaded[WarpId()][at.slot], at.parity);
         StoreRow(slot, TokenOf(round), dests, RowAt(at.slot));
@@ -112,9 +109,7 @@ class BulkSender {
       if (LaneId() == 0) {
         BulkWaitAll();  // what this thread's copies have written is as if it had stored it
         LoadRow(round + kSendSlots, at.slot);
-        BarrierWait(&shared_.published[at.slot], at.parity ^ 1);
-        shared_.dests[at.slot][WarpId()] = dests;
-        BarrierArrive(&shared_.stored[at.slot]);
+        shared_.flags.HandOver(handed, dests);
       }
       dests = next_dests;
     }
@@ -136,16 +131,6 @@ class BulkSender {
     BulkCommit();
   }
 
-  __device__ void Publish(const CallSlot& slot, uint32_t publisher) const {
-    uint32_t parity = 0;
-    for (uint32_t round = publisher; IsRound(round); round += kSendSlots, parity ^= 1) {
-      BarrierWait(&shared_.stored[publisher], parity);
-      FenceSys();
-      SetFlags(slot, round, shared_.dests[publisher]);
-      SyncWarp();
-      if (ArrivesForWarp()) BarrierArrive(&shared_.published[publisher]);
-    }
-  }
   // One warp, after a fence.
   __device__ void SetFlags(const CallSlot& slot, uint32_t round, const uint64_t* dests) const {
     const DeviceRank& device = params_.device;

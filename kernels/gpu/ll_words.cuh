@@ -17,8 +17,9 @@ class SourceWords {
   __device__ SourceWords(const LlDispatchKernelParams& params, const CallSlot& slot)
       : params_(params), set_(slot.set), started_(slot.started) {}
 
-  // The expert of a pair. In two steps where several are on their way together: Load, then Expert.
-  __device__ uint64_t Load(uint32_t source, uint32_t cell) const {
+  // The expert of a pair. In two steps where several are on their way together: LoadExpert, then
+  // Expert.
+  __device__ uint64_t LoadExpert(uint32_t source, uint32_t cell) const {
     if (IsInPlace(source)) {
       return Tagged(started_, static_cast<uint32_t>(params_.topk_idx[cell]));
     }
@@ -29,7 +30,7 @@ class SourceWords {
     return static_cast<int32_t>(DataOf(source, Ids(source) + cell, loaded));
   }
   __device__ int32_t Expert(uint32_t source, uint32_t cell) const {
-    return Expert(source, cell, Load(source, cell));
+    return Expert(source, cell, LoadExpert(source, cell));
   }
   // The weight of a pair, in the same two steps.
   __device__ uint64_t LoadWeight(uint32_t source, uint32_t cell) const {

@@ -22,53 +22,24 @@ using namespace slots;
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     PushCombine(const __grid_constant__ PushCombineParams params) {
-  __shared__ CallSlot slot;
-  __shared__ uint64_t read_by_mates;
+  __shared__ BlockCall call;
   __shared__ uint32_t word;
   __shared__ LocalRows local[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
-  if (threadIdx.x == kSlotWarp * kWarpSize) {
-    const bool has_failed = HasFailed(device);
-    slot = params.part == Part::kDone
-               ? FindOpenSet(device, params.kind, params.operation, *params.epoch_in)
-               : FindFreeSet(device, params.kind, params.operation);
-    if (has_failed) slot.is_ok = 0;  // one answer for the whole block
-  }
-  BeginSetOperation(device, params.operation);
-  if (blockIdx.x < params.num_send_blocks && WarpId() == kReadWarp) {
-    const uint64_t read = ReadByMates(device, params.kind);
-    if (LaneId() == 0) read_by_mates = read;
-  }
-  SyncBlock();
-  SayWhatWasRead(device, params.kind, params.part);
+  BeginCall(device, params.kind, params.part, params.operation, params.epoch_in,
+            blockIdx.x < params.num_send_blocks, call);
+  const CallSlot& slot = call.slot;
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<T>(params, slot, local[WarpId()], &word);
-    } else if (WaitReusable(device, params.kind, params.operation, slot, read_by_mates, &word) &&
+    } else if (WaitReusable(device, params.kind, params.operation, call, &word) &&
                (device.network == nullptr ||
                 BlockWaitRead(device, params.kind, params.operation, slot, &word))) {
       Send<T>(params, slot, local[WarpId()]);
     }
   }
-  if (!LastToArrive(device, &word)) return;
-  const bool is_start = params.part == Part::kStart;
-  if (HasFailed(device)) {
-    if (!is_start) {
-      PoisonBytes(params.out, params.num_tokens * params.row_bytes);
-      PoisonBytes(params.ride_out,
-                  static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
-    }
-  } else if (params.part == Part::kDone) {
-    SayConsumed(device, params.kind, sequence);
-  } else if (device.network != nullptr && slot.is_ok != 0) {
-    FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
-  }
-  if (threadIdx.x != 0) return;
-  if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-  if (!is_start) CountUp(&ControlOf(device)->combines, 1);
-  UpdateSet(device, params.kind, params.part, slot, sequence);
-  EndOperation(device, sequence);
+  FinishPushCombine(params, sequence, slot, &word);
 }
 
 using Kernel = void (*)(PushCombineParams);
@@ -90,15 +61,6 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// Whole calls of mode ll with enough tokens go the way of mode ht: rows through rings of bulk
-// copies beat lanes that load them, although peers have to say first that they have entered.
-// Decided by what all ranks know.
-bool GoesLikeHt(const GroupShape& shape, const CombineParams& call) {
-  constexpr int64_t kFewestTokens = 32;  // measured: benchmarks/notes.md, LL
-  return call.mode == Mode::kLl && call.num_tokens >= kFewestTokens && shape.num_nodes() == 1 &&
-         GpuHeapLayout::ReduceTokens(shape) > 0;
-}
-
 struct Operations {
   Operation whole, start, done;
 };
@@ -110,6 +72,9 @@ const char* PreparePushCombineKernels(const RankHandle& rank) {
     const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
     if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), 0)) return error;
   }
+#if JAX_EP_BULK_COPIES
+  if (rank.use_bulk_copies) return PrepareLlCombineKernels(rank);
+#endif
   return nullptr;
 }
 
@@ -120,9 +85,6 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   const bool has_network = shape.num_nodes() > 1;
   if (has_network && !is_ll) {
     return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
-  }
-  if (part == Part::kWhole && GoesLikeHt(shape, call)) {
-    return LaunchCombine(rank, call, stream);
   }
   if (has_network && part == Part::kWhole) {
     int32_t* epoch = WholeEpochOf(rank);
@@ -137,7 +99,10 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   const bool is_vectorised =
       row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
-  constexpr uint64_t kPieceBytes = 2048;
+  // Many tokens: warps have enough to do without small pieces, each of which costs them time.
+  // Measured: benchmarks/notes.md, LL.
+  constexpr int64_t kManyTokens = 64;
+  const uint64_t piece_bytes = is_ll && call.num_tokens >= kManyTokens ? 4096 : 2048;
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
   const bool is_start = part == Part::kStart;
   const Operations operations =
@@ -160,7 +125,7 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
       .num_tokens = num_tokens,
       .rank_rows = std::max(
           is_ll ? shape.num_ranks * num_tokens : static_cast<uint32_t>(call.recv_rows), 1u),
-      .pieces = has_rows ? CutRow(shape, row_bytes, kPieceBytes, word_bytes) : Pieces{1, 0},
+      .pieces = has_rows ? CutRow(shape, row_bytes, piece_bytes, word_bytes) : Pieces{1, 0},
       .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
       .row_bytes = row_bytes,
       .recv_rows = static_cast<uint64_t>(call.recv_rows),
@@ -188,6 +153,14 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
+#if JAX_EP_BULK_COPIES
+  const bool moves_rows = (part == Part::kDone || params.y != nullptr) &&
+                          (part == Part::kStart || params.out != nullptr);
+  if (is_ll && !has_network && is_vectorised && moves_rows) {
+    const char* error = nullptr;
+    if (LaunchLlCombine(rank, params, stream, &error)) return error;
+  }
+#endif
   const uint64_t num_owners = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
   const uint64_t send_units = num_tokens * num_owners * params.pieces.count;
   const uint64_t add_units = static_cast<uint64_t>(num_tokens) * params.pieces.count;

@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/local_rows.cuh"
+#include "kernels/gpu/net_slots.cuh"
 #include "kernels/gpu/push.cuh"
 
 namespace jax_ep::gpu::slots {
@@ -66,7 +67,7 @@ struct alignas(16) TwoWords {
   uint4 words[2];
 };
 
-// kLevels: of the tree over ranks, num_ranks < 2^kLevels.
+// kLevels: of the tree over ranks.
 template <typename E, typename P, bool kVectorised, uint32_t kLevelsOfTree>
 struct Types {
   using Elem = E;
@@ -82,4 +83,38 @@ struct Types {
   static constexpr uint32_t kAddWords = sizeof(Storage) == 2 && kLevels <= 3 ? 2 : 1;
 };
 
+// All threads of every block, as the last thing of the operation `sequence`; `word` is shared.
+__device__ inline void FinishPushCombine(const PushCombineParams& params, uint64_t sequence,
+                                         const CallSlot& slot, uint32_t* word) {
+  const DeviceRank& device = params.device;
+  if (!LastToArrive(device, word)) return;
+  const bool is_start = params.part == Part::kStart;
+  if (HasFailed(device)) {
+    if (!is_start) {
+      PoisonBytes(params.out, params.num_tokens * params.row_bytes);
+      PoisonBytes(params.ride_out,
+                  static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
+    }
+  } else if (params.part == Part::kDone) {
+    SayConsumed(device, params.kind, sequence);
+  } else if (device.network != nullptr && slot.is_ok != 0) {
+    FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
+  }
+  if (threadIdx.x != 0) return;
+  if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+  if (!is_start) CountUp(&ControlOf(device)->combines, 1);
+  UpdateSet(device, params.kind, params.part, slot, sequence);
+  EndOperation(device, sequence);
+}
+
 }  // namespace jax_ep::gpu::slots
+
+namespace jax_ep::gpu {
+
+// Calls of mode ll on one node that move rows of 16-byte words, with bulk copies. False: this
+// device has none, or its shared memory does not suffice, so lanes must do it.
+bool LaunchLlCombine(const RankHandle& rank, const slots::PushCombineParams& call,
+                     cudaStream_t stream, const char** error);
+const char* PrepareLlCombineKernels(const RankHandle& rank);
+
+}  // namespace jax_ep::gpu

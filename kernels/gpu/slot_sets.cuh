@@ -132,13 +132,37 @@ __device__ inline uint64_t ReadByMates(const DeviceRank& rank, SetKind kind) {
   return read;
 }
 
+// What a block knows of its call; shared.
+struct BlockCall {
+  CallSlot slot;
+  uint64_t read_by_mates;  // of a block that will write to the set
+};
+
+// All threads of every block: begins an operation with a set. epoch_in: of a done.
+__device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, Part part,
+                                 Operation operation, const int32_t* epoch_in, bool is_sender,
+                                 BlockCall& call) {
+  if (threadIdx.x == kSlotWarp * kWarpSize) {
+    const bool has_failed = HasFailed(rank);
+    call.slot = part == Part::kDone ? FindOpenSet(rank, kind, operation, *epoch_in)
+                                    : FindFreeSet(rank, kind, operation);
+    if (has_failed) call.slot.is_ok = 0;  // one answer for the whole block
+  }
+  BeginSetOperation(rank, operation);
+  if (is_sender && WarpId() == kReadWarp) {
+    const uint64_t read = ReadByMates(rank, kind);
+    if (LaneId() == 0) call.read_by_mates = read;
+  }
+  SyncBlock();
+  SayWhatWasRead(rank, kind, part);
+}
+
 // All threads of the block; `word` is shared. True: the set may be written at every mate.
-// read_by_mates: as ReadByMates has found it.
 __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
-                                    const CallSlot& slot, uint64_t read_by_mates, uint32_t* word) {
-  if (slot.reusable_at <= read_by_mates) return true;
+                                    const BlockCall& call, uint32_t* word) {
+  if (call.slot.reusable_at <= call.read_by_mates) return true;
   return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
-                        FlagValue(slot.reusable_at, Operation{}), word);
+                        FlagValue(call.slot.reusable_at, Operation{}), word);
 }
 
 // One thread of the last block, at the end of the operation `sequence` with a set.

@@ -4,6 +4,7 @@ KERNELS_GPU = [
     # These take longest, so they come first: no core waits for the last of them.
     "push_combine.cu",
     "ll_dispatch.cu",
+    "ll_combine.cu",
     "combine.cu",
     "net_combine.cu",
     "api.cc",

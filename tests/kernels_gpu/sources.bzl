@@ -8,6 +8,7 @@ TESTING = [
 
 TESTS = [
     "combine_tree_test.cc",
+    "divisor_test.cc",
     "exchange_gpu_test.cc",
     "failure_gpu_test.cc",
     "push_gpu_test.cc",
