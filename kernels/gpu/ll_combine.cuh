@@ -1,6 +1,6 @@
-// What the parts of a whole LL combine with bulk copies share (ll_combine.cu): parameters, and the
-// items of a block. An item is a token of a peer, of which this rank has rows to send, or a token
-// of its own, whose rows and partials it adds.
+// What the parts of an LL combine with bulk copies share (ll_combine.cu): parameters, and the items
+// of a block. An item is a token of an owner to whom this rank sends its rows' sum, or a token of
+// its own, whose partials it adds.
 #pragma once
 
 #include "kernels/gpu/divisor.h"

@@ -89,7 +89,6 @@ class SrcScan {
   uint64_t* barrier_;
   uint32_t begin_, end_;
 };
-
 #endif
 
 }  // namespace jax_ep::gpu::slots

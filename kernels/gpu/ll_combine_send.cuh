@@ -1,4 +1,4 @@
-// The senders of a whole LL combine with bulk copies. A block has
+// The senders of an LL combine with bulk copies. A block has
 //   row warps     a piece of an item each, round after round: rows come into shared memory, and
 //                 their sum goes to the owner while the next round's rows come;
 //   publishers    the flags of a round's pieces, once all are stored (round_flags.cuh).
