@@ -65,7 +65,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
   for (uint32_t seed = 0; seed < num_seeds && !HasFailure(); ++seed) {
     std::mt19937 random(seed);
     GroupShape shape;
-    shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 6, 8});
+    shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 6, 8, 12});
     shape.node_size = DrawNodeSize(shape.num_ranks, random);
     const auto experts = Pick<uint32_t>(random, {1, 3, 4, 40});
     shape.num_experts = shape.num_ranks * experts;

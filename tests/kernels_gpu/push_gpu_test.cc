@@ -223,7 +223,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
   for (uint32_t seed = 0; seed < num_seeds && !HasFailure(); ++seed) {
     std::mt19937 random(seed + 1000);
     GroupShape shape;
-    shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 6, 8});
+    shape.num_ranks = Pick<uint32_t>(random, {1, 2, 3, 4, 4, 6, 8, 12});
     shape.node_size = DrawNodeSize(shape.num_ranks, random);
     shape.num_experts = shape.num_ranks * Pick<uint32_t>(random, {1, 3, 4, 40});
     shape.top_k = std::min(Pick<uint32_t>(random, {1, 2, 6, 8, 8, 64}), shape.num_experts);
