@@ -49,9 +49,9 @@ __device__ inline bool WaitChunk(const DeviceRank& device, uint64_t value, FlagO
   bool is_ok = true;
   for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
     if (peer == device.rank) continue;
-    is_ok &= WaitFlag(device, flag_of(peer), peer, Operation::kCombine, value);
+    is_ok &= WaitExactFlag(device, flag_of(peer), peer, Operation::kCombine, value);
   }
-  return AllLanes(is_ok);
+  return AllHaveWaited(is_ok);
 }
 // This rank's, at the owner of the chunk's tokens.
 __device__ inline uint64_t* ChunkFlagAt(const DeviceRank& device, uint32_t owner, uint32_t chunk) {

@@ -117,6 +117,24 @@ __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, ui
   });
 }
 
+// The same for a flag that stands for data which its writer replaces when it uses their place
+// again: a newer operation's is wrong, since what it announces is not what is waited for.
+__device__ inline bool WaitExactFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
+                                     Operation operation, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
+    if (seen == wanted) return Seen::kThere;
+    return seen >> kOperationBits < wanted >> kOperationBits ? Seen::kTooEarly : Seen::kWrong;
+  });
+}
+
+// One warp whose lanes have waited: whether all were successful. What each has acquired is ordered
+// before what any of them does next; a vote alone orders nothing.
+__device__ inline bool AllHaveWaited(bool is_ok) {
+  const bool result = AllLanes(is_ok);
+  SyncWarp();
+  return result;
+}
+
 // One warp waits for the flags at `flags_offset` ([N], by rank) of the ranks [begin, end).
 __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
                                      uint32_t end, Operation operation, uint64_t wanted) {
@@ -126,7 +144,7 @@ __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offs
   for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
     if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
   }
-  return AllLanes(is_ok && !has_failed);
+  return AllHaveWaited(is_ok && !has_failed);
 }
 
 // All threads of the block; `is_ok` is a shared word. Every thread may read what those ranks

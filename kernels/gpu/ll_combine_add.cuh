@@ -183,9 +183,10 @@ class LlCombineAdder {
     for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
       if ((holders >> peer & 1) == 0 || peer == in_room_) continue;
       const uint64_t flag = PieceFlag(call_.area, slot_.set, peer, token, piece);
-      is_ok &= WaitFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call_.operation, Value());
+      is_ok &=
+          WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call_.operation, Value());
     }
-    return AllLanes(is_ok);
+    return AllHaveWaited(is_ok);
   }
   // One warp, where the token's first piece is.
   __device__ void WriteRide(uint64_t token, uint32_t holder, const ItemRows& rows) const {

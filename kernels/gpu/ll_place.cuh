@@ -99,12 +99,10 @@ __device__ inline bool WaitPieces(const LlDispatchKernelParams& params, const Ca
   bool is_ok = true;
   for (uint32_t piece = begin + LaneId(); piece < end; piece += kWarpSize) {
     const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, source, token, piece);
-    is_ok &= WaitFlag(device, OwnHeapAt<uint64_t>(device, flag), source, params.operation,
-                      FlagValue(slot.started, params.start_operation));
+    is_ok &= WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), source, params.operation,
+                           FlagValue(slot.started, params.start_operation));
   }
-  is_ok = AllLanes(is_ok);
-  SyncWarp();  // what a lane has acquired, for all
-  return is_ok;
+  return AllHaveWaited(is_ok);
 }
 
 // One warp. In rank_major a token has a row here even if none of its pairs does.

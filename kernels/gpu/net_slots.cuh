@@ -30,7 +30,7 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
       is_ok = is_ok && WaitSignals(device, LocalRankOf(device), ChannelsOf(kind).read,
                                    RemoteRank(device, number), operation, read);
     }
-    is_ok = AllLanes(is_ok);
+    is_ok = AllHaveWaited(is_ok);
     if (LaneId() == 0) *word = is_ok ? 1 : 0;
   }
   SyncBlock();

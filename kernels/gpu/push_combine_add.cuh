@@ -182,9 +182,10 @@ __device__ void Receive(const PushCombineParams& params, const CallSlot& slot, L
     for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
       if ((parts.has_partial >> peer & 1) == 0 || (is_whole && peer == device.rank)) continue;
       const uint64_t flag = PieceFlag(params.area, slot.set, peer, parts.token, piece);
-      is_ok &= WaitFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, params.operation, value);
+      is_ok &=
+          WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, params.operation, value);
     }
-    if (!AllLanes(is_ok)) break;
+    if (!AllHaveWaited(is_ok)) break;
     if (piece == 0 && params.ride_out != nullptr) WriteRides(params, parts, local);
     if (params.out == nullptr) continue;
     TokenAdder<T>(params, parts, local).Add(WordsOf(params.pieces, piece, params.row_words));
