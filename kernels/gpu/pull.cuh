@@ -260,6 +260,35 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 }
 #endif
 
+// All threads of the last block; `word` is shared. Tells the mates that this rank has read their
+// arrays, and waits until they have read its own. False: this rank has failed, and what it has read
+// may be anything.
+//
+// A mate that gives up waits for nobody, and XLA reuses its arrays while this rank reads them. Its
+// tail flag may have come before that, so it says nothing of it; `peer_failed` does. The mate's
+// Fail stores that word here (st.release.sys) in a kernel that ends, with all of its stores
+// performed, before its stream can write to the arrays. So if any byte that this rank has read was
+// written after the failure, the word was set before. The load below comes after the last of these
+// reads: each block's are complete before its arrival, bulk loads by their mbarriers, and
+// LastToArrive has acquired all arrivals (acq_rel, gpu). It need not be an acquire, since nothing
+// is read because of it; nor does it matter when the tail flags come, and it travels beside the
+// first of them.
+__device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value, uint32_t* word) {
+  if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
+  if (WarpId() == 0) {
+    constexpr Operation kOperation = Operation::kDispatch;
+    const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(device, device.layout.peer_failed));
+    const bool waited = WarpWaitFlags(device, device.layout.tail_flags, device.node_begin,
+                                      MatesEnd(device), kOperation, value);
+    if (LaneId() == 0) {
+      if (failed != 0) Fail(device, FailureKind::kPeerFailed, kOperation, failed - 1, value, 0);
+      *word = waited && failed == 0 ? 1 : 0;
+    }
+  }
+  SyncBlock();
+  return *word != 0;
+}
+
 // All threads of the block, as the last thing of a kernel; `word` is shared. Sources may reuse
 // their arrays when the last slice's ends, so all ranks of the node leave that together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
@@ -270,8 +299,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   }
   if (!params.slice.IsLast() || !LastToArrive(device, word)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch);
-  if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
-  if (!BlockWaitMates(device, device.layout.tail_flags, Operation::kDispatch, value, word)) {
+  if (!LeaveTogether(device, value, word)) {
     const uint64_t rows = params.recv_rows;
     const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
     PoisonBytes(params.recv_x, rows * params.row_bytes);
