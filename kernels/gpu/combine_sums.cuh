@@ -91,7 +91,7 @@ struct Sums {
     const uint64_t place = target.block * device.shape.max_tokens + token;
     if (!IsMate(device, owner) && LaneId() == 0) {
       HeapAt<uint32_t>(device, target.rank, device.layout.reduce_presence)[place] =
-          static_cast<uint32_t>(SequenceOf(device));
+          TagOf(SequenceOf(device));
     }
     if (params.ride != nullptr) {
       float* rides = HeapAt<float>(device, target.rank, device.layout.reduce_rides) +

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads)
 // One warp: the mates that have a partial of a token of `owner`, by local rank.
 __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uint64_t token) {
   const auto* presence = OwnHeapAt<uint32_t>(device, device.layout.reduce_presence);
-  const auto tag = static_cast<uint32_t>(SequenceOf(device));
+  const uint32_t tag = TagOf(SequenceOf(device));
   uint64_t parts = 0;
   for (uint32_t local = LaneId(); local < device.shape.node_size; local += kWarpSize) {
     const uint64_t block = ReduceBlockOf(device, owner, device.node_begin + local);

@@ -1,10 +1,11 @@
 // The inverse of recv_src for one operation: which rows of this rank hold a pair (source, token,
-// k). Entries carry the low bits of the operation's number, so that nobody has to clear the table.
+// k). Entries carry the operation's tag, so that nobody has to clear the table; none is 0.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/gpu/control.cuh"
+#include "kernels/gpu/sequence_tag.cuh"
 
 namespace jax_ep::gpu {
 
@@ -16,7 +17,7 @@ class RowIndex {
  public:
   __device__ RowIndex(const DeviceRank& device, uint64_t sequence, uint64_t num_tokens)
       : entries_(OwnHeapAt<uint64_t>(device, device.layout.row_index)),
-        tag_(static_cast<uint32_t>(sequence)),
+        tag_(TagOf(sequence)),
         num_tokens_(num_tokens),
         top_k_(device.shape.top_k) {}
 
@@ -25,14 +26,14 @@ class RowIndex {
   }
   __device__ void Put(uint32_t source, uint64_t token, uint32_t k, int32_t row) const {
     entries_[Cell(source, token, k)] =
-        (static_cast<uint64_t>(tag_) << 32) | static_cast<uint32_t>(row);
+        (static_cast<uint64_t>(tag_) << kTagBits) | static_cast<uint32_t>(row);
   }
   __device__ uint64_t Entry(uint32_t source, uint64_t token, uint32_t k) const {
     return entries_[Cell(source, token, k)];
   }
   // Row of an entry, kNoRow if it is of another operation.
   __device__ int32_t RowOf(uint64_t entry) const {
-    return entry >> 32 == tag_ ? static_cast<int32_t>(entry) : kNoRow;
+    return entry >> kTagBits == tag_ ? static_cast<int32_t>(entry) : kNoRow;
   }
 
  private:

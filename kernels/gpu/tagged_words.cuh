@@ -1,17 +1,18 @@
-// Words that say themselves whether they are here: 32 bits of data below 32 bits of the number of
-// the operation that they belong to. Such a word is stored as a whole, so its writer needs neither
+// Words that say themselves whether they are here: 32 bits of data below the tag of the operation
+// that they belong to. Such a word is stored as a whole, so its writer needs neither
 // a release nor a flag behind its data, and one trip between GPUs is enough.
 #pragma once
 
 #include "kernels/gpu/control.cuh"
+#include "kernels/gpu/sequence_tag.cuh"
 
 namespace jax_ep::gpu {
 
 __device__ inline uint64_t Tagged(uint64_t sequence, uint32_t data) {
-  return sequence << 32 | data;
+  return static_cast<uint64_t>(TagOf(sequence)) << kTagBits | data;
 }
 __device__ inline bool IsOf(uint64_t word, uint64_t sequence) {
-  return static_cast<uint32_t>(word >> 32) == static_cast<uint32_t>(sequence);
+  return word >> kTagBits == TagOf(sequence);
 }
 
 // One thread. After a failure all bits are set: no expert, not a number.
