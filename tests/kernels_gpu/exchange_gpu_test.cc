@@ -86,6 +86,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
     options.piece_bytes = Pick<uint32_t>(random, {0, 512});
     options.arena_bytes = uint64_t{1} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
+    options.operations_before = OperationsBefore(seed);
     Team cpu({.shape = shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "kernels/gpu/heap_layout.h"
 #include "kernels/layout.h"
 #include "tests/kernels_gpu/gpu_network.h"
 
@@ -50,6 +51,11 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     CheckCuda(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), "stream");
     CheckCuda(cudaMalloc(&rank.heap, heap_bytes), "heap");
     CheckCuda(cudaMemset(rank.heap, 0, heap_bytes), "heap");
+    const uint64_t sequence =
+        gpu::GpuHeapLayout::Make(options_.shape).control + offsetof(gpu::Control, sequence);
+    CheckCuda(cudaMemcpy(rank.heap + sequence, &options_.operations_before,
+                         sizeof(options_.operations_before), cudaMemcpyHostToDevice),
+              "heap");
     CheckCuda(cudaMalloc(&rank.arena, options_.arena_bytes), "arena");
     CheckCuda(cudaHostAlloc(&rank.status, sizeof(gpu::RankStatus),
                             cudaHostAllocMapped | cudaHostAllocPortable),

@@ -36,6 +36,7 @@ struct GpuTeamOptions {
   uint32_t ring_slots = 0;
   uint64_t timeout_ns = 20'000'000'000;
   uint64_t arena_bytes = uint64_t{256} << 20;
+  uint64_t operations_before = 0;  // that the ranks count as theirs: the next one's number is + 1
   // Of a shape with several nodes.
   uint32_t num_rings = 1;
   uint32_t network_slots = 64;  // of a ring; few: producers meet a full one
@@ -54,6 +55,7 @@ class GpuTeam {
   gpu::RankHandle* handle(uint32_t rank) { return ranks_[rank].handle; }
   cudaStream_t stream(uint32_t rank) { return ranks_[rank].stream; }
   gpu::RankStatus& status(uint32_t rank) { return *ranks_[rank].status; }
+  std::byte* heap(uint32_t rank) { return ranks_[rank].heap; }
   void UseDeviceOf(uint32_t rank) { CheckCuda(cudaSetDevice(ranks_[rank].device), "set device"); }
 
   // Memory of the rank's arena until the next Reset, at `misalignment` bytes past 256.

@@ -3,218 +3,19 @@
 // late, under graph replay; and what must fail does.
 #include <gtest/gtest.h>
 
-#include <chrono>
 #include <cmath>
 #include <memory>
-#include <thread>
 
-#include "tests/kernels_gpu/scenario.h"
+#include "kernels/gpu/device_rank.h"
+#include "tests/kernels_gpu/push_scenario.h"
 
 namespace jax_ep::testing {
 namespace {
-
-// Makes the stream of a rank late.
-void Delay(GpuTeam& team, uint32_t rank) {
-  const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::microseconds(300)); };
-  CheckCuda(cudaLaunchHostFunc(team.stream(rank), sleep, nullptr), "delay");
-}
-
-class Calls {
- public:
-  Calls(const Scenario& scenario, GpuTeam& team, uint32_t rank)
-      : scenario_(scenario), team_(team), rank_(rank) {}
-
-  const char* error() const { return error_.empty() ? nullptr : error_.c_str(); }
-
-  void Plan(DeviceArrays& to) {
-    const PlanParams params = PlanOf(scenario_, to);
-    Check(Api().plan(handle(), &params, stream()));
-  }
-  void LlDispatch(DeviceArrays& to) {
-    const LlDispatchParams params = LlDispatchOf(scenario_, to);
-    Check(Api().ll_dispatch(handle(), &params, stream()));
-  }
-  void Dispatch(DeviceArrays& to, int number) {
-    const DispatchParams params = DispatchOf(scenario_, to, number);
-    Check(Api().dispatch(handle(), &params, stream()));
-  }
-  void Combine(DeviceArrays& to, int number) {
-    const CombineParams params = CombineOf(scenario_, to, number);
-    Check(Api().combine(handle(), &params, stream()));
-  }
-
-  // Halves: a start reads `from`, a done writes `to` and gets no address of what a start reads.
-  void LlDispatchStart(DeviceArrays& from, int32_t* epoch) {
-    LlDispatchParams params = LlDispatchOf(scenario_, from);
-    params.dispatch.recv_x = nullptr;
-    params.dispatch.recv_weights = {};
-    params.plan.out = {};
-    params.plan.recv_rows = 0;
-    Check(Api().ll_dispatch_start(handle(), &params, epoch, stream()));
-  }
-  void LlDispatchDone(DeviceArrays& to, const int32_t* epoch) {
-    LlDispatchParams params = LlDispatchOf(scenario_, to);
-    params.dispatch.x = nullptr;
-    params.dispatch.weights = {};
-    Check(Api().ll_dispatch_done(handle(), &params, epoch, stream()));
-  }
-  void DispatchStart(DeviceArrays& from, int number, int32_t* epoch) {
-    DispatchParams params = DispatchOf(scenario_, from, number);
-    params.recv_x = nullptr;
-    params.recv_weights = {};
-    Check(Api().dispatch_start(handle(), &params, epoch, stream()));
-  }
-  void DispatchDone(DeviceArrays& to, int number, const int32_t* epoch) {
-    DispatchParams params = DispatchOf(scenario_, to, number);
-    params.x = nullptr;
-    params.weights = {};
-    Check(Api().dispatch_done(handle(), &params, epoch, stream()));
-  }
-  void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
-    CombineParams params = CombineOf(scenario_, from, number);
-    params.out = nullptr;
-    params.ride_out = {};
-    Check(Api().combine_start(handle(), &params, epoch, stream()));
-  }
-  void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
-    CombineParams params = CombineOf(scenario_, to, number);
-    params.y = nullptr;
-    params.ride = {};
-    params.row_weights = {};
-    Check(Api().combine_done(handle(), &params, epoch, stream()));
-  }
-  // The caller's buffers go when a start's kernel has ended.
-  template <typename T>
-  void Clobber(DeviceArray<T>& array) {
-    CheckCuda(cudaMemsetAsync(array.data(), 0xff, array.span().size_bytes(), team_.stream(rank_)),
-              "clobber");
-  }
-
- private:
-  gpu::RankHandle* handle() { return team_.handle(rank_); }
-  cudaStream_t stream() { return team_.stream(rank_); }
-  void Check(const char* error) {
-    if (error != nullptr && error_.empty()) error_ = error;
-  }
-
-  const Scenario& scenario_;
-  GpuTeam& team_;
-  uint32_t rank_;
-  std::string error_;
-};
-
-// All calls of the scenario, whole. `planned` gets a plan beforehand.
-void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& planned) {
-  if (s.mode == Mode::kLl) {
-    calls.LlDispatch(d);
-  } else {
-    calls.Plan(d);
-    calls.Dispatch(d, 0);
-  }
-  calls.Plan(planned);
-  for (int i = 0; i < HostArrays::kDispatches; ++i) calls.Dispatch(planned, i);
-  for (int i = 0; i < HostArrays::kCombines; ++i) calls.Combine(d, i);
-}
-
-// The same in halves. Depth 2 or more: two starts are open at a time, ended in either order, and
-// with a set to spare a whole call runs between them.
-void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,
-               int32_t* epochs, bool ends_in_order) {
-  int32_t* first = epochs;
-  int32_t* second = epochs + 1;
-  const bool has_spare = s.shape.depth > 2;
-  if (s.mode == Mode::kLl) {
-    calls.LlDispatchStart(from, first);
-    calls.Plan(d);  // for the planned start
-    calls.DispatchStart(d, 1, second);
-    calls.Clobber(from.topk_idx);
-  } else {
-    calls.Plan(d);
-    calls.DispatchStart(from, 0, first);
-    calls.DispatchStart(from, 1, second);
-  }
-  calls.Clobber(from.x);
-  calls.Clobber(from.weights);
-  if (has_spare) calls.Dispatch(d, 3);
-  const auto end_first = [&] {
-    s.mode == Mode::kLl ? calls.LlDispatchDone(d, first) : calls.DispatchDone(d, 0, first);
-  };
-  if (ends_in_order) end_first();
-  calls.DispatchDone(d, 1, second);
-  if (!ends_in_order) end_first();
-
-  // The starts read the plan of `d`, which stays, and the rows of `from`, which do not.
-  DeviceArrays rows = d;
-  rows.y = from.y;
-  rows.ride = from.ride;
-  rows.row_weights = from.row_weights;
-  calls.CombineStart(rows, 0, first);
-  calls.CombineStart(rows, 1, second);
-  calls.Clobber(from.y);
-  calls.Clobber(from.ride);
-  calls.Clobber(from.row_weights);
-  if (has_spare) calls.Combine(d, 2);
-  if (ends_in_order) calls.CombineDone(d, 0, first);
-  calls.CombineDone(d, 1, second);
-  if (!ends_in_order) calls.CombineDone(d, 0, first);
-}
 
 class GpuPush : public ::testing::Test {
  protected:
   void SetUp() override {
     if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
-  }
-
-  static void RunScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& random) {
-    SCOPED_TRACE(s.Name());
-    const std::vector<HostArrays> host = RunOnCpu(s, cpu, random);
-    if (HasFailure()) return;
-    const uint32_t num_ranks = team.num_ranks();
-    team.Reset();
-    std::vector<DeviceArrays> whole, planned, halves, from;
-    std::vector<DeviceArray<int32_t>> epochs;
-    for (uint32_t r = 0; r < num_ranks; ++r) {
-      for (auto* arrays : {&whole, &planned, &halves, &from}) {
-        arrays->push_back(Upload(s, team, r, host[r]));
-      }
-      epochs.push_back(DeviceArray<int32_t>::Output(team, r, 2));
-    }
-    const bool ends_in_order = random() % 2 == 0;
-    const bool has_halves = s.shape.depth > 1;
-    const auto late_rank = static_cast<uint32_t>(random() % (2 * num_ranks));
-    const std::string error = team.Run([&](uint32_t r) -> const char* {
-      static thread_local std::string text;
-      Calls calls(s, team, r);
-      if (r == late_rank) Delay(team, r);
-      RunWhole(s, calls, whole[r], planned[r]);
-      if (r == (late_rank + 1) % num_ranks) Delay(team, r);
-      if (has_halves) {
-        RunHalves(s, calls, from[r], halves[r], epochs[r].data(), ends_in_order);
-      }
-      if (calls.error() == nullptr) return nullptr;
-      text = calls.error();
-      return text.c_str();
-    });
-    ASSERT_EQ(error, "");
-    ExpectNoFailure(team);
-    for (uint32_t r = 0; r < num_ranks && !HasFailure(); ++r) {
-      SCOPED_TRACE("rank " + std::to_string(r));
-      ExpectPlan(whole[r], host[r]);
-      ExpectPlan(planned[r], host[r]);
-      ExpectDispatch(whole[r], host[r], 0);
-      for (int i = 0; i < HostArrays::kDispatches; ++i) ExpectDispatch(planned[r], host[r], i);
-      for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(whole[r], host[r], i);
-      if (!has_halves) continue;
-      SCOPED_TRACE("halves");
-      ExpectPlan(halves[r], host[r]);
-      ExpectDispatch(halves[r], host[r], 0);
-      ExpectDispatch(halves[r], host[r], 1);
-      ExpectCombine(halves[r], host[r], 0);
-      ExpectCombine(halves[r], host[r], 1);
-      if (s.shape.depth < 3) continue;
-      ExpectDispatch(halves[r], host[r], 3);
-      ExpectCombine(halves[r], host[r], 2);
-    }
   }
 };
 
@@ -248,6 +49,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     options.max_sms = std::min(options.max_sms, kSmsForRanks / sharing);
     options.arena_bytes = uint64_t{2} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
+    options.operations_before = OperationsBefore(seed);
     Team cpu({.shape = shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {
@@ -262,7 +64,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
                              Draw::kMessy, Draw::kMessy});
       s.recv_rows = DrawRecvRows(s, random);
       if (random() % 5 == 0) s.misalignment = ElemBytes(shape.elem_type);
-      RunScenario(s, cpu, team, random);
+      RunPushScenario(s, cpu, team, random);
     }
   }
 }
@@ -483,6 +285,28 @@ TEST_F(GpuPushFailure, RanksInDifferentOperationsAreFound) {
     ExpectKind(r, {kWrongOrder, kPeerFailed});
     ExpectPoisonedDispatch(r);
   }
+}
+
+// Flags of a set that a newer call has written already: what they announce is not what is waited
+// for.
+TEST_F(GpuPushFailure, NewerFlagsOfASetAreNotTaken) {
+  Run([&](uint32_t r, Calls& calls) { calls.Plan(arrays_[r]); });
+  const gpu::PushArea area = gpu::GpuHeapLayout::Make(s_.shape).ll_combine;
+  const auto forge = [&](const HeapArea& flags) {
+    constexpr uint64_t kNewer = 9;
+    const std::vector<uint64_t> words(flags.set_stride * s_.shape.depth / sizeof(uint64_t),
+                                      gpu::FlagValue(kNewer, gpu::Operation::kLlCombine));
+    CheckCuda(cudaMemcpy(team_->heap(0) + flags.offset, words.data(),
+                         words.size() * sizeof(uint64_t), cudaMemcpyHostToDevice),
+              "forge");
+  };
+  forge(area.flags);
+  forge(area.meta_flags);
+  Run([&](uint32_t r, Calls& calls) {
+    if (r == 0) calls.Combine(arrays_[r], 0);
+  });
+  ExpectKind(0, {kWrongOrder});
+  ExpectBytes(arrays_[0].out[0]);
 }
 
 TEST_F(GpuPushFailure, AnAbortEndsAllWaits) {

@@ -162,6 +162,15 @@ uint32_t NumSeeds(uint32_t usual);
 // sanitizers, under which kernels take a hundred times as long.
 void ShrinkIfAsked(GroupShape& shape);
 
+// Operations that a random group has behind it: none, or so many that the numbers of the next ones
+// lose their low bits (31 and 32) one after the other.
+inline uint64_t OperationsBefore(uint32_t seed) {
+  constexpr uint32_t kStarts = 3;
+  constexpr uint64_t kBoundaries[kStarts] = {0, uint64_t{1} << 31, uint64_t{1} << 32};
+  const uint64_t boundary = kBoundaries[seed % kStarts];
+  return boundary == 0 ? 0 : boundary - 1 - seed / kStarts % 8;
+}
+
 template <typename T>
 T Pick(std::mt19937& random, std::initializer_list<T> choices) {
   return *(choices.begin() + random() % choices.size());

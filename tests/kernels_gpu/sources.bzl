@@ -3,6 +3,7 @@
 TESTING = [
     "gpu_network.cc",
     "gpu_team.cc",
+    "push_scenario.cc",
     "scenario.cc",
 ]
 
@@ -11,6 +12,9 @@ TESTS = [
     "divisor_test.cc",
     "exchange_gpu_test.cc",
     "failure_gpu_test.cc",
+    "few_sms_gpu_test.cc",
+    "held_gpu_test.cc",
     "push_gpu_test.cc",
     "token_slices_test.cc",
+    "wrap_gpu_test.cc",
 ]

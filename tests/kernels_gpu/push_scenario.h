@@ -1,0 +1,110 @@
+// The calls of a scenario, whole and in halves, on the GPUs of a team.
+#pragma once
+
+#include <functional>
+
+#include "tests/kernels_gpu/scenario.h"
+
+namespace jax_ep::testing {
+
+// Makes the stream of a rank late.
+void Delay(GpuTeam& team, uint32_t rank);
+
+// Launches the calls of one rank.
+class Calls {
+ public:
+  Calls(const Scenario& scenario, GpuTeam& team, uint32_t rank)
+      : scenario_(scenario), team_(team), rank_(rank) {}
+
+  const char* error() const { return error_.empty() ? nullptr : error_.c_str(); }
+
+  void Plan(DeviceArrays& to) {
+    const PlanParams params = PlanOf(scenario_, to);
+    Check(Api().plan(handle(), &params, stream()));
+  }
+  void LlDispatch(DeviceArrays& to) {
+    const LlDispatchParams params = LlDispatchOf(scenario_, to);
+    Check(Api().ll_dispatch(handle(), &params, stream()));
+  }
+  void Dispatch(DeviceArrays& to, int number) {
+    const DispatchParams params = DispatchOf(scenario_, to, number);
+    Check(Api().dispatch(handle(), &params, stream()));
+  }
+  void Combine(DeviceArrays& to, int number) {
+    const CombineParams params = CombineOf(scenario_, to, number);
+    Check(Api().combine(handle(), &params, stream()));
+  }
+
+  // Halves: a start reads `from`, a done writes `to` and gets no address of what a start reads.
+  void LlDispatchStart(DeviceArrays& from, int32_t* epoch) {
+    LlDispatchParams params = LlDispatchOf(scenario_, from);
+    params.dispatch.recv_x = nullptr;
+    params.dispatch.recv_weights = {};
+    params.plan.out = {};
+    params.plan.recv_rows = 0;
+    Check(Api().ll_dispatch_start(handle(), &params, epoch, stream()));
+  }
+  void LlDispatchDone(DeviceArrays& to, const int32_t* epoch) {
+    LlDispatchParams params = LlDispatchOf(scenario_, to);
+    params.dispatch.x = nullptr;
+    params.dispatch.weights = {};
+    Check(Api().ll_dispatch_done(handle(), &params, epoch, stream()));
+  }
+  void DispatchStart(DeviceArrays& from, int number, int32_t* epoch) {
+    DispatchParams params = DispatchOf(scenario_, from, number);
+    params.recv_x = nullptr;
+    params.recv_weights = {};
+    Check(Api().dispatch_start(handle(), &params, epoch, stream()));
+  }
+  void DispatchDone(DeviceArrays& to, int number, const int32_t* epoch) {
+    DispatchParams params = DispatchOf(scenario_, to, number);
+    params.x = nullptr;
+    params.weights = {};
+    Check(Api().dispatch_done(handle(), &params, epoch, stream()));
+  }
+  void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
+    CombineParams params = CombineOf(scenario_, from, number);
+    params.out = nullptr;
+    params.ride_out = {};
+    Check(Api().combine_start(handle(), &params, epoch, stream()));
+  }
+  void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
+    CombineParams params = CombineOf(scenario_, to, number);
+    params.y = nullptr;
+    params.ride = {};
+    params.row_weights = {};
+    Check(Api().combine_done(handle(), &params, epoch, stream()));
+  }
+  // The caller's buffers go when a start's kernel has ended.
+  template <typename T>
+  void Clobber(DeviceArray<T>& array) {
+    CheckCuda(cudaMemsetAsync(array.data(), 0xff, array.span().size_bytes(), team_.stream(rank_)),
+              "clobber");
+  }
+
+ private:
+  gpu::RankHandle* handle() { return team_.handle(rank_); }
+  cudaStream_t stream() { return team_.stream(rank_); }
+  void Check(const char* error) {
+    if (error != nullptr && error_.empty()) error_ = error;
+  }
+
+  const Scenario& scenario_;
+  GpuTeam& team_;
+  uint32_t rank_;
+  std::string error_;
+};
+
+// All calls of the scenario, whole. `planned` gets a plan beforehand.
+void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& planned);
+// The same in halves. Depth 2 or more: two starts are open at a time, ended in either order, and
+// with a set to spare a whole call runs between them.
+void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,
+               int32_t* epochs, bool ends_in_order);
+
+// All of that on all ranks, ranks in turn late: the bits of the CPU. before_launch() is called when
+// all memory is there.
+void RunPushScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& random,
+                     const std::function<void()>& before_launch = {});
+
+}  // namespace jax_ep::testing
