@@ -5,10 +5,12 @@
 //   areas are free), row index.
 //   CombineRows: one grid runs both halves. Work is cut into chunks of kChunkTokens, one
 //   token per warp and one chunk per team of warps, in the same order on all ranks: the partials of
-//   chunk c for each other owner, then the sums of this rank's chunk c - lag. A warp that sums
-//   waits for the chunk's flags of all peers. Whatever it waits for comes earlier in the order, so
-//   no wait is circular. One more warp per team sends the flags: it sees that the team is through
-//   with a chunk, and its release makes their stores visible before the flag. Where there are bulk
+//   chunk c for each other owner, then the sums of this rank's chunk c - lag. Teams that run take
+//   tasks in that order, so however few of a grid's blocks run at a time, all tasks before one that
+//   is in hand have been taken by somebody who runs. A warp that sums waits for the chunk's flags
+//   of all peers. Whatever it waits for comes earlier in the order, so no wait is circular. One
+//   more warp per team takes the tasks, and sends the flags: it sees that the team is through with
+//   a chunk, and its release makes their stores visible before the flag. Where there are bulk
 //   copies, combine_bulk.cu has another CombineRows.
 #include <algorithm>
 
@@ -53,48 +55,70 @@ __device__ inline uint64_t NumTasks(const CombineKernelParams& params) {
   return static_cast<uint64_t>(params.num_chunks + params.lag) * params.device.shape.num_ranks;
 }
 
+// The tasks of a team, in shared memory. Its last warp deals them, the others go through them.
+struct TeamTasks {
+  static constexpr uint32_t kAhead = 4;  // dealt and not yet through
+  uint32_t dealt[kAhead];                // 1 + number of a task, a ring: ascending
+  uint32_t num_done[kTeamWarps];         // by each warp
+};
+
+// One warp of a team but the last.
 template <typename S>
 __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, LocalRows& local,
-                         uint32_t* tasks_done) {
-  const uint32_t first = blockIdx.x * kTeams + WarpId() / kTeamWarps;
+                         TeamTasks& tasks) {
+  const uint32_t warp = WarpId() % kTeamWarps;
   const DeviceRank& device = params.device;
   const uint64_t value = FlagValue(sequence, Operation::kCombine);
   const RowIndex index(device, sequence, params.num_tokens);
-  uint32_t num_done = 0;
-  for (uint64_t number = first; number < NumTasks(params); number += gridDim.x * kTeams) {
+  uint32_t dealt = 0;
+  for (uint32_t num_done = 0;;) {
+    const uint32_t* next = &tasks.dealt[num_done % TeamTasks::kAhead];
+    const uint32_t before = dealt;
+    while (dealt = LoadAcquireBlock(next), !AllLanes(dealt > before)) {
+      if (AllLanes(HasFailed(device))) return;
+      SleepBriefly();
+    }
+    const uint64_t number = dealt - 1;
+    if (number >= NumTasks(params)) return;
     const Task task = TaskOf(params, number);
-    const uint64_t token = uint64_t{task.chunk} * kChunkTokens + WarpId() % kTeamWarps;
+    const uint64_t token = uint64_t{task.chunk} * kChunkTokens + warp;
     if (!task.is_empty && task.is_partial) {
       if (token < params.num_tokens) S::SendPartial(params, index, task.owner, token, local);
     } else if (!task.is_empty) {
       const uint64_t* flags = ChunkFlag(device, 0, task.chunk);
       const auto flag_of = [&](uint32_t peer) { return flags + peer * device.layout.num_chunks; };
-      if (!WaitChunk(device, value, flag_of)) break;
+      if (!WaitChunk(device, value, flag_of)) return;
       if (token < params.num_tokens) FinishToken<S>(params, index, token, local);
     }
+    ++num_done;
     SyncWarp();
-    if (LaneId() == 0) StoreReleaseBlock(tasks_done + WarpId(), ++num_done);
+    if (LaneId() == 0) StoreReleaseBlock(&tasks.num_done[warp], num_done);
   }
 }
 
-// One warp, for the team whose warps count their tasks in `tasks_done`.
-__device__ void SendChunkFlags(const CombineKernelParams& params, uint64_t sequence, uint32_t team,
-                               const uint32_t* tasks_done) {
+// The last warp of a team: takes tasks, the next ones before they are needed, and sends the flags
+// of those that the others are through with.
+__device__ void DealTasks(const CombineKernelParams& params, uint64_t sequence, TeamTasks& tasks) {
   const DeviceRank& device = params.device;
   const uint64_t value = FlagValue(sequence, Operation::kCombine);
-  uint32_t num_done = 0;
-  for (uint64_t number = blockIdx.x * kTeams + team; number < NumTasks(params);
-       number += gridDim.x * kTeams) {
-    ++num_done;
-    const Task task = TaskOf(params, number);
-    if (task.is_empty || !task.is_partial) continue;
-    while (
-        !AllLanes(LaneId() >= kTeamWarps || LoadAcquireBlock(tasks_done + LaneId()) >= num_done)) {
+  uint32_t num_dealt = 0;
+  for (uint32_t num_sent = 0;; ++num_sent) {
+    for (; num_dealt < num_sent + TeamTasks::kAhead; ++num_dealt) {
+      if (LaneId() != 0) continue;
+      const uint32_t number = atomicAdd(&ControlOf(device)->partials_taken, 1u);
+      StoreReleaseBlock(&tasks.dealt[num_dealt % TeamTasks::kAhead], number + 1);
+    }
+    SyncWarp();
+    const uint64_t number = LoadAcquireBlock(&tasks.dealt[num_sent % TeamTasks::kAhead]) - 1;
+    if (number >= NumTasks(params)) return;
+    while (!AllLanes(LaneId() >= kTeamWarps ||
+                     LoadAcquireBlock(&tasks.num_done[LaneId()]) > num_sent)) {
       if (AllLanes(HasFailed(device))) return;
       SleepBriefly();
     }
     SyncWarp();
-    if (LaneId() != 0) continue;
+    const Task task = TaskOf(params, number);
+    if (LaneId() != 0 || task.is_empty || !task.is_partial) continue;
     PublishChunk(device, task.owner, task.chunk, value);  // stored by the other warps
   }
 }
@@ -103,19 +127,18 @@ template <typename Elem, typename Partial, bool kIsVectorised, uint32_t kLevels>
 __global__ void __launch_bounds__(kThreads, 1)
     CombineRows(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t word;
-  __shared__ uint32_t tasks_done[kSumWarps];
+  __shared__ TeamTasks tasks[kTeams];
   __shared__ LocalRows local[kSumWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
-  if (threadIdx.x < kSumWarps) tasks_done[threadIdx.x] = 0;
+  if (threadIdx.x < kTeams) tasks[threadIdx.x] = {};
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine), &word)) {
     if (WarpId() < kSumWarps) {
       RunTasks<Sums<Elem, Partial, kIsVectorised, kLevels>>(params, sequence, local[WarpId()],
-                                                            tasks_done);
+                                                            tasks[WarpId() / kTeamWarps]);
     } else {
-      const uint32_t team = WarpId() - kSumWarps;
-      SendChunkFlags(params, sequence, team, tasks_done + team * kTeamWarps);
+      DealTasks(params, sequence, tasks[WarpId() - kSumWarps]);
     }
   }
   FinishCombine(params, sequence, &word);

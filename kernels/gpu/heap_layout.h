@@ -25,7 +25,8 @@ struct alignas(64) Control {
   uint32_t busy;      // 1 while an operation runs
   uint32_t failed;    // sticky: 1 once this rank has given up
   uint32_t arrivals;  // blocks of the running kernel that are through
-  // Work of the running combine that has been taken; 0 between combines.
+  // Work of the running combine that has been taken (without bulk copies: all of it is counted in
+  // the first word); 0 between combines.
   uint32_t partials_taken;
   uint32_t sums_taken;
   // Items of each slice of the running dispatch that have been taken, besides the first of each
@@ -140,7 +141,7 @@ struct GpuHeapLayout {
   // Groups of several nodes only.
   uint64_t net_state = 0;        // NetState (network.h)
   HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
-  uint64_t reduce_presence = 0;  // u32 [N - 1][T]: low bits of the newest combine with a partial
+  uint64_t reduce_presence = 0;  // u32 [N - 1][T]: tag of the newest combine with a partial
 
   // Block of the reduce area of `owner` that `holder` writes.
   static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
