@@ -74,7 +74,7 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
   for (uint32_t num_done = 0;;) {
     const uint32_t* next = &tasks.dealt[num_done % TeamTasks::kAhead];
     const uint32_t before = dealt;
-    while (dealt = LoadAcquireBlock(next), !AllLanes(dealt > before)) {
+    while (!AllLanes((dealt = LoadAcquireBlock(next)) > before)) {
       if (AllLanes(HasFailed(device))) return;
       SleepBriefly();
     }

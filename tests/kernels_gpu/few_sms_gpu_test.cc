@@ -36,15 +36,19 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
   shape.top_k = 4;
   shape.align = 4;
   shape.hidden = 512;
-  shape.max_tokens = shape.ll_tokens = 300;
+  // 20 chunks of a combine: so few that its sums begin right behind the last partials, and that
+  // 16 blocks with two tasks each at a time would not meet their own chunks again.
+  constexpr int64_t kTokens = 160;
+  shape.max_tokens = shape.ll_tokens = kTokens;
   shape.elem_type = ElemType::kBf16;
   shape.depth = 3;
   Team cpu({.shape = shape});
   GpuTeam team({.shape = shape,
                 .use_tma = c.use_tma,
+                .max_sms = 16,
                 .timeout_ns = 4'000'000'000,
                 .arena_bytes = uint64_t{1} << 30});
-  Scenario s{.shape = shape, .mode = c.mode, .num_tokens = 300};
+  Scenario s{.shape = shape, .mode = c.mode, .num_tokens = kTokens};
   s.recv_rows = WorstRecvRows(shape, s.layout, s.num_tokens);
   std::mt19937 random(11);
   std::vector<std::unique_ptr<HeldSms>> held;

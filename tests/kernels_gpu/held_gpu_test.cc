@@ -194,7 +194,7 @@ class GpuHeld : public ::testing::Test {
     shape.depth = 2;
     options.shape = shape;
     options.max_sms = 8;
-    options.timeout_ns = 150'000'000;
+    options.timeout_ns = 250'000'000;
     options.arena_bytes = uint64_t{16} << 20;
     s_ = {.shape = shape, .mode = held_case.mode, .num_tokens = kTokens};
     s_.recv_rows = WorstRecvRows(shape, s_.layout, kTokens);
