@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <ostream>
 
 #include "tests/kernels_gpu/hold_sms.h"
 #include "tests/kernels_gpu/push_scenario.h"
@@ -15,6 +16,8 @@ struct FewSmsCase {
   Mode mode;
   bool use_tma;
   uint32_t num_free;
+
+  friend void PrintTo(const FewSmsCase& c, std::ostream* out) { *out << c.name; }
 };
 
 class GpuFewSms : public ::testing::TestWithParam<FewSmsCase> {

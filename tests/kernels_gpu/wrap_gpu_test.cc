@@ -2,7 +2,7 @@
 // epochs of the halves 31. Every operation of every kind is once the one whose bits are all zero.
 #include <gtest/gtest.h>
 
-#include <memory>
+#include <ostream>
 
 #include "tests/kernels_gpu/push_scenario.h"
 
@@ -14,6 +14,8 @@ struct WrapCase {
   Mode mode;
   bool use_tma;
   uint32_t node_size;
+
+  friend void PrintTo(const WrapCase& c, std::ostream* out) { *out << c.name; }
 };
 
 class GpuWrap : public ::testing::TestWithParam<WrapCase> {
