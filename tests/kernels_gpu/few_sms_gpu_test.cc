@@ -39,9 +39,9 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
   shape.top_k = 4;
   shape.align = 4;
   shape.hidden = 512;
-  // 20 chunks of a combine: so few that its sums begin right behind the last partials, and that
-  // 16 blocks with two tasks each at a time would not meet their own chunks again.
-  constexpr int64_t kTokens = 160;
+  // 24 chunks of a combine on 16 blocks: if these had fixed tasks, sums would be half a grid away
+  // from the partials of their chunks.
+  constexpr int64_t kTokens = 192;
   shape.max_tokens = shape.ll_tokens = kTokens;
   shape.elem_type = ElemType::kBf16;
   shape.depth = 3;
