@@ -44,14 +44,15 @@ struct OrderEntry {
 inline constexpr uint64_t kOrderLogEntries = 1024;  // power of two
 
 enum class MemberState : uint64_t { kRunning = 0, kFailed = 1, kClosed = 2 };
-inline constexpr uint64_t kFailureTextBytes = 496;
+inline constexpr uint64_t kFailureTextBytes = 488;
 
 // First bytes of every heap. Zero-initialised memory is a valid start. kernels and xla_ffi use it;
 // the proxy gets pointers into it.
 struct ControlBlock {
   Doorbell doorbell;  // rung after any change of this heap's flags or control words
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
-  std::atomic<MemberState> state;               // release store publishes failure_text
+  std::atomic<MemberState> state;               // release store publishes the next two
+  uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known
   char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
   // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.
   alignas(64) std::atomic<uint64_t> order_count;

@@ -102,7 +102,6 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
   dirty_flows_.reserve(num_flows);
   flushing_flows_.reserve(num_flows);
   ack_flows_.reserve(num_flows);
-  next_heartbeat_peer_ = static_cast<uint32_t>(peers_.size());
 }
 
 std::string Endpoint::LocalBlob() const {
@@ -175,7 +174,7 @@ std::optional<uint32_t> Endpoint::FirstUnconnectedPeer() const {
 
 void Endpoint::Start(PeerWatch::Time now) {
   watch_.Start(now);
-  next_heartbeat_peer_ = 0;
+  DemandHeartbeats();
 }
 
 Status Endpoint::Step(bool* did_work) {
@@ -189,19 +188,19 @@ Status Endpoint::Step(bool* did_work) {
   if (!ack_flows_.empty()) {
     SendAcks((!is_busy && caps_.cheap_wake) || ++steps_since_ack_ >= kStepsPerAck);
   }
-  if (next_heartbeat_peer_ < peers_.size()) SendHeartbeats();
+  if (num_heartbeats_due_ > 0) SendHeartbeats();
   if (!control_error_.ok()) return control_error_;
   *did_work |= is_busy;
   return Status::Ok();
 }
 
 Status Endpoint::Tick(PeerWatch::Time now) {
-  const std::optional<PeerWatch::Dead> dead = watch_.Tick(now);
-  if (dead) {
-    blamed_rank_ = peers_[dead->peer].rank;
-    return PeerDied(*dead);
+  const std::vector<PeerWatch::Dead> dead = watch_.Tick(now);
+  if (!dead.empty()) {
+    blamed_rank_ = peers_[dead.front().peer].rank;
+    return PeersDied(dead);
   }
-  if (next_heartbeat_peer_ == peers_.size()) next_heartbeat_peer_ = 0;
+  DemandHeartbeats();
   return Status::Ok();
 }
 

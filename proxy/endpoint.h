@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "proxy/abi/imm.h"
+#include "proxy/base/failure.h"
 #include "proxy/command_ring.h"
 #include "proxy/flow.h"
 #include "proxy/peer_watch.h"
@@ -27,8 +28,6 @@ namespace jax_ep {
 // blamed_rank() then says whose fault it was.
 class Endpoint {
  public:
-  static constexpr int64_t kNobody = -1;
-
   static Result<std::unique_ptr<Endpoint>> Create(const ProxyOptions& proxy,
                                                   const EndpointOptions& options,
                                                   std::unique_ptr<Transport> transport);
@@ -92,6 +91,8 @@ class Endpoint {
     uint32_t heap_region = 0;  // of Transport::ImportRemoteKey
     uint32_t first_flow = 0;   // our flow ids at the peer start here
     bool is_told = false;      // by the SendToAll under way
+    bool is_heartbeat_due = false;
+    std::string why_lost = {};  // the transport's words; "": writes to it are possible
   };
 
   Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
@@ -110,6 +111,7 @@ class Endpoint {
   Status PumpPending(bool* did_work);
   bool TrySendControl(uint32_t peer, ImmControl control, Channel channel, uint32_t payload);
   void SendAcks(bool send_all);
+  void DemandHeartbeats();
   void SendHeartbeats();
   uint32_t FlowIndex(uint32_t peer, Channel channel) const {
     return peer * kNumChannels + static_cast<uint32_t>(channel);
@@ -128,7 +130,7 @@ class Endpoint {
   std::string Where() const;  // rank R of group "G"
   std::string DescribeFlow(uint32_t flow_index) const;
   Status BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const;
-  Status PeerDied(const PeerWatch::Dead& dead) const;
+  Status PeersDied(const std::vector<PeerWatch::Dead>& dead) const;
 
   const std::string group_name_;
   const uint32_t rank_;
@@ -162,7 +164,7 @@ class Endpoint {
   uint64_t num_in_transport_ = 0;    // messages posted whose kSent is missing
   uint64_t num_control_in_transport_ = 0;
   bool must_retry_ = false;
-  uint32_t next_heartbeat_peer_ = 0;  // peers_.size(): none is due
+  uint32_t num_heartbeats_due_ = 0;
 
   std::vector<uint32_t> dirty_flows_;     // recv flows with arrivals that are not yet visible
   std::vector<uint32_t> flushing_flows_;  // those that the Flush under way covers
@@ -172,7 +174,7 @@ class Endpoint {
   std::vector<uint32_t> ack_flows_;
   uint32_t steps_since_ack_ = 0;
 
-  int64_t blamed_rank_ = kNobody;
+  int64_t blamed_rank_ = FailureLatch::kNobody;
   Status control_error_;  // of a TrySendControl that met more than a full queue
 };
 

@@ -93,23 +93,34 @@ Status Endpoint::BadArrival(uint32_t peer, const Imm& imm, std::string_view why)
                          "; " + DescribeFlow(imm.flow) + ")");
 }
 
-Status Endpoint::PeerDied(const PeerWatch::Dead& dead) const {
+Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
+  const PeerWatch::Dead& first = dead.front();
+  const Peer& culprit = peers_[first.peer];
   // The flow to that peer with the most outstanding says best what was going on.
-  uint32_t busiest = dead.peer * kNumChannels;
+  uint32_t busiest = first.peer * kNumChannels;
   const auto outstanding = [this](uint32_t index) {
     const SendFlow& flow = send_flows_[index];
     return flow.messages.Get() - flow.acknowledged.Get();
   };
-  for (uint32_t i = busiest; i < (dead.peer + 1) * kNumChannels; ++i) {
+  for (uint32_t i = busiest; i < (first.peer + 1) * kNumChannels; ++i) {
     if (outstanding(i) > outstanding(busiest)) busiest = i;
   }
-  char silence[32];
-  std::snprintf(silence, sizeof(silence), "%.1f",
-                std::chrono::duration<double>(dead.silence).count());
-  return Unavailable("rank " + std::to_string(peers_[dead.peer].rank) + " of group \"" +
-                     group_name_ + "\" stopped answering: no heartbeat for " + silence + " s" +
-                     (dead.was_heard ? "" : " since the group was started") + "; seen by rank " +
-                     std::to_string(rank_) + " (" + DescribeFlow(busiest) + ")");
+  std::string text = "rank " + std::to_string(culprit.rank) + " of group \"" + group_name_ + "\" ";
+  if (first.is_lost) {
+    text += "is gone: " + culprit.why_lost;
+  } else {
+    char silence[32];
+    std::snprintf(silence, sizeof(silence), "%.1f",
+                  std::chrono::duration<double>(first.silence).count());
+    text += "stopped answering: no heartbeat for " + std::string(silence) + " s" +
+            (first.was_heard ? "" : " since the group was started");
+  }
+  text += "; seen by rank " + std::to_string(rank_) + " (" + DescribeFlow(busiest) + ")";
+  for (size_t i = 1; i < dead.size(); ++i) {
+    text += (i == 1 ? "; later silent, too: rank " : ", rank ") +
+            std::to_string(peers_[dead[i].peer].rank);
+  }
+  return Unavailable(text);
 }
 
 void Endpoint::AppendState(std::string* text) const {

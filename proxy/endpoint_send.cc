@@ -144,10 +144,11 @@ Status Endpoint::Enqueue(SendFlow& flow, const PackedCommand& packed, const Comm
   return Status::Ok();
 }
 
-// Posts what is left of a command from *sent_bytes on. *is_done stays false if the window closed or
-// the transport's queue is full.
+// Posts what is left of a command from *sent_bytes on. *is_done stays false if the window closed,
+// the transport's queue is full, or the peer is lost.
 Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_bytes, bool* is_done) {
-  const Peer& peer = peers_[flow.peer];
+  Peer& peer = peers_[flow.peer];
+  if (!peer.why_lost.empty()) return Status::Ok();  // until the watch has found the culprit
   const uint64_t flow_index = FlowIndex(flow.peer, flow.channel);
   do {
     const uint64_t piece_bytes =
@@ -185,7 +186,11 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
         must_retry_ = true;
         return Status::Ok();
       }
-      blamed_rank_ = status.code() == StatusCode::kUnavailable ? peer.rank : kNobody;
+      if (status.code() == StatusCode::kUnavailable) {
+        peer.why_lost = status.message();
+        watch_.Lose(flow.peer);
+        return Status::Ok();
+      }
       return Status(status.code(), Where() + ": sending to rank " + std::to_string(peer.rank) +
                                        " (" + DescribeFlow(static_cast<uint32_t>(flow_index)) +
                                        "): " + status.message());
@@ -250,7 +255,7 @@ bool Endpoint::TrySendControl(uint32_t peer, ImmControl control, Channel channel
     return false;
   }
   // A peer that has closed needs neither acknowledgements nor heartbeats. If it left without a
-  // goodbye, it is found silent.
+  // goodbye, it is found silent, or lost by the next write to it.
   if (status.code() != StatusCode::kUnavailable && control_error_.ok()) {
     control_error_ =
         Status(status.code(), Where() + ": control message to rank " +
@@ -282,10 +287,21 @@ void Endpoint::SendAcks(bool send_all) {
   }
 }
 
+void Endpoint::DemandHeartbeats() {
+  for (Peer& peer : peers_) peer.is_heartbeat_due = true;
+  num_heartbeats_due_ = static_cast<uint32_t>(peers_.size());
+}
+
+// A peer whose queue is full holds up nobody else's: it stays due.
 void Endpoint::SendHeartbeats() {
-  for (; next_heartbeat_peer_ < peers_.size(); ++next_heartbeat_peer_) {
-    if (watch_.has_departed(next_heartbeat_peer_)) continue;
-    if (!TrySendControl(next_heartbeat_peer_, ImmControl::kHeartbeat, Channel::kOrder, 0)) return;
+  for (uint32_t i = 0; i < peers_.size(); ++i) {
+    Peer& peer = peers_[i];
+    if (!peer.is_heartbeat_due) continue;
+    if (!watch_.has_departed(i) && !TrySendControl(i, ImmControl::kHeartbeat, Channel::kOrder, 0)) {
+      continue;
+    }
+    peer.is_heartbeat_due = false;
+    --num_heartbeats_due_;
   }
 }
 

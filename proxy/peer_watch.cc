@@ -26,25 +26,29 @@ void PeerWatch::Start(Time now) {
   for (Peer& peer : peers_) peer.last_heard = now;
 }
 
-std::optional<PeerWatch::Dead> PeerWatch::Tick(Time now) {
+std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now) {
   const Duration gap = now - last_tick_;
   const Duration not_listened = gap > kLateIntervals * interval_ ? gap - interval_ : Duration(0);
   last_tick_ = now;
-  std::optional<Dead> dead;
+  std::vector<Dead> dead;
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     peer.last_heard += not_listened;
-    if (peer.is_heard) {
-      peer.is_heard = false;
-      peer.was_ever_heard = true;
-      peer.last_heard = now;
-    }
+    if (peer.last_arrival > num_arrivals_at_tick_) peer.last_heard = now;
+    if (peer.ticks_to_live > 0) --peer.ticks_to_live;
+    if (peer.has_departed) continue;
     const Duration silence = now - peer.last_heard;
-    const Duration limit = peer.was_ever_heard ? peer_timeout_ : first_timeout_;
-    if (!peer.has_departed && silence > limit && !dead) {
-      dead = Dead{.peer = i, .silence = silence, .was_heard = peer.was_ever_heard};
+    const bool was_heard = peer.last_arrival != 0;
+    const bool is_lost = peer.ticks_to_live == 0;
+    if (is_lost || silence > (was_heard ? peer_timeout_ : first_timeout_)) {
+      dead.push_back(
+          Dead{.peer = i, .silence = silence, .was_heard = was_heard, .is_lost = is_lost});
     }
   }
+  num_arrivals_at_tick_ = num_arrivals_;
+  std::stable_sort(dead.begin(), dead.end(), [this](const Dead& a, const Dead& b) {
+    return peers_[a.peer].last_arrival < peers_[b.peer].last_arrival;
+  });
   return dead;
 }
 

@@ -24,8 +24,10 @@ using Clock = std::chrono::steady_clock;
 constexpr std::chrono::milliseconds kDrainTime{2000};
 constexpr std::chrono::milliseconds kByeTime{500};
 static_assert(kDrainTime + kByeTime < Proxy::kMaxStopTime, "Stop is bounded");
-// After a failure: how long telling the peers may take.
-constexpr std::chrono::milliseconds kFailedTime{200};
+// After a failure: how long telling the peers may take. One whose queue stays full for longer
+// blames whom it has not heard for the longest time.
+constexpr std::chrono::milliseconds kFailedTime{500};
+static_assert(kDrainTime + kFailedTime < Proxy::kMaxStopTime, "Stop is bounded");
 // Nap while a transport's full queue is waited for: it rings no bell.
 constexpr std::chrono::microseconds kRetryNap{50};
 // Rings that nobody rings for are polled without a pause for the first, then with naps of the
@@ -69,7 +71,7 @@ struct Proxy::Impl {
   bool accepts_help = false;  // under the mutex, like the next three: the thread runs
   bool sleeps_long = false;   // the thread does not look after what helpers leave behind
   Status help_status = {};    // the first that failed; the thread reports it
-  int64_t help_blamed = Endpoint::kNobody;
+  int64_t help_blamed = FailureLatch::kNobody;
   std::atomic<uint64_t> num_helped{0};    // rounds that other threads did
   std::atomic<int> num_helpers{0};        // threads between BeginHelp and EndHelp
   std::atomic<bool> thread_waits{false};  // for the mutex: helpers keep off
@@ -89,7 +91,7 @@ struct Proxy::Impl {
   // Calls sleep() without the mutex.
   template <typename Sleep>
   void SleepUnlocked(std::unique_lock<std::mutex>& lock, Sleep&& sleep);
-  void Fail(const Status& status, int64_t blamed);
+  void Fail(const Status& status, int64_t blamed);  // or the latch's, where others were first
   void SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit);
   bool IsDrained() const {
     return std::all_of(endpoints.begin(), endpoints.end(),
@@ -217,7 +219,8 @@ void Proxy::Impl::SayToAll(ImmControl control, uint32_t payload, std::chrono::na
 }
 
 void Proxy::Impl::Fail(const Status& status, int64_t blamed) {
-  if (failure->Set(status)) LogError(status.message());  // else its latcher has reported it
+  if (failure->Set(status, blamed)) LogError(status.message());  // else its latcher has reported it
+  blamed = failure->blamed_rank();
   for (const auto& endpoint : endpoints) endpoint->RingDoorbell();
   SayToAll(ImmControl::kFailed, blamed < 0 ? 0 : static_cast<uint32_t>(blamed) + 1, kFailedTime);
 }
@@ -257,11 +260,8 @@ void Proxy::Impl::RunRounds(const std::stop_token& stop, std::unique_lock<std::m
   Clock::time_point stop_at;
   while (true) {
     const uint32_t bell_count = bell->count.load(std::memory_order_seq_cst);
-    int64_t blamed = Endpoint::kNobody;
-    if (failure->failed()) {
-      if (options.blamed_rank) blamed = options.blamed_rank();
-      return Fail(failure->status(), blamed);
-    }
+    int64_t blamed = FailureLatch::kNobody;
+    if (failure->failed()) return Fail(failure->status(), blamed);
     if (!help_status.ok()) return Fail(help_status, help_blamed);
     bool did_work = false;
     Status status = Round(&did_work, &blamed);

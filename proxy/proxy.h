@@ -40,9 +40,6 @@ struct ProxyOptions {
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(15);
   // A peer that was never heard since Start is reported after this.
   std::chrono::nanoseconds timeout = std::chrono::seconds(600);
-  // Whom this process blames when another thread latched the failure: a rank, or -1. Optional;
-  // called once, on the proxy thread, so that peers can name the culprit too.
-  std::function<int64_t()> blamed_rank = {};
   // CPUs that the thread may run on; empty: any.
   std::vector<int> cpus = {};
   // Overrides `transport`; for tests and benchmarks.
@@ -79,7 +76,8 @@ struct EndpointOptions {
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
 // reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's
-// doorbell is rung, peers are told so that they fail at once, and the thread ends.
+// doorbell is rung, peers are told whom the latch blames, so that they fail at once and blame the
+// same, and the thread ends.
 class Proxy final : public ProxyPort {
  public:
   static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);

@@ -54,6 +54,7 @@ void Monitor::Publish() {
   published_ = true;
   const std::string text = failure_->status().message().substr(0, kFailureTextBytes - 1);
   for (ControlBlock* control : options_.own) {
+    control->blamed_rank_plus_1 = static_cast<uint64_t>(failure_->blamed_rank() + 1);
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
     // Release: pairs with the acquire in Check; publishes the text.
     control->state.store(MemberState::kFailed, std::memory_order_release);
@@ -65,10 +66,11 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
   const MonitorOptions::Peer& peer = watched.peer;
   const std::string who = "group " + options_.group_name + ": rank " + std::to_string(peer.rank) +
                           " (pid " + std::to_string(peer.pid) + ") ";
+  int64_t blamed = peer.rank;
   const auto fail = [&](const std::string& what) {
     // Our own close may have begun since the caller looked; peers then leave one after the other.
     if (departures_expected_.load(std::memory_order_acquire)) return;
-    failure_->Set(Unavailable(who + what));
+    failure_->Set(Unavailable(who + what), blamed);
   };
   // Whoever has said good-bye or failed may exit as it likes.
   switch (peer.control->state.load(std::memory_order_acquire)) {
@@ -77,6 +79,8 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
     case MemberState::kFailed: {
       const std::string reason(peer.control->failure_text,
                                strnlen(peer.control->failure_text, kFailureTextBytes));
+      const uint64_t culprit = peer.control->blamed_rank_plus_1;
+      if (culprit != 0) blamed = static_cast<int64_t>(culprit) - 1;
       return fail("failed first: " + reason);
     }
     case MemberState::kClosed:

@@ -61,6 +61,7 @@ Status Session::AllocateMembers() {
                                                        .faulty_spec = env.faulty_spec,
                                                        .window_messages = env.window_messages,
                                                        .window_bytes = env.window_bytes,
+                                                       .inbox_slots = env.inbox_slots,
                                                        .peer_timeout = options_.peer_timeout,
                                                        .timeout = options_.timeout},
                                           failure_.get()));

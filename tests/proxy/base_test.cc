@@ -196,7 +196,7 @@ class PeerWatchTest : public testing::Test {
     while (now_ < end) {
       now_ += watch_.interval();
       if (heard_peer >= 0) watch_.Heard(static_cast<uint32_t>(heard_peer));
-      if (auto dead = watch_.Tick(now_)) return dead;
+      if (const auto dead = watch_.Tick(now_); !dead.empty()) return dead.front();
     }
     return std::nullopt;
   }
@@ -209,7 +209,7 @@ TEST_F(PeerWatchTest, a_peer_that_falls_silent_is_dead_after_its_timeout) {
   watch_.Start(now_);
   watch_.Heard(0);
   watch_.Heard(1);
-  EXPECT_FALSE(watch_.Tick(now_ += watch_.interval()).has_value());
+  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
   const Time begin = now_;
   const auto dead = TickUntil(begin + 2 * kTimeout, /*heard_peer=*/1);
   ASSERT_TRUE(dead.has_value());
@@ -235,14 +235,41 @@ TEST_F(PeerWatchTest, a_peer_that_left_in_order_is_not_dead) {
   EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, 1).has_value());
 }
 
+// Both are over the limit at the same tick. Once the one with the lower number was blamed.
+TEST_F(PeerWatchTest, of_several_dead_the_one_that_fell_silent_first_is_the_culprit) {
+  watch_.Start(now_);
+  watch_.Heard(1);
+  watch_.Heard(0);
+  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  std::vector<PeerWatch::Dead> dead;
+  while (dead.empty()) dead = watch_.Tick(now_ += watch_.interval());
+  ASSERT_EQ(dead.size(), 2u);
+  EXPECT_EQ(dead[0].peer, 1u);
+  EXPECT_EQ(dead[1].peer, 0u);
+}
+
+TEST_F(PeerWatchTest, a_lost_peer_is_dead_at_the_second_tick_unless_it_departs_before) {
+  watch_.Start(now_);
+  watch_.Heard(0);
+  watch_.Heard(1);
+  watch_.Lose(0);
+  watch_.Lose(1);
+  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  watch_.Depart(0);
+  const auto dead = watch_.Tick(now_ += watch_.interval());
+  ASSERT_EQ(dead.size(), 1u);
+  EXPECT_EQ(dead[0].peer, 1u);
+  EXPECT_TRUE(dead[0].is_lost);
+}
+
 // A process that was stopped for a minute hears nobody in that time. That is not its peers' fault.
 TEST_F(PeerWatchTest, time_in_which_we_did_not_run_is_not_counted) {
   watch_.Start(now_);
   watch_.Heard(0);
   watch_.Heard(1);
-  EXPECT_FALSE(watch_.Tick(now_ += watch_.interval()).has_value());
+  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
   now_ += std::chrono::seconds(60);
-  EXPECT_FALSE(watch_.Tick(now_).has_value());
+  EXPECT_TRUE(watch_.Tick(now_).empty());
   EXPECT_FALSE(TickUntil(now_ + kTimeout / 2, -1).has_value());
   EXPECT_TRUE(TickUntil(now_ + kTimeout, -1).has_value());
 }

@@ -1,8 +1,10 @@
 // GateTransport: wraps a transport so that a test decides what the proxy gets to see: it can hold
-// back local completions or arrivals, and inject arrivals that nobody sent.
+// back local completions or arrivals, inject arrivals that nobody sent, and choose how writes to a
+// peer are answered.
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -26,6 +28,10 @@ class Gate {
           TransportEvent{.kind = TransportEvent::Kind::kArrived, .immediate = immediate});
     });
   }
+  // The answer of every later PostWrite to this peer (handle of Connect).
+  void Answer(uint32_t peer, Status status) {
+    Locked([&] { answers_.insert_or_assign(peer, std::move(status)); });
+  }
   // The answer of every later PostWrite and Poll; OK restores.
   void Break(Status status) {
     Locked([&] { broken_ = std::move(status); });
@@ -44,6 +50,7 @@ class Gate {
   bool hold_sent_ = false;
   bool hold_arrivals_ = false;
   std::deque<TransportEvent> injected_;
+  std::map<uint32_t, Status> answers_;
   Status broken_;
 };
 
@@ -67,6 +74,8 @@ class GateTransport : public Transport {
     {
       std::lock_guard lock(gate_->mutex_);
       if (!gate_->broken_.ok()) return gate_->broken_;
+      const auto answer = gate_->answers_.find(request.peer);
+      if (answer != gate_->answers_.end()) return answer->second;
     }
     return inner_->PostWrite(request);
   }

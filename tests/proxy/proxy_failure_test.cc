@@ -384,6 +384,48 @@ TEST(PeerDeath, is_noticed_by_an_idle_group_too) {
   world.Stop();
 }
 
+// Once heartbeats stopped at the first peer whose queue was full, a dead one's, and those behind it
+// in the list found this rank, which lived, silent first.
+TEST(Heartbeats, pass_a_full_queue_so_that_all_blame_the_dead_rank) {
+  auto gate = std::make_shared<Gate>();
+  WorldOptions options = Gated(gate, /*gated_rank=*/0, /*num_ranks=*/4);
+  options.proxy.peer_timeout = milliseconds(1000);
+  options.proxy.faulty_spec = "seed=1,die_after=20,die_rank=1";
+  ProxyWorld world(options);
+  world.Start();
+  for (uint32_t rank = 0; rank < 4; ++rank) {  // all have heard of each other
+    for (const uint32_t peer : world.PeersOf(rank)) world.Push(rank, Signal(peer, 1));
+  }
+  for (const uint32_t peer : {1u, 2u, 3u}) world.AwaitFlag(peer, Channel::kPlan, 0, 1);
+  gate->Answer(/*peer=*/0, ResourceExhausted("queue full"));  // rank 0 to rank 1
+  for (const uint32_t rank : {0u, 2u, 3u}) {
+    const std::string message = AwaitFailure(world, rank);
+    EXPECT_TRUE(Contains(message, "rank 1")) << message;
+    EXPECT_FALSE(Contains(message, "rank 0 of group \"test\" stopped")) << message;
+  }
+  world.Stop();
+}
+
+// A rank that ends because another died leaves a broken connection too, and its own report may come
+// a moment after. Once the first connection that broke was blamed.
+TEST(PeerDeath, a_report_that_comes_with_the_broken_connection_names_the_culprit) {
+  auto gate = std::make_shared<Gate>();
+  ProxyWorld world(Gated(gate, /*gated_rank=*/1, /*num_ranks=*/3));
+  world.Start();
+  world.Barrier();
+  gate->Answer(/*peer=*/0, Unavailable("connection reset"));  // rank 1 to rank 0
+  world.Push(1, Signal(0, 1));
+  std::this_thread::sleep_for(milliseconds(20));  // the write has been tried
+  gate->Inject(*TryEncodeImm(Imm{.kind = ImmKind::kControl,
+                                 .flow = 0,
+                                 .epoch = static_cast<uint32_t>(ImmControl::kFailed),
+                                 .payload = 1 + 2}));
+  world.proxy(1).Kick();
+  const std::string message = AwaitFailure(world, 1);
+  EXPECT_TRUE(Contains(message, "rank 0 reported a failure of rank 2")) << message;
+  world.Stop();
+}
+
 TEST(LivePeer, that_does_nothing_is_kept_alive_by_heartbeats) {
   WorldOptions options;
   options.ranks_per_proxy = 1;
@@ -401,13 +443,13 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
   WorldOptions options;
   options.num_ranks = 3;
   options.ranks_per_proxy = 1;
-  options.proxy.blamed_rank = [] { return int64_t{2}; };
   ProxyWorld world(options);
   world.Start();
-  world.failure(0).Set(Unavailable("the monitor saw that rank 2 died"));
+  world.failure(0).Set(Unavailable("the monitor saw that rank 2 died"), /*blamed=*/2);
   world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
   EXPECT_TRUE(Contains(message, "rank 0 reported a failure of rank 2")) << message;
+  EXPECT_EQ(world.failure(1).blamed_rank(), 2);
   world.Stop();
 }
 
