@@ -24,9 +24,9 @@ namespace {
 // On the wire: token, then 8 bytes of length and a message; the answer is a length and a blob
 // {status code, text or answer}.
 constexpr uint64_t kBlobMagic = 0x3145444953504541;
-// A connection that does not say its question within this is closed.
-constexpr std::chrono::seconds kServeTime{5};
 constexpr int kBacklog = 128;
+// Before the next try to accept where no descriptor is left.
+constexpr std::chrono::milliseconds kAcceptNap{50};
 
 class Socket {
  public:
@@ -34,8 +34,11 @@ class Socket {
   ~Socket() {
     if (fd_ >= 0) close(fd_);
   }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
   int fd() const { return fd_; }
 
  private:
@@ -89,14 +92,26 @@ Result<std::string> ReceiveExactly(int fd, size_t num_bytes, const Deadline& dea
   return bytes;
 }
 
+Status BadLength(uint64_t num_bytes) {
+  return InvalidArgument("a message of " + std::to_string(num_bytes) +
+                         " bytes; at least 1 and at " + "most " +
+                         std::to_string(kMaxSideMessageBytes) + " are allowed");
+}
+
 Result<std::string> ReceiveMessage(int fd, const Deadline& deadline) {
   JAX_EP_ASSIGN_OR_RETURN(const std::string header, ReceiveExactly(fd, sizeof(uint64_t), deadline));
   const uint64_t num_bytes = BlobReader(header).U64();
-  if (num_bytes > kMaxSideMessageBytes) {
-    return InvalidArgument("a message of " + std::to_string(num_bytes) + " bytes; at most " +
-                           std::to_string(kMaxSideMessageBytes) + " are allowed");
-  }
+  if (num_bytes > kMaxSideMessageBytes) return BadLength(num_bytes);
   return ReceiveExactly(fd, static_cast<size_t>(num_bytes), deadline);
+}
+
+std::string EncodeAnswer(const Result<std::string>& answer) {
+  const std::string message =
+      BlobWriter()
+          .U64(static_cast<uint64_t>(answer.status().code()))
+          .Text(answer.ok() ? std::string_view(*answer) : answer.status().message())
+          .Take();
+  return BlobWriter().U64(message.size()).Take() + message;
 }
 
 // In constant time, so that its duration says nothing about the token.
@@ -174,35 +189,122 @@ std::string SideListener::Blob() const {
   return BlobWriter().U64(kBlobMagic).Text(address_).U64(port_).Text(token_).Take();
 }
 
+struct SideListener::Connection {
+  enum class State : uint8_t { kToken, kLength, kQuestion, kAnswer };
+
+  Socket socket;
+  Deadline deadline = Deadline::After(kSideServeTime);
+  State state = State::kToken;
+  size_t num_wanted = kSideTokenBytes;
+  std::string bytes = {};  // received of what the state wants; the answer in kAnswer
+  size_t num_sent = 0;
+};
+
 void SideListener::Run() {
-  pollfd waited[] = {{.fd = listener_, .events = POLLIN, .revents = 0},
-                     {.fd = stop_fd_, .events = POLLIN, .revents = 0}};
+  std::vector<Connection> connections;
+  std::vector<pollfd> waited;
+  bool may_accept = true;
   while (true) {
-    if (poll(waited, 2, -1) < 0 && errno != EINTR) return;
-    if ((waited[1].revents & POLLIN) != 0) return;
-    const Socket connection(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC));
-    if (connection.fd() >= 0) Serve(connection.fd());
+    waited.assign({{.fd = stop_fd_, .events = POLLIN, .revents = 0},
+                   {.fd = may_accept ? listener_ : -1, .events = POLLIN, .revents = 0}});
+    auto limit = std::chrono::nanoseconds(may_accept ? kSideServeTime : kAcceptNap);
+    for (const Connection& connection : connections) {
+      const bool sends = connection.state == Connection::State::kAnswer;
+      waited.push_back({.fd = connection.socket.fd(),
+                        .events = static_cast<short>(sends ? POLLOUT : POLLIN),
+                        .revents = 0});
+      limit = std::min(limit, connection.deadline.remaining());
+    }
+    const auto limit_ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
+    if (poll(waited.data(), waited.size(), static_cast<int>(limit_ms)) < 0 && errno != EINTR) {
+      return;
+    }
+    if ((waited[0].revents & POLLIN) != 0) return;
+    std::erase_if(connections, [this](Connection& connection) {
+      return !Advance(&connection) || connection.deadline.expired();
+    });
+    may_accept = AcceptAll(&connections);
+    num_open_.store(connections.size(), std::memory_order_relaxed);
   }
 }
 
-void SideListener::Serve(int connection) {
-  const Deadline deadline = Deadline::After(kServeTime);
-  const Result<std::string> token = ReceiveExactly(connection, token_.size(), deadline);
-  if (!token.ok() || !IsEqual(*token, token_)) {
-    LogWarning("a connection without this group's token was closed");
-    return;  // no word to strangers
+bool SideListener::AcceptAll(std::vector<Connection>* connections) {
+  const auto is_stranger = [](const Connection& connection) {
+    return connection.state == Connection::State::kToken;
+  };
+  while (true) {
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED)) return true;
+    const auto num_strangers = std::count_if(connections->begin(), connections->end(), is_stranger);
+    if (fd < 0 || num_strangers >= static_cast<ptrdiff_t>(kMaxSideStrangers)) {
+      const auto oldest = std::find_if(connections->begin(), connections->end(), is_stranger);
+      if (oldest == connections->end()) return false;
+      connections->erase(oldest);
+    }
+    if (fd < 0) continue;
+    connections->push_back(Connection{.socket = Socket(fd)});
+    // Most have sent all by now.
+    if (!Advance(&connections->back())) connections->pop_back();
   }
-  const Result<std::string> question = ReceiveMessage(connection, deadline);
-  Result<std::string> answer = question.ok() ? handler_(*question) : question.status();
-  const std::string message =
-      BlobWriter()
-          .U64(static_cast<uint64_t>(answer.status().code()))
-          .Text(answer.ok() ? std::string_view(*answer) : answer.status().message())
-          .Take();
-  // If it does not get through, the peer's own deadline reports that.
-  const Status sent =
-      SendAll(connection, BlobWriter().U64(message.size()).Take() + message, deadline);
-  if (!sent.ok()) LogDebug("side channel: " + sent.message());
+}
+
+bool SideListener::Advance(Connection* connection) {
+  using State = Connection::State;
+  const int fd = connection->socket.fd();
+  std::string& bytes = connection->bytes;
+  while (connection->state != State::kAnswer) {
+    const size_t num_had = bytes.size();
+    bytes.resize(connection->num_wanted);
+    const ssize_t received = recv(fd, bytes.data() + num_had, bytes.size() - num_had, MSG_DONTWAIT);
+    bytes.resize(num_had + static_cast<size_t>(std::max<ssize_t>(received, 0)));
+    if (received < 0 && errno == EINTR) continue;
+    if (received < 0 && errno == EAGAIN) return true;
+    if (received <= 0) return false;
+    if (bytes.size() < connection->num_wanted) continue;
+    switch (connection->state) {
+      case State::kToken:
+        if (!TakeToken(connection)) return false;
+        break;
+      case State::kLength: {
+        const uint64_t num_bytes = BlobReader(bytes).U64();
+        const bool is_possible = num_bytes > 0 && num_bytes <= kMaxSideMessageBytes;
+        connection->state = is_possible ? State::kQuestion : State::kAnswer;
+        connection->num_wanted = is_possible ? static_cast<size_t>(num_bytes) : 0;
+        bytes = is_possible ? std::string() : EncodeAnswer(BadLength(num_bytes));
+        break;
+      }
+      case State::kQuestion:
+        connection->state = State::kAnswer;
+        bytes = EncodeAnswer(handler_(bytes));
+        break;
+      case State::kAnswer:
+        break;
+    }
+  }
+  while (connection->num_sent < bytes.size()) {
+    const ssize_t sent = send(fd, bytes.data() + connection->num_sent,
+                              bytes.size() - connection->num_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0 && errno == EAGAIN) return true;
+    // If it does not get through, the peer's own deadline reports that.
+    if (sent <= 0) return false;
+    connection->num_sent += static_cast<size_t>(sent);
+  }
+  return false;
+}
+
+bool SideListener::TakeToken(Connection* connection) {
+  if (!IsEqual(connection->bytes, token_)) {
+    // No word to strangers, and one to the log: they may be many.
+    if (!std::exchange(has_warned_, true)) {
+      LogWarning("a connection without this group's token was closed");
+    }
+    return false;
+  }
+  connection->state = Connection::State::kLength;
+  connection->num_wanted = sizeof(uint64_t);
+  connection->bytes.clear();
+  return true;
 }
 
 Result<std::string> AskPeer(std::string_view blob, std::string_view question, Deadline deadline) {

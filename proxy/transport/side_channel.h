@@ -3,6 +3,8 @@
 // the listener made and that only members of the group can read in the bootstrap's store.
 #pragma once
 
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -10,6 +12,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <vector>
 
 #include "proxy/base/deadline.h"
 #include "proxy/base/status.h"
@@ -18,7 +21,13 @@ namespace jax_ep {
 
 inline constexpr size_t kSideTokenBytes = 32;
 inline constexpr uint64_t kMaxSideMessageBytes = 64 << 10;
+// A connection that has not asked and read its answer within this is closed.
+inline constexpr std::chrono::seconds kSideServeTime{5};
+// Open connections that have not presented the token; one more closes the oldest of them.
+inline constexpr size_t kMaxSideStrangers = 128;
 
+// One thread serves all connections at once, so a silent one holds up nobody. Nothing is allocated
+// or asked of the handler for a connection before it has presented the token.
 class SideListener {
  public:
   // Answers a question, or refuses it. Called on the listener's thread, one at a time.
@@ -33,17 +42,27 @@ class SideListener {
   // For AskPeer: address, port and token.
   std::string Blob() const;
   uint16_t port() const { return port_; }
+  // Connections being served. Any thread.
+  size_t num_open() const { return num_open_.load(std::memory_order_relaxed); }
 
  private:
+  struct Connection;
+
   SideListener() = default;
   void Run();
-  void Serve(int connection);
+  // False: no descriptor is left for the connection that waits.
+  bool AcceptAll(std::vector<Connection>* connections);
+  // Goes on as far as it can without waiting. False: it is done with.
+  bool Advance(Connection* connection);
+  bool TakeToken(Connection* connection);
 
   std::string address_;
   std::string token_;
   uint16_t port_ = 0;
   int listener_ = -1;
   int stop_fd_ = -1;
+  std::atomic<size_t> num_open_{0};
+  bool has_warned_ = false;  // of a stranger
   Handler handler_;
   std::thread thread_;
 };

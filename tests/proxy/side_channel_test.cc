@@ -11,6 +11,7 @@
 #include <atomic>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "proxy/base/blob.h"
 #include "proxy/transport/interfaces.h"
@@ -88,6 +89,54 @@ TEST_F(SideChannel, who_lacks_the_token_gets_no_word) {
   EXPECT_EQ(Send(listener->port(), ""), "");
   EXPECT_EQ(Send(listener->port(), std::string(kSideTokenBytes, '\0') + message), "");
   EXPECT_EQ(num_asked, 1);
+}
+
+// Strangers' connections, closed at the end.
+class Strangers {
+ public:
+  explicit Strangers(uint16_t port) : port_(port) {}
+  ~Strangers() {
+    for (const int fd : fds_) close(fd);
+  }
+  void Connect(const std::string& bytes) {
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    sockaddr_in name{};
+    name.sin_family = AF_INET;
+    name.sin_port = htons(port_);
+    inet_pton(AF_INET, "127.0.0.1", &name.sin_addr);
+    ASSERT_EQ(connect(fd, reinterpret_cast<const sockaddr*>(&name), sizeof(name)), 0);
+    ASSERT_EQ(send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+    fds_.push_back(fd);
+  }
+
+ private:
+  uint16_t port_;
+  std::vector<int> fds_;
+};
+
+// Once each of them held up all others for five seconds.
+TEST_F(SideChannel, silent_connections_hold_up_nobody) {
+  Strangers strangers(listener->port());
+  for (int i = 0; i < 4; ++i) strangers.Connect("");
+  strangers.Connect("half a token");
+  strangers.Connect(Token());  // a member that stops after the token
+  const Result<std::string> answer =
+      AskPeer(listener->Blob(), "hello", Deadline::After(kSideServeTime / 2));
+  ASSERT_TRUE(answer.ok()) << answer.status().message();
+  EXPECT_EQ(*answer, "echo hello");
+}
+
+TEST_F(SideChannel, of_too_many_without_the_token_the_oldest_are_closed) {
+  Strangers strangers(listener->port());
+  for (size_t i = 0; i < 2 * kMaxSideStrangers; ++i) {
+    strangers.Connect("?");
+    if (i % 16 == 0) {  // the listener keeps up
+      ASSERT_TRUE(AskPeer(listener->Blob(), "hello", Soon()).ok());
+    }
+  }
+  ASSERT_TRUE(AskPeer(listener->Blob(), "hello", Soon()).ok());
+  EXPECT_LE(listener->num_open(), kMaxSideStrangers + 1);  // and the answered one, perhaps
 }
 
 TEST_F(SideChannel, an_impossible_length_is_refused_before_it_is_used) {
