@@ -1,6 +1,10 @@
 // Set-up of an endpoint and the order of one round.
 #include "proxy/endpoint.h"
 
+#include <errno.h>
+#include <string.h>
+#include <sys/random.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,6 +12,9 @@
 
 namespace jax_ep {
 namespace {
+
+constexpr uint32_t kNeededImmediateBits = 32;
+constexpr uint32_t kSecretImmediateBits = 64;
 
 Status CheckOptions(const EndpointOptions& options) {
   const auto bad = [&options](const std::string& what) {
@@ -44,7 +51,6 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
                                                    const EndpointOptions& options,
                                                    std::unique_ptr<Transport> transport) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
-  constexpr uint32_t kNeededImmediateBits = 32;
   if (transport->Caps().immediate_bits < kNeededImmediateBits) {
     return Unimplemented("transport: carries " + std::to_string(transport->Caps().immediate_bits) +
                          " bits of immediate data; 32 are needed");
@@ -53,6 +59,7 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
                           CommandRing::Create(options.ring_slots, options.ring_memory));
   std::unique_ptr<Endpoint> endpoint(
       new Endpoint(proxy, options, std::move(transport), std::move(ring)));
+  if (endpoint->uses_secrets_) JAX_EP_RETURN_IF_ERROR(endpoint->DrawSecrets());
   JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_,
                           endpoint->transport_->Register(MemoryRegion{
                               .bytes = options.heap, .export_blob = options.heap_export}));
@@ -71,6 +78,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       doorbell_(options.doorbell),
       transport_(std::move(transport)),
       caps_(transport_->Caps()),
+      uses_secrets_(caps_.immediate_bits >= kSecretImmediateBits),
       peer_of_rank_(options.num_ranks, -1),
       watch_(static_cast<uint32_t>(options.peers.size()), proxy.peer_timeout, proxy.timeout),
       ring_(std::move(ring)) {
@@ -104,6 +112,15 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
   ack_flows_.reserve(num_flows);
 }
 
+Status Endpoint::DrawSecrets() {
+  for (Peer& peer : peers_) {
+    if (getrandom(&peer.own_secret, sizeof(peer.own_secret), 0) != sizeof(peer.own_secret)) {
+      return Internal(Where() + ": getrandom: " + strerror(errno));
+    }
+  }
+  return Status::Ok();
+}
+
 std::string Endpoint::LocalBlob() const {
   PeerBlob blob{.group_name = group_name_,
                 .rank = rank_,
@@ -112,7 +129,10 @@ std::string Endpoint::LocalBlob() const {
                 .ll_slots = ll_slots_,
                 .transport_address = transport_->LocalAddress(),
                 .heap_key = heap_region_.key};
-  for (const Peer& peer : peers_) blob.peers.push_back(peer.rank);
+  for (const Peer& peer : peers_) {
+    blob.peers.push_back(peer.rank);
+    if (uses_secrets_) blob.secrets.push_back(peer.own_secret);
+  }
   return blob.Encode();
 }
 
@@ -147,6 +167,10 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
     return InvalidArgument(what + "it does not expect rank " + number(rank_) +
                            " as a peer; node_size differs between the two");
   }
+  if (blob.secrets.empty() == uses_secrets_) {
+    return differs("immediate", uses_secrets_ ? "32 bits" : "64 bits",
+                   uses_secrets_ ? "64 bits" : "32 bits");
+  }
   const auto with_context = [&what](const Status& status) {
     return Status(status.code(), what + status.message());
   };
@@ -157,6 +181,7 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
   peer.handle = *handle;
   peer.heap_region = *region;
   peer.first_flow = static_cast<uint32_t>(self - blob.peers.begin()) * kNumChannels;
+  if (uses_secrets_) peer.its_secret = blob.secrets[peer.first_flow / kNumChannels];
   peer.is_connected = true;
   const uint32_t index = static_cast<uint32_t>(peer_of_rank_[rank]);
   for (uint32_t c = 0; c < kNumChannels; ++c) {

@@ -90,6 +90,8 @@ class Endpoint {
     uint32_t handle = 0;       // of Transport::Connect
     uint32_t heap_region = 0;  // of Transport::ImportRemoteKey
     uint32_t first_flow = 0;   // our flow ids at the peer start here
+    uint32_t own_secret = 0;   // that it presents to us; both only if uses_secrets_
+    uint32_t its_secret = 0;   // that we present to it
     bool is_told = false;      // by the SendToAll under way
     bool is_heartbeat_due = false;
     std::string why_lost = {};  // the transport's words; "": writes to it are possible
@@ -97,6 +99,8 @@ class Endpoint {
 
   Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
            std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring);
+
+  Status DrawSecrets();
 
   // endpoint_send.cc
   Status PopCommands(bool* did_work);
@@ -119,7 +123,7 @@ class Endpoint {
 
   // endpoint_receive.cc
   Status PollTransport(bool* did_work);
-  Status OnArrival(uint32_t immediate);
+  Status OnArrival(const TransportEvent& event);
   Status OnMessage(uint32_t flow_index, const Imm& imm);
   Status OnControl(uint32_t flow_index, const Imm& imm);
   Status Publish();
@@ -141,7 +145,8 @@ class Endpoint {
   const bool must_poll_;
   Doorbell* const doorbell_;
   std::unique_ptr<Transport> transport_;
-  TransportCaps caps_;
+  const TransportCaps caps_;
+  const bool uses_secrets_;
   LocalRegion heap_region_;
 
   std::vector<Peer> peers_;            // sorted by rank
@@ -174,6 +179,7 @@ class Endpoint {
   std::vector<uint32_t> ack_flows_;
   uint32_t steps_since_ack_ = 0;
 
+  Counter num_forged_;  // immediates without the secret of the peer that they claim to be from
   int64_t blamed_rank_ = FailureLatch::kNobody;
   Status control_error_;  // of a TrySendControl that met more than a full queue
 };

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "proxy/base/log.h"
 #include "proxy/endpoint.h"
 
 namespace jax_ep {
@@ -23,7 +24,7 @@ Status Endpoint::PollTransport(bool* did_work) {
           --(event.token == kControlToken ? num_control_in_transport_ : num_in_transport_);
           break;
         case TransportEvent::Kind::kArrived:
-          JAX_EP_RETURN_IF_ERROR(OnArrival(event.immediate));
+          JAX_EP_RETURN_IF_ERROR(OnArrival(event));
           break;
         case TransportEvent::Kind::kFlushed:
           if (!is_flushing_ || event.token != flush_token_) {
@@ -39,8 +40,20 @@ Status Endpoint::PollTransport(bool* did_work) {
   return Status::Ok();
 }
 
-Status Endpoint::OnArrival(uint32_t immediate) {
+Status Endpoint::OnArrival(const TransportEvent& event) {
+  const uint32_t immediate = event.immediate;
   const Imm imm = DecodeImm(immediate);
+  if (uses_secrets_ && (imm.flow >= recv_flows_.size() ||
+                        event.secret != peers_[imm.flow / kNumChannels].own_secret)) {
+    // A stranger's. It must neither move a flag nor end the group.
+    if (num_forged_.Get() == 0) {
+      LogWarning(Where() +
+                 ": an immediate without the secret of its sender was dropped; somebody " +
+                 "outside the group reaches this endpoint (dump_state counts them)");
+    }
+    num_forged_.Add(1);
+    return Status::Ok();
+  }
   if (imm.flow >= recv_flows_.size()) {
     return InvalidArgument(Where() + ": an arrival of unknown sender: immediate " +
                            std::to_string(immediate) + " names flow " + std::to_string(imm.flow) +

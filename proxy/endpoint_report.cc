@@ -125,7 +125,8 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
 
 void Endpoint::AppendState(std::string* text) const {
   *text += Where() + ": commands popped " + std::to_string(ring_->num_popped()) + ", quiet epoch " +
-           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + "\n";
+           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) +
+           ", forged immediates dropped " + std::to_string(num_forged_.Get()) + "\n";
   transport_->AppendState(text);
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {
     const SendFlow& send = send_flows_[i];

@@ -179,6 +179,7 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
                                            .length_bytes = piece_bytes,
                                            .has_immediate = true,
                                            .immediate = *TryEncodeImm(imm),
+                                           .secret = peer.its_secret,
                                            .token = flow_index});
     if (!status.ok()) {
       if (status.code() == StatusCode::kResourceExhausted) {
@@ -245,6 +246,7 @@ bool Endpoint::TrySendControl(uint32_t peer, ImmControl control, Channel channel
   const Status status = transport_->PostWrite(WriteRequest{.peer = peers_[peer].handle,
                                                            .has_immediate = true,
                                                            .immediate = *TryEncodeImm(imm),
+                                                           .secret = peers_[peer].its_secret,
                                                            .token = kControlToken});
   if (status.ok()) {
     ++num_control_in_transport_;

@@ -1,5 +1,7 @@
 #include "proxy/peer_blob.h"
 
+#include <cstring>
+
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
 
@@ -17,7 +19,9 @@ std::string PeerBlob::Encode() const {
   // One bit per rank.
   std::string bits((num_ranks + 7) / 8, '\0');
   for (const uint32_t peer : peers) bits[peer / 8] |= static_cast<char>(1 << (peer % 8));
-  return writer.Text(bits).Take();
+  std::string packed(secrets.size() * sizeof(uint32_t), '\0');
+  if (!packed.empty()) std::memcpy(packed.data(), secrets.data(), packed.size());
+  return writer.Text(bits).Text(packed).Take();
 }
 
 Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
@@ -42,11 +46,19 @@ Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
   blob.transport_address = reader.Text();
   blob.heap_key = reader.Text();
   const std::string_view bits = reader.Text();
+  const std::string_view packed = reader.Text();
   if (!reader.finished() || blob.num_ranks > kMaxRanks || bits.size() != (blob.num_ranks + 7) / 8) {
     return InvalidArgument("the blob of an endpoint is damaged");
   }
   for (uint32_t rank = 0; rank < blob.num_ranks; ++rank) {
     if ((bits[rank / 8] >> (rank % 8) & 1) != 0) blob.peers.push_back(rank);
+  }
+  if (!packed.empty()) {
+    if (packed.size() != blob.peers.size() * sizeof(uint32_t)) {
+      return InvalidArgument("the blob of an endpoint is damaged");
+    }
+    blob.secrets.resize(blob.peers.size());
+    std::memcpy(blob.secrets.data(), packed.data(), packed.size());
   }
   return blob;
 }

@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-inline constexpr uint64_t kProtocolVersion = 1;  // commands, immediates, this blob, flag meaning
+inline constexpr uint64_t kProtocolVersion = 2;  // commands, immediates, this blob, flag meaning
 
 struct PeerBlob {
   std::string group_name = {};
@@ -24,6 +24,9 @@ struct PeerBlob {
   // Sorted. The flow id of (peer, channel) at this endpoint is the peer's position here times
   // kNumChannels plus the channel: so the sender can compute what the receiver assigned.
   std::vector<uint32_t> peers = {};
+  // By position in `peers`: what that peer has to present with each of its immediates. Empty where
+  // the transport has no room for it.
+  std::vector<uint32_t> secrets = {};
 
   std::string Encode() const;
   // \error kInvalidArgument  another protocol version, or garbage

@@ -25,7 +25,8 @@ struct TransportCaps {
   bool needs_registration = false;       // local memory must be registered before it is sent
   bool cheap_wake = false;               // senders ring the bell themselves: sleeping costs little
   uint64_t max_message_bytes = 0;        // longest PostWrite
-  uint32_t immediate_bits = 0;           // at least 32 for our protocol
+  // At least 32 for our protocol; 64: WriteRequest::secret travels too.
+  uint32_t immediate_bits = 0;
 };
 
 // Memory to be read and written by peers.
@@ -51,17 +52,20 @@ struct WriteRequest {
   uint64_t length_bytes = 0;  // 0: only the immediate travels
   bool has_immediate = false;
   uint32_t immediate = 0;
-  uint64_t token = 0;  // comes back in the kSent event
+  uint32_t secret = 0;  // rides beside the immediate where Caps says that there is room
+  uint64_t token = 0;   // comes back in the kSent event
 };
 
 struct TransportEvent {
   enum class Kind : uint8_t {
     kSent,     // a write of ours no longer needs its source bytes; `token` is set
-    kArrived,  // a peer's write with immediate has arrived; `immediate` is set. Says not from whom
+    kArrived,  // a write with immediate has arrived; `immediate` (and `secret`, where Caps says
+               // so) are set. Says not from whom: on some networks that may be a stranger
     kFlushed,  // a Flush has completed; `token` is set
   };
   Kind kind = Kind::kSent;
   uint32_t immediate = 0;
+  uint32_t secret = 0;
   uint64_t token = 0;
 };
 

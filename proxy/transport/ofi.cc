@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <utility>
 #include <vector>
 
@@ -33,7 +34,7 @@ namespace {
 constexpr uint64_t kAddressMagic = 0x3149464f4c504541;
 constexpr uint64_t kKeyMagic = 0x3259454b49464f4a;
 constexpr size_t kBatchEntries = 16;
-constexpr size_t kSignalBytes = 64;
+constexpr int kSecretShift = 32;  // the protocol's immediate below it
 
 // Errors that say "the peer, or the way to it, is gone" and not "we did something wrong".
 bool IsPeerGone(int error) {
@@ -56,34 +57,50 @@ bool IsPeerGone(int error) {
   }
 }
 
-std::string Describe(const OfiLibrary& library, const std::vector<OfiInfo>& rails) {
-  std::string text = "libfabric " + std::to_string(FI_MAJOR(library.version())) + "." +
-                     std::to_string(FI_MINOR(library.version())) + ", provider " +
-                     rails.front()->fabric_attr->prov_name + " on";
-  for (const OfiInfo& rail : rails) text += " " + std::string(rail->domain_attr->name);
-  return text;
+struct OpenedRails {
+  std::vector<std::unique_ptr<OfiRail>> rails;
+  std::string description;
+};
+
+// The first provider, in order of preference, whose rails all work.
+Result<OpenedRails> OpenRails(const OfiLibrary& library, const TransportOptions& options) {
+  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+  // Only a wrapper that splits writes needs to know when bytes have arrived; it costs a message.
+  const bool delivery_complete = options.faulty_spec.find("split") != std::string::npos;
+  OpenedRails opened;
+  const auto open = [&](std::vector<OfiInfo> infos) -> Status {
+    opened.rails.clear();
+    for (OfiInfo& info : infos) {
+      JAX_EP_ASSIGN_OR_RETURN(
+          std::unique_ptr<OfiRail> rail,
+          OfiRail::Create(library, std::move(info), /*must_wake=*/options.bell != nullptr));
+      opened.rails.push_back(std::move(rail));
+    }
+    return Status::Ok();
+  };
+  JAX_EP_ASSIGN_OR_RETURN(
+      const std::string left_out,
+      ChooseOfiRails(library, env, options.rank, options.place, delivery_complete, open));
+  opened.description = "libfabric " + std::to_string(FI_MAJOR(library.version())) + "." +
+                       std::to_string(FI_MINOR(library.version())) + ", provider " +
+                       opened.rails.front()->info().fabric_attr->prov_name + " on";
+  for (const auto& rail : opened.rails) {
+    opened.description += " " + std::string(rail->info().domain_attr->name);
+  }
+  if (!left_out.empty()) opened.description += "; left out: " + left_out;
+  return opened;
 }
 
 class OfiTransport : public Transport {
  public:
   static Result<std::unique_ptr<Transport>> Create(const TransportOptions& options) {
     JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
-    JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-    // Only a wrapper that splits writes needs to know when bytes have arrived; it costs a message.
-    const bool delivery_complete = options.faulty_spec.find("split") != std::string::npos;
-    JAX_EP_ASSIGN_OR_RETURN(
-        std::vector<OfiInfo> infos,
-        ChooseOfiRails(*library, env, options.rank, options.place, delivery_complete));
+    JAX_EP_ASSIGN_OR_RETURN(OpenedRails opened, OpenRails(*library, options));
     if (IsLogged(LogLevel::kInfo)) {
-      LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + Describe(*library, infos));
+      LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + opened.description);
     }
-    auto transport = std::unique_ptr<OfiTransport>(new OfiTransport(*library, options, infos));
-    for (OfiInfo& info : infos) {
-      JAX_EP_ASSIGN_OR_RETURN(
-          std::unique_ptr<OfiRail> rail,
-          OfiRail::Create(*library, std::move(info), /*must_wake=*/options.bell != nullptr));
-      transport->rails_.push_back(std::move(rail));
-    }
+    auto transport =
+        std::unique_ptr<OfiTransport>(new OfiTransport(*library, options, std::move(opened.rails)));
     JAX_EP_RETURN_IF_ERROR(transport->Start(options));
     return std::unique_ptr<Transport>(std::move(transport));
   }
@@ -93,8 +110,9 @@ class OfiTransport : public Transport {
   std::string LocalAddress() const override {
     BlobWriter writer;
     writer.U64(kAddressMagic).U64(rank_).Text(provider_).U64(rails_.size());
-    for (size_t i = 0; i < rails_.size(); ++i) {
-      writer.Text(rails_[i]->address()).U64(signal_[i].remote.base).U64(signal_[i].remote.key);
+    for (const auto& rail : rails_) {
+      const OfiRemote& signal = rail->signal().remote;
+      writer.Text(rail->address()).U64(signal.base).U64(signal.key);
     }
     return writer.Take();
   }
@@ -181,10 +199,10 @@ class OfiTransport : public Transport {
     next_rail_ = index + 1 == rails_.size() ? 0 : index + 1;
     OfiRail::Write write{.to = peer.addresses[index],
                          .peer = request.peer,
-                         .local = &signal_[index],
+                         .local = &rails_[index]->signal(),
                          .remote = peer.signal[index],
                          .has_immediate = request.has_immediate,
-                         .immediate = request.immediate,
+                         .immediate = uint64_t{request.secret} << kSecretShift | request.immediate,
                          .token = request.token};
     if (request.length_bytes > 0) {
       write.local = &regions_[request.local_region][index];
@@ -239,7 +257,8 @@ class OfiTransport : public Transport {
                std::to_string(rail->num_messages()) + " messages, " +
                std::to_string(rail->num_bytes()) + " bytes posted";
     }
-    *text += "\n";
+    *text += "; errors of no write of ours " +
+             std::to_string(num_foreign_errors_.load(std::memory_order_relaxed)) + "\n";
   }
 
  private:
@@ -253,35 +272,34 @@ class OfiTransport : public Transport {
   };
 
   OfiTransport(const OfiLibrary& library, const TransportOptions& options,
-               const std::vector<OfiInfo>& infos)
+               std::vector<std::unique_ptr<OfiRail>> rails)
       : library_(library),
         rank_(options.rank),
-        provider_(infos.front()->fabric_attr->prov_name),
-        caps_(MakeCaps(infos)),
-        bounds_("ofi", caps_.max_message_bytes) {}
+        provider_(rails.front()->info().fabric_attr->prov_name),
+        caps_(MakeCaps(rails)),
+        bounds_("ofi", caps_.max_message_bytes),
+        rails_(std::move(rails)) {}
 
-  static TransportCaps MakeCaps(const std::vector<OfiInfo>& infos) {
+  static TransportCaps MakeCaps(const std::vector<std::unique_ptr<OfiRail>>& rails) {
     TransportCaps caps{.arrival_implies_visible = true,
                        .gpu_direct = true,
                        .delivery_complete = true,
                        .needs_registration = true,
                        .max_message_bytes = kMaxCommandBytes,
-                       .immediate_bits = 32};
-    for (const OfiInfo& info : infos) {
-      caps.gpu_direct = caps.gpu_direct && (info->caps & FI_HMEM) != 0;
+                       .immediate_bits = 64};
+    for (const auto& rail : rails) {
+      const fi_info& info = rail->info();
+      caps.gpu_direct = caps.gpu_direct && (info.caps & FI_HMEM) != 0;
       caps.delivery_complete =
-          caps.delivery_complete && (info->tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0;
+          caps.delivery_complete && (info.tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0;
       caps.max_message_bytes =
-          std::min<uint64_t>(caps.max_message_bytes, info->ep_attr->max_msg_size);
+          std::min<uint64_t>(caps.max_message_bytes, info.ep_attr->max_msg_size);
+      caps.immediate_bits = std::min(caps.immediate_bits, rail->immediate_bits());
     }
     return caps;
   }
 
   Status Start(const TransportOptions& options) {
-    for (const auto& rail : rails_) {
-      JAX_EP_ASSIGN_OR_RETURN(const OfiLocal local, rail->Register(signal_bytes_, /*device=*/-1));
-      signal_.push_back(local);
-    }
     if (options.bell == nullptr) return Status::Ok();
     std::vector<int> fds;
     for (const auto& rail : rails_) {
@@ -319,7 +337,8 @@ class OfiTransport : public Transport {
         // Not by FI_RMA: some providers do not set it.
         if ((entry.flags & FI_REMOTE_CQ_DATA) != 0) {
           events[(*count)++] = {.kind = TransportEvent::Kind::kArrived,
-                                .immediate = static_cast<uint32_t>(entry.data)};
+                                .immediate = static_cast<uint32_t>(entry.data),
+                                .secret = static_cast<uint32_t>(entry.data >> kSecretShift)};
           if (operation != nullptr) rail.Finish(operation);
         } else if (operation != nullptr) {
           if (!operation->is_receive) {
@@ -341,23 +360,22 @@ class OfiTransport : public Transport {
     if (rc < 0) return Internal("ofi: " + library_.Describe("fi_cq_readerr", rc));
     auto* const operation = static_cast<OfiOperation*>(error.op_context);
     const std::string what = rail.DescribeError(error);
-    if (!IsPeerGone(error.err)) {
-      const bool is_write = operation != nullptr && !operation->is_receive;
-      return Internal(
-          "ofi: " +
-          (is_write ? "writing to rank " + std::to_string(peers_[operation->peer].rank) + ": "
-                    : std::string()) +
-          what);
-    }
-    if (operation == nullptr) {
+    if (operation == nullptr || operation->is_receive) {
+      // No write of ours: what a stranger sent, with a wrong key or too long, or a connection that
+      // broke. It must not end the group; the receive is posted again.
+      num_foreign_errors_.store(num_foreign_errors_.load(std::memory_order_relaxed) + 1,
+                                std::memory_order_relaxed);
       LogDebug("ofi: " + what);
+      if (operation != nullptr) rail.Finish(operation);
       return Status::Ok();
     }
-    if (!operation->is_receive) {
-      MarkGone(peers_[operation->peer], what);
-      events[(*count)++] = {.kind = TransportEvent::Kind::kSent, .token = operation->token};
-      rail.Finish(operation);
+    Peer& peer = peers_[operation->peer];
+    if (!IsPeerGone(error.err)) {
+      return Internal("ofi: writing to rank " + std::to_string(peer.rank) + ": " + what);
     }
+    MarkGone(peer, what);
+    events[(*count)++] = {.kind = TransportEvent::Kind::kSent, .token = operation->token};
+    rail.Finish(operation);
     return Status::Ok();
   }
 
@@ -366,15 +384,14 @@ class OfiTransport : public Transport {
   const std::string provider_;
   const TransportCaps caps_;
   WriteBounds bounds_;
-  alignas(64) std::array<std::byte, kSignalBytes> signal_bytes_{};  // never written
-  std::vector<std::unique_ptr<OfiRail>> rails_;
-  std::vector<OfiLocal> signal_;                // signal_bytes_ by rail
+  const std::vector<std::unique_ptr<OfiRail>> rails_;
   std::vector<std::vector<OfiLocal>> regions_;  // by handle and rail
   std::vector<Peer> peers_;
   SentQueue sent_;  // of writes that needed no completion
   size_t next_rail_ = 0;
   size_t first_polled_rail_ = 0;
-  std::unique_ptr<Waker> waker_;  // last: its thread uses the rails' descriptors
+  std::atomic<uint64_t> num_foreign_errors_{0};  // errors that belong to no write of ours
+  std::unique_ptr<Waker> waker_;                 // last: its thread uses the rails' descriptors
 };
 
 }  // namespace
@@ -385,11 +402,8 @@ Result<std::unique_ptr<Transport>> MakeOfiTransport(const TransportOptions& opti
 
 Status ProbeOfi(std::string* description) {
   JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
-  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-  JAX_EP_ASSIGN_OR_RETURN(const std::vector<OfiInfo> rails,
-                          ChooseOfiRails(*library, env, /*rank=*/0, RankPlace{},
-                                         /*delivery_complete=*/false));
-  *description = Describe(*library, rails);
+  JAX_EP_ASSIGN_OR_RETURN(const OpenedRails opened, OpenRails(*library, TransportOptions{}));
+  *description = opened.description;
   return Status::Ok();
 }
 

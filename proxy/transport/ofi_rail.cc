@@ -8,8 +8,10 @@
 #include <sys/random.h>
 
 #include <algorithm>
-#include <array>
+#include <chrono>
 #include <utility>
+
+#include "proxy/base/deadline.h"
 
 namespace jax_ep {
 namespace {
@@ -21,6 +23,10 @@ constexpr size_t kMaxReceives = 4096;
 constexpr size_t kQueueEntries = 8192;
 constexpr int kDrainPolls = 256;
 constexpr int kKeyAttempts = 8;  // random keys that may collide before we give up
+// How long an immediate to ourselves may take. Only providers that lose it take long, and a machine
+// that hardly runs us.
+constexpr std::chrono::seconds kSelfTime{5};
+constexpr uint64_t kSelfImmediate = 0x53454c46696d6d73;
 
 // A key that nobody can guess: whoever connects to our endpoint without having read it in the
 // bootstrap's store can write nothing and signal nothing.
@@ -36,6 +42,8 @@ Result<std::unique_ptr<OfiRail>> OfiRail::Create(const OfiLibrary& library, OfiI
                                                  bool must_wake) {
   std::unique_ptr<OfiRail> rail(new OfiRail(library, std::move(info)));
   JAX_EP_RETURN_IF_ERROR(rail->Open(must_wake));
+  JAX_EP_ASSIGN_OR_RETURN(rail->signal_, rail->Register(rail->signal_bytes_, /*device=*/-1));
+  JAX_EP_RETURN_IF_ERROR(rail->CheckSelf());
   return rail;
 }
 
@@ -128,6 +136,51 @@ Status OfiRail::OpenQueue(bool must_wake) {
   if (attr.wait_obj == FI_WAIT_FD && fi_control(&cq->fid, FI_GETWAIT, &wait_fd_) != 0) {
     wait_fd_ = -1;
   }
+  return Status::Ok();
+}
+
+Status OfiRail::CheckSelf() {
+  const auto failed = [this](const std::string& why) {
+    return Unavailable("ofi: provider " + std::string(info_->fabric_attr->prov_name) +
+                       " carries no immediate (RMA write with remote CQ data) to itself: " + why);
+  };
+  JAX_EP_ASSIGN_OR_RETURN(const fi_addr_t self, AddPeer(address_));
+  const Write write{.to = self,
+                    .local = &signal_,
+                    .remote = signal_.remote,
+                    .has_immediate = true,
+                    .immediate = kSelfImmediate};
+  const Deadline deadline = Deadline::After(kSelfTime);
+  bool is_posted = false;
+  bool is_sent = false;
+  bool has_arrived = false;
+  while (!is_sent || !has_arrived) {
+    if (deadline.expired()) return failed("none came within 5 s");
+    if (!is_posted) {
+      const ssize_t rc = Post(write, &is_sent);
+      if (rc != 0 && rc != -FI_EAGAIN) return failed(library_.Describe("posting", rc));
+      is_posted = rc == 0;
+    }
+    fi_cq_data_entry entry;
+    const ssize_t num_read = ReadCompletions({&entry, 1});
+    if (num_read == -FI_EAVAIL) {
+      fi_cq_err_entry error;
+      if (ReadError(&error) == 1) return failed(DescribeError(error));
+    } else if (num_read == 1) {
+      auto* const operation = static_cast<OfiOperation*>(entry.op_context);
+      if ((entry.flags & FI_REMOTE_CQ_DATA) == 0) {
+        is_sent |= operation != nullptr && !operation->is_receive;
+      } else if (static_cast<uint32_t>(entry.data) == static_cast<uint32_t>(kSelfImmediate)) {
+        has_arrived = true;
+        immediate_bits_ = entry.data == kSelfImmediate ? 64 : 32;
+      }
+      if (operation != nullptr) Finish(operation);
+      JAX_EP_RETURN_IF_ERROR(RepostReceives());
+    } else if (num_read != -FI_EAGAIN) {
+      return failed(library_.Describe("fi_cq_read", num_read));
+    }
+  }
+  num_messages_.store(0, std::memory_order_relaxed);
   return Status::Ok();
 }
 

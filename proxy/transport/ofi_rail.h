@@ -1,5 +1,6 @@
 // OfiRail: one libfabric endpoint with its fabric, domain, address vector, completion queue and
-// registered memory. Knows no peers by rank and no protocol. Only included where <rdma/fabric.h>
+// registered memory. Knows no peers by rank and no protocol. One that was made can write
+// immediates: it has sent one to itself. Only included where <rdma/fabric.h>
 // is.
 #pragma once
 
@@ -7,6 +8,7 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -45,6 +47,7 @@ struct OfiLocal {
 class OfiRail {
  public:
   // `must_wake`: make the completion queue waitable; wait_fd() is -1 where the provider cannot.
+  // \error kUnavailable  the provider cannot make it, or no immediate came through
   static Result<std::unique_ptr<OfiRail>> Create(const OfiLibrary& library, OfiInfo info,
                                                  bool must_wake);
   ~OfiRail();
@@ -55,6 +58,10 @@ class OfiRail {
   bool MayWait();
 
   const std::string& address() const { return address_; }
+  // Source and target of empty writes.
+  const OfiLocal& signal() const { return signal_; }
+  // 64 if all of Write::immediate arrives, else 32.
+  uint32_t immediate_bits() const { return immediate_bits_; }
   Result<fi_addr_t> AddPeer(std::string_view address);
   Result<OfiLocal> Register(std::span<std::byte> bytes, int device);
 
@@ -67,7 +74,7 @@ class OfiRail {
     uint64_t remote_offset = 0;
     uint64_t length_bytes = 0;
     bool has_immediate = false;
-    uint32_t immediate = 0;
+    uint64_t immediate = 0;
     uint64_t token = 0;
   };
   // 0 or libfabric's negative error; -FI_EAGAIN: poll and try again. *is_done: no completion will
@@ -101,12 +108,16 @@ class OfiRail {
   OfiRail(const OfiLibrary& library, OfiInfo info) : library_(library), info_(std::move(info)) {}
   Status Open(bool must_wake);
   Status OpenQueue(bool must_wake);
+  Status CheckSelf();
 
   const OfiLibrary& library_;
   OfiInfo info_;
   bool delivery_complete_ = false;
   int wait_fd_ = -1;
   std::string address_;
+  uint32_t immediate_bits_ = 32;
+  alignas(64) std::array<std::byte, 64> signal_bytes_{};  // never written
+  OfiLocal signal_;
 
   // In the order of creation; closed in the reverse order, endpoint first (see the destructor).
   Owned<fid_fabric> fabric_;

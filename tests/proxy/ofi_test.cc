@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#if __has_include(<rdma/fabric.h>)
+#include "proxy/transport/ofi_library.h"
+#endif
 #include "tests/proxy/rails.h"
 #include "tests/proxy/transport_conformance.h"
 
@@ -62,7 +65,8 @@ TEST(Ofi, named_domains_are_the_rails) {
 }
 
 // Who has our endpoint's address but not the keys of our regions, which only readers of
-// jax.distributed's store have, can neither write nor signal; and does not disturb who can.
+// jax.distributed's store have, can write to none of them; and does not disturb who can. Writes
+// without a target, which need no key, are ofi_stranger_test's.
 TEST(Ofi, a_stranger_without_the_key_is_refused) {
   for (const TransportInfo& info : ListTransports()) {
     if (info.name == "ofi" && !info.is_available) GTEST_SKIP() << info.reason;
@@ -128,6 +132,42 @@ TEST(Ofi, a_stranger_without_the_key_is_refused) {
     for (const std::byte byte : memory->bytes().first(kBytes)) ASSERT_EQ(byte, wanted);
   }
   for (const auto& [name, value] : kTcp) unsetenv(name.c_str());
+}
+
+// A provider that is there but cannot do what we need once failed at its first heartbeat.
+TEST(Ofi, a_provider_that_does_not_open_is_left_out_with_the_reason) {
+#if __has_include(<rdma/fabric.h>)
+  const Result<const OfiLibrary*> library = OfiLibrary::Get();
+  if (!library.ok()) GTEST_SKIP() << library.status().message();
+  Env env;
+  env.socket_ifname = "lo";
+  std::vector<std::string> opened;
+  const auto choose = [&](size_t num_refused) {
+    opened.clear();
+    return ChooseOfiRails(**library, env, /*rank=*/0, RankPlace{},
+                          /*delivery_complete=*/false, [&](const std::vector<OfiInfo>& rails) {
+                            opened.push_back(rails.front()->fabric_attr->prov_name);
+                            return opened.size() <= num_refused ? Unavailable("no immediates")
+                                                                : Status::Ok();
+                          });
+  };
+  const Result<std::string> none = choose(0);
+  ASSERT_TRUE(none.ok()) << none.status().message();
+  EXPECT_EQ(*none, "");
+  const std::string best = opened.front();
+  EXPECT_NE(best, "tcp;ofi_rxm");  // it crashes where it is all that "tcp" means
+  const Result<std::string> second = choose(1);
+  if (second.ok()) {
+    EXPECT_EQ(*second, "no immediates");
+    ASSERT_EQ(opened.size(), 2u);
+    EXPECT_NE(opened[1], best);
+  }
+  const Status all = choose(100).status();
+  EXPECT_EQ(all.code(), StatusCode::kUnavailable);
+  EXPECT_NE(all.message().find("(no immediates)"), std::string::npos) << all.message();
+#else
+  GTEST_SKIP() << "no libfabric headers";
+#endif
 }
 
 TEST(Ofi, an_unknown_provider_or_interface_is_explained) {

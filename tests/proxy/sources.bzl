@@ -10,6 +10,7 @@ TESTS = [
     "imm_test.cc",
     "inbox_test.cc",
     "loopback_test.cc",
+    "ofi_stranger_test.cc",
     "ofi_test.cc",
     "protocol_model_test.cc",
     "proxy_failure_test.cc",

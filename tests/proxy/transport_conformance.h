@@ -108,6 +108,7 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
                         .length_bytes = length,
                         .has_immediate = true,
                         .immediate = immediate,
+                        .secret = ~immediate,
                         .token = token};
   }
 
@@ -123,6 +124,9 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
           ++end.sent[events[e].token];
           break;
         case TransportEvent::Kind::kArrived:
+          if (end.transport->Caps().immediate_bits >= 64) {
+            EXPECT_EQ(events[e].secret, ~events[e].immediate);
+          }
           if (end.arrived[events[e].immediate]++ == 0) {
             end.arrival_order.push_back(events[e].immediate);
           }
