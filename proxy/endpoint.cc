@@ -97,12 +97,15 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       send.channel = channel;
       send.is_counted = IsCounted(channel);
       RecvFlow& recv = recv_flows_.emplace_back();
-      if (!IsCounted(channel)) {
-        recv.sequenced.emplace(proxy.window_messages);
-      } else if (ll_slots_ > 0) {
-        recv.counted.emplace(ll_slots_);
-      }
       recv.flag = options.flag(channel, ranks[i]);
+      // Nobody else writes it.
+      const uint64_t first = recv.flag == nullptr ? 0 : recv.flag->load(std::memory_order_relaxed);
+      if (!IsCounted(channel)) {
+        recv.sequenced.emplace(proxy.window_messages, /*first_sequence=*/0, first);
+      } else if (ll_slots_ > 0) {
+        recv.counted.emplace(ll_slots_, first);
+      }
+      recv.visible_flag = recv.flag_value();
     }
   }
   // Each list names a flow at most once, so these never grow later.

@@ -54,7 +54,8 @@ struct EndpointOptions {
   std::span<std::byte> heap = {};    // region 0; outlives the proxy
   std::string heap_export = {};      // SharedMemory::Export of the heap; needed by shm
   // Address of flag[channel][source] in the heap; nullptr where that pair has none. Called for
-  // every peer and channel in AddEndpoint, and not kept.
+  // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals
+  // count on from: 0 in fresh memory; tests start near wrap-around.
   std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag = {};
   Doorbell* doorbell = nullptr;  // rung after flag or quiet updates, and on failure; may be null
   uint32_t ring_slots = 4096;    // power of two

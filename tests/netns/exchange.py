@@ -23,12 +23,13 @@ parser.add_argument("--mode", default="ht")
 parser.add_argument("--transport", default="ofi")
 parser.add_argument("--peer-timeout", type=float, default=15.0)
 parser.add_argument("--calls", type=int, default=200)
+parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds between two calls")
 parser.add_argument("--victim", type=int, help="the process that will be lost")
 args = parser.parse_args()
 jax_ep.initialize()
 
-T, H, K = 64, 256, 2
+T, H, K = 64, args.hidden, 2
 N = jax.device_count()
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 group = jax_ep.create_group(

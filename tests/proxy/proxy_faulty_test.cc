@@ -52,6 +52,10 @@ Scenario MakeScenario(uint64_t seed) {
   world.proxy.inbox_slots = below(3) == 0 ? 4 : 256;
   world.ring_slots = below(2) == 0 ? 2 : 64;
   world.proxy.faulty_spec = scenario.faulty_spec;
+  // Eight days of decoding; flags count in 64 bits.
+  constexpr uint64_t kFirstEpochs[] = {0, (uint64_t{1} << 31) - 3, (uint64_t{1} << 32) - 3,
+                                       (uint64_t{1} << 40) - 3};
+  world.first_epoch = kFirstEpochs[below(4)];
   return scenario;
 }
 

@@ -26,6 +26,7 @@ struct WorldOptions {
   uint32_t ll_slots = 16;
   uint64_t data_bytes = 64 << 10;  // per rank, behind the flags
   uint32_t ring_slots = 256;
+  uint64_t first_epoch = 0;  // what all flags but those of barriers start at
   bool share_heaps = true;
   ProxyOptions proxy{.group_name = "test",
                      .transport = "loopback",
@@ -61,6 +62,7 @@ class ProxyWorld {
   }
 
   uint32_t num_ranks() const { return options_.num_ranks; }
+  uint64_t first_epoch() const { return options_.first_epoch; }
   Proxy& proxy(uint32_t rank) { return *proxies_[rank / options_.ranks_per_proxy]; }
   FailureLatch& failure(uint32_t rank) { return *latches_[rank / options_.ranks_per_proxy]; }
   int endpoint(uint32_t rank) const { return ranks_[rank].endpoint; }
@@ -164,6 +166,12 @@ class ProxyWorld {
         SharedMemory::Create(data_offset() + options_.data_bytes, options_.share_heaps);
     ASSERT_TRUE(heap.ok()) << heap.status().message();
     ranks_.push_back(Rank{.heap = std::move(heap.value())});
+    for (uint32_t channel = 0; channel < kNumChannels; ++channel) {
+      if (static_cast<Channel>(channel) == Channel::kBarrier) continue;
+      for (const uint32_t peer : PeersOf(rank)) {
+        flag(rank, static_cast<Channel>(channel), peer)->store(options_.first_epoch);
+      }
+    }
     const Result<int> endpoint = proxies_.back()->AddEndpoint(EndpointOptions{
         .rank = rank,
         .num_ranks = options_.num_ranks,
@@ -202,12 +210,13 @@ class Exchange {
 
   // First half of every rank's data is what it sends, second half what it receives.
   void Run(uint64_t num_epochs) {
-    for (uint64_t epoch = 1; epoch <= num_epochs; ++epoch) {
+    const uint64_t first = world_.first_epoch() + 1;
+    for (uint64_t epoch = first; epoch < first + num_epochs; ++epoch) {
       for (uint32_t rank = 0; rank < world_.num_ranks(); ++rank) SendEpoch(rank, epoch);
-      if (epoch > 1) Finish(epoch - 1);
+      if (epoch > first) Finish(epoch - 1);
       if (testing::Test::HasFatalFailure()) return;
     }
-    Finish(num_epochs);
+    Finish(world_.first_epoch() + num_epochs);
   }
 
  private:
@@ -234,7 +243,7 @@ class Exchange {
 
   void SendEpoch(uint32_t rank, uint64_t epoch) {
     for (const uint32_t peer : world_.PeersOf(rank)) {
-      if (epoch > kDepth) {
+      if (epoch > world_.first_epoch() + kDepth) {
         world_.AwaitFlag(rank, Channel::kDispatchDone, peer, epoch - kDepth);
         if (testing::Test::HasFatalFailure()) return;
       }

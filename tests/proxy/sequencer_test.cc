@@ -13,7 +13,8 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kStarts[] = {0, kSequenceSpace - 3, (uint64_t{1} << 40) * kSequenceSpace - 2};
+constexpr uint64_t kStarts[] = {0, kSequenceSpace - 3, (uint64_t{1} << 31) - 2,
+                                (uint64_t{1} << 32) - 2, (uint64_t{1} << 40) * kSequenceSpace - 2};
 
 // What is sent: message i is a signal if the pattern says so; its epoch follows from that.
 struct Message {
@@ -182,7 +183,8 @@ TEST(SequencedReceiver, counts_reorders_and_their_depth) {
 TEST(CountedReceiver, completes_whatever_the_permutation_and_duplicates) {
   constexpr uint32_t kCountMessage = 1000;
   for (uint32_t count = 0; count <= 5; ++count) {
-    for (const uint64_t start : {uint64_t{0}, uint64_t{14}, uint64_t{15}, uint64_t{1} << 40}) {
+    for (const uint64_t start : {uint64_t{0}, uint64_t{14}, uint64_t{15}, (uint64_t{1} << 31) - 1,
+                                 (uint64_t{1} << 32) - 1, uint64_t{1} << 40}) {
       std::vector<uint32_t> order;
       for (uint32_t i = 0; i < count; ++i) order.push_back(i * 3 + 1);
       order.push_back(kCountMessage);
