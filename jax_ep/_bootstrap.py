@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import socket
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jax_ep import _jax_compat
+from jax_ep import _jax_compat, _seal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are noticed
 
 
@@ -38,103 +42,164 @@ def host_id() -> str:
     return f"{boot}/{pid_space}"
 
 
-class Exchange:
-    """Rounds of all-to-all records between the processes of one group.
+class _Calls:
+    """How often this process has called create_group on each set of devices."""
 
-    Every round is named; a process publishes one record and reads everybody's. A process that fails
-    publishes its error instead, so that the others raise at once and with its words.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._published: defaultdict[str, list[str]] = defaultdict(list)
+
+    def next(self, devices: str) -> int:
+        with self._lock:
+            self._counts[devices] += 1
+            return self._counts[devices] - 1
+
+    def published(self, devices: str) -> list[str]:
+        """Keys that this process has in the store for `devices`, oldest first."""
+        return self._published[devices]
+
+
+_calls = _Calls()
+
+
+class Exchange:
+    """Rounds of all-to-all records between the processes of one create_group call.
+
+    The n-th call on a set of devices meets the n-th call of the other processes, so every call
+    counts, also one that fails: making the Exchange counts it. In each round a process publishes
+    one record and reads everybody's; one that gives up publishes its error as its record of the
+    round that comes next, so that the others raise when they get there, at once and with its words.
     """
 
-    def __init__(self, key: str, label: str, processes: Iterable[int], me: int, timeout_s: float):
-        """Args: store key prefix, words for messages, process indices, own index, limit."""
-        self._key = f"jax_ep/{key}"
-        self._label = label
-        self._processes = sorted(processes)
+    def __init__(self, devices: Iterable[Any], me: int):
+        """Args: the devices of the mesh (JAX's objects), this process's index.
+
+        Raises:
+            BootstrapError: there are several processes and no jax.distributed.
+            ValueError: JAX_EP_JOB_SECRET is none.
+        """
+        devices = list(devices)
+        names = sorted(f"{device.platform}:{device.id}" for device in devices)
+        key = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+        self.label = "jax_ep.create_group"
+        self.timeout_s = 0.0  # both known once the arguments are checked
         self.me = me
-        self.timeout_s = timeout_s
-        self._client: Any = _jax_compat.distributed_client() if len(self._processes) > 1 else None
-        self.alone = len(self._processes) == 1
-        self._published: list[str] = []
+        self.processes = sorted({int(device.process_index) for device in devices})
+        self.alone = len(self.processes) == 1
+        self.number = _calls.next(key)  # of this call on these devices, from 0
+        self._prefix = f"jax_ep/{key}.{self.number}"
+        self._published = _calls.published(key)
+        self._round = 0
         self._pids: dict[int, int] = {}
-        if len(self._processes) > 1 and self._client is None:
+        self._secret = b""
+        self._client: Any = None
+        if self.alone:
+            return
+        self._client = _jax_compat.distributed_client()
+        if self._client is None:
             raise BootstrapError(
-                f"{label}: its mesh spans {len(self._processes)} processes but jax.distributed is "
-                "not "
-                "initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
+                f"{self.label}: its mesh spans {len(self.processes)} processes but jax.distributed "
+                "is not initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
             )
+        try:
+            self._secret = _seal.job_secret()
+        except ValueError as error:
+            self.fail(error)
+            raise
 
     def share(self, stage: str, record: dict[str, Any], blob: bytes = b"") -> dict[int, Any]:
-        """Publishes (record, blob) under `stage` and returns {process: (record, blob)} of all.
+        """Publishes (record, blob), and returns {process: (record, blob)} of all.
+
+        `stage` is for messages; the order of calls says which round it is.
 
         Raises:
             BootstrapError: a process failed, is gone, or did not arrive within the limit.
         """
-        if self._client is None:
+        if self.alone:
             return {self.me: (record, blob)}
-        self._publish(stage, {"record": record, "blob": blob.hex()})
+        number = self._publish({"record": record, "blob": blob.hex()})
         deadline = time.monotonic() + self.timeout_s
-        return {process: self._read(stage, process, deadline) for process in self._processes}
+        return {process: self._read(stage, number, process, deadline) for process in self.processes}
 
     def watch(self, pids: dict[int, int]) -> None:
         """From now on a process of this host that is gone ends every wait: {process: pid}."""
         self._pids = dict(pids)
 
-    def fail(self, stage: str, error: BaseException) -> None:
-        """Tells the others that this process gave up before or in `stage`."""
-        if self._client is not None and f"{self._key}/{stage}/{self.me}" not in self._published:
-            self._publish(stage, {"error": f"{type(error).__name__}: {error}"})
+    @property
+    def pids(self) -> dict[int, int]:
+        """{process: pid} of the watched ones."""
+        return self._pids
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that this process has given up; never raises."""
+        if self._client is not None:
+            with contextlib.suppress(Exception):  # the store may be what failed
+                self._publish({"error": f"{type(error).__name__}: {error}"})
 
     def clean_up(self) -> None:
-        """Removes what this process published before its newest stage.
+        """Removes what this process published before its newest record, in earlier calls too.
 
-        Whoever entered the newest stage has read the earlier ones; the newest itself may still be
-        read by others and stays (a few bytes).
+        Whoever entered the newest round has read the earlier ones; the newest itself may still be
+        read by others and stays (a few bytes) until the next call on the same devices.
         """
         for key in self._published[:-1]:
             self._client.key_value_delete(key)
         del self._published[:-1]
 
-    def _publish(self, stage: str, message: dict[str, Any]) -> None:
-        key = f"{self._key}/{stage}/{self.me}"
-        self._client.key_value_set_bytes(key, json.dumps(message).encode())
+    def _publish(self, message: dict[str, Any]) -> int:
+        number = self._round
+        self._round += 1
+        key = f"{self._prefix}/{number}/{self.me}"
+        text = json.dumps(message).encode()
+        self._client.key_value_set_bytes(key, _seal.seal(self._secret, key, text))
         self._published.append(key)
+        return number
 
-    def _read(self, stage: str, process: int, deadline: float) -> tuple[dict[str, Any], bytes]:
+    def _read(
+        self, stage: str, number: int, process: int, deadline: float
+    ) -> tuple[dict[str, Any], bytes]:
+        key = f"{self._prefix}/{number}/{process}"
         while True:
             slice_s = max(0.001, min(_POLL_S, deadline - time.monotonic()))
             try:
-                text = self._client.blocking_key_value_get_bytes(
-                    f"{self._key}/{stage}/{process}", int(slice_s * 1000)
-                )
+                stored = self._client.blocking_key_value_get_bytes(key, int(slice_s * 1000))
                 break
             except Exception as error:
                 # The store reports an absent key as DEADLINE_EXCEEDED; anything else is fatal.
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise BootstrapError(
-                        f"{self._label}: the jax.distributed store failed in stage {stage!r} while "
+                        f"{self.label}: the jax.distributed store failed in stage {stage!r} while "
                         f"waiting for process {process}: {error}"
                     ) from error
             self._check_alive(stage, process)
             if time.monotonic() >= deadline:
                 raise BootstrapError(
-                    f"{self._label}: process {process} did not reach stage {stage!r} of "
-                    "create_group "
-                    f"within {self.timeout_s:g} s; every process of the mesh must call "
-                    "create_group, "
-                    "with the same arguments and in the same order"
+                    f"{self.label}: process {process} did not reach stage {stage!r} of "
+                    f"create_group within {self.timeout_s:g} s (call {self.number + 1} on these "
+                    "devices); every process of the mesh must call create_group, with the same "
+                    "arguments and in the same order"
                 ) from None
-        message = json.loads(text)
+        try:
+            message = json.loads(_seal.unseal(self._secret, key, stored))
+        except _seal.SealError as error:
+            raise BootstrapError(
+                f"{self.label}: the record of process {process} is refused: {error}; give every "
+                f"process the same {_seal.SECRET_ENV}"
+            ) from None
         if "error" in message:
-            raise BootstrapError(f"{self._label}: process {process} failed: {message['error']}")
+            raise BootstrapError(
+                f"{self.label}: process {process} failed: {message['error']} (call "
+                f"{self.number + 1} on these devices; to try again, call create_group again in "
+                "every process)"
+            )
         return message["record"], bytes.fromhex(message["blob"])
 
     def _check_alive(self, stage: str, process: int) -> None:
         pid = self._pids.get(process)
-        if pid is None:
-            return
-        if _is_gone(pid):
+        if pid is not None and _is_gone(pid):
             raise BootstrapError(
-                f"{self._label}: process {process} (pid {pid}) is gone; it ended before stage "
+                f"{self.label}: process {process} (pid {pid}) is gone; it ended before stage "
                 f"{stage!r} of create_group"
             )
 

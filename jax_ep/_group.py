@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_ep import _config, _ffi, _sharding
+from jax_ep import _bootstrap, _config, _ffi, _sharding
 from jax_ep._config import Config, Layout, Mode
 
 Implementation = Literal["native", "xla"] | None
@@ -49,11 +49,22 @@ class _GroupCounter:
         self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
 
-    def next(self, key: str) -> int:
+    def take(self, key: str) -> int:
+        """The next number."""
         with self._lock:
-            count = self._counts[key]
             self._counts[key] += 1
-            return count
+            return self._counts[key] - 1
+
+    def agree(self, key: str, number: int) -> None:
+        """`number` is taken, too: other processes have counted further."""
+        with self._lock:
+            self._counts[key] = max(self._counts[key], number + 1)
+
+    def give_back(self, key: str, number: int) -> None:
+        """No group has got `number`: the next one may, if none took a later."""
+        with self._lock:
+            if self._counts[key] == number + 1:
+                self._counts[key] = number
 
 
 _groups_created = _GroupCounter()
@@ -85,7 +96,6 @@ class Group:
         platform: str | None,
         lowering_only: bool,
         local_ranks: tuple[int, ...],
-        session_id: int,
     ) -> None:
         """Use `create_group`."""
         self.mesh = mesh
@@ -96,7 +106,11 @@ class Group:
         self.native = native
         self.platform = platform
         self.lowering_only = lowering_only
-        self.session_id = session_id
+        self._session_key = _session_key(mesh, self.axes, config)
+        # Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one,
+        # so a program exported on another host meets its session.
+        self._counted_as = f"{'lower' if lowering_only else 'run'}:{self._session_key}"
+        self.session_number = _groups_created.take(self._counted_as)
         self.num_ranks = _sharding.axis_size(mesh, self.axes)
         self.experts_per_rank = config.num_experts // self.num_ranks
         self._local_ranks = local_ranks
@@ -129,6 +143,13 @@ class Group:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def session_id(self) -> int:
+        """Signed 64-bit id, equal on all processes and in every run of the same program."""
+        text = f"{self._session_key}#{self.session_number}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little", signed=True)
 
     @property
     def node_size(self) -> int:
@@ -245,7 +266,12 @@ class Group:
         if self._handle is not None:
             self._handle.close()
 
-    def _start(self) -> None:
+    def agree_on_number(self, number: int) -> None:
+        """Before the start: the largest `session_number` of the processes, which all take."""
+        _groups_created.agree(self._counted_as, number)
+        self.session_number = number
+
+    def _start(self, exchange: _bootstrap.Exchange) -> None:
         """Registers the handlers and starts the native session (collective over processes)."""
         try:
             runtime: Any = importlib.import_module("jax_ep._runtime")
@@ -256,7 +282,7 @@ class Group:
                 f"({error}); "
                 "expected a built package; run `pip install .`, or pass implementation='xla'"
             ) from error
-        self._handle = runtime.start(self)
+        self._handle = runtime.start(self, exchange)
         _open_groups.add(self)
 
 
@@ -290,44 +316,53 @@ def create_group(
         ...     print(group.num_ranks)
         4
     """
-    _check_arguments(mesh, axis, config, implementation)
-    axes = _sharding.axis_tuple(axis)
-    _check_sizes(config, _sharding.axis_size(mesh, axes))
+    _check_mesh(mesh)
     owned = _owned(mesh)
     platform = mesh.devices.flat[0].platform if owned else None
     native = owned and implementation != "xla" and platform in _NATIVE_PLATFORMS
     if owned and implementation == "native" and not native:
         raise NotImplementedError(
             f"jax_ep.create_group: got implementation='native' on platform {platform!r}, expected "
-            f"one "
-            f"of {sorted(_NATIVE_PLATFORMS)}; use implementation=None or 'xla'"
+            f"one of {sorted(_NATIVE_PLATFORMS)}; use implementation=None or 'xla'"
         )
-    local_ranks = _local_ranks(mesh, axes) if owned else ()
-    if owned and not local_ranks:
+    process = jax.process_index(mesh.devices.flat[0].client) if owned else 0
+    if owned and all(device.process_index != process for device in mesh.devices.flat):
         raise ValueError(
             "jax_ep.create_group: got a mesh in which this process owns no device, expected at "
-            "least "
-            "one; call create_group only in the processes of the mesh"
+            "least one; call create_group only in the processes of the mesh"
         )
-    group = Group(
-        mesh,
-        axis if isinstance(axis, str) else axes,
-        config,
-        implementation,
-        native=native,
-        platform=platform,
-        lowering_only=not owned,
-        local_ranks=local_ranks,
-        session_id=_session_id(mesh, axes, config, owned),
-    )
-    if native:
-        try:
-            group._start()
-        except NotImplementedError as error:
-            if implementation == "native":
+    # From here on the others are told of an error, and count this call as this process does.
+    exchange = _bootstrap.Exchange(mesh.devices.flat, process) if native else None
+    try:
+        _check_arguments(mesh, axis, config, implementation)
+        axes = _sharding.axis_tuple(axis)
+        _check_sizes(config, _sharding.axis_size(mesh, axes))
+        group = Group(
+            mesh,
+            axis if isinstance(axis, str) else axes,
+            config,
+            implementation,
+            native=native,
+            platform=platform,
+            lowering_only=not owned,
+            local_ranks=_local_ranks(mesh, axes, process) if owned else (),
+        )
+        if exchange is not None:
+            try:
+                group._start(exchange)
+            except NotImplementedError as error:
+                if implementation == "native":
+                    raise
+                exchange.fail(error)
+                group.native = False
+                warnings.warn(f"{error}; using implementation='xla'", RuntimeWarning, stacklevel=2)
+            except BaseException:
+                _groups_created.give_back(group._counted_as, group.session_number)
                 raise
-            group.native = False
-            warnings.warn(f"{error}; using implementation='xla'", RuntimeWarning, stacklevel=2)
+    except BaseException as error:
+        if exchange is not None:
+            exchange.fail(error)
+        raise
     return group
 
 
@@ -339,13 +374,16 @@ def _ffi_platform(mesh: Any) -> str:
     return "ROCM" if "rocm" in device.client.platform_version.lower() else "CUDA"
 
 
-def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> None:
+def _check_mesh(mesh: Any) -> None:
     if not isinstance(mesh, (jax.sharding.Mesh, jax.sharding.AbstractMesh)):
         raise ValueError(
             f"jax_ep.create_group: got mesh of type {type(mesh).__name__}, expected "
             f"jax.sharding.Mesh or "
             "AbstractMesh; build one with jax.make_mesh"
         )
+
+
+def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> None:
     if not isinstance(config, Config):
         raise ValueError(
             f"jax_ep.create_group: got config of type {type(config).__name__}, expected "
@@ -408,9 +446,8 @@ def _owned(mesh: Any) -> bool:
         return False
 
 
-def _local_ranks(mesh: Any, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Ranks of this process's devices, by their coordinates along `axes`."""
-    process = jax.process_index(mesh.devices.flat[0].client)
+def _local_ranks(mesh: Any, axes: tuple[str, ...], process: int) -> tuple[int, ...]:
+    """Ranks of the devices of `process`, by their coordinates along `axes`."""
     names = list(mesh.axis_names)
     ranks = set()
     for position, device in np.ndenumerate(mesh.devices):
@@ -423,14 +460,7 @@ def _local_ranks(mesh: Any, axes: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _session_id(mesh: Any, axes: tuple[str, ...], config: Config, owned: bool) -> int:
-    """Signed 64-bit id, equal on all processes and in every run of the same program.
-
-    Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one, so a
-    program exported on another host meets its session.
-    """
+def _session_key(mesh: Any, axes: tuple[str, ...], config: Config) -> str:
+    """What equal groups share; they are numbered."""
     fields = dataclasses.asdict(config) | {"dtype": config.dtype.name}
-    key = json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)
-    count = _groups_created.next(f"{'run' if owned else 'lower'}:{key}")
-    digest = hashlib.blake2b(f"{key}#{count}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    return json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import hashlib
 import os
 import warnings
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
 _open_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
-_groups_on: Counter[str] = Counter()  # groups created so far, by mesh devices
 _hooks_installed = False
 
 
@@ -187,6 +184,11 @@ def _choose_transport(
             "spans "
             "several; use 'shm' on one host, or 'auto'"
         )
+    if wanted == "shm" and one_process and num_nodes > 1:
+        raise ValueError(
+            "Config.transport: got 'shm', which joins processes, but the mesh has the devices of "
+            "one process only; use 'loopback' or 'auto'"
+        )
     if wanted == "shm" and not one_host:
         raise ValueError(
             "Config.transport: got 'shm', which joins processes of one host, but the mesh spans "
@@ -219,7 +221,7 @@ def _close_all() -> None:
         session.close()
 
 
-def start(group: Group) -> NativeSession:
+def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
     """Allocates and connects the native side of `group`; collective over the mesh's processes.
 
     Raises:
@@ -232,110 +234,106 @@ def start(group: Group) -> NativeSession:
     _install_hooks(_core)
     if group.platform == "cpu":
         _warn_about_small_pool()
-    me = jax.process_index()
+    exchange.label = repr(group)
+    exchange.timeout_s = group.config.timeout_s
+    me = exchange.me
     teams = _teams(group)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
-    processes = sorted({process for team in team_processes for process in team})
-    devices_key = hashlib.sha256(
-        repr([[d.id for d in team] for team in teams]).encode()
-    ).hexdigest()[:16]
-    count = _groups_on[devices_key]
-    _groups_on[devices_key] += 1
-    exchange = _bootstrap.Exchange(
-        f"{devices_key}.{count}", repr(group), processes, me, group.config.timeout_s
+    hello: dict[str, Any] = {
+        "version": _bootstrap.PROTOCOL_VERSION,
+        "mesh": repr(list(group.mesh.shape.items())),
+        "devices": repr([device.id for device in group.mesh.devices.flat]),
+        "axis": list(group.axes),
+        "config": repr(group.config),
+        "number": group.session_number,
+        "host": _bootstrap.host_id(),
+        "pid": os.getpid(),
+        "cpus": sorted(os.sched_getaffinity(0)),
+    }
+    greetings = {process: record for process, (record, _) in exchange.share("hello", hello).items()}
+    _check_greetings(group, greetings, me)
+    group.agree_on_number(max(record["number"] for record in greetings.values()))
+    exchange.watch(
+        {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
     )
-    stage = "hello"
-    try:
-        hello: dict[str, Any] = {
-            "version": _bootstrap.PROTOCOL_VERSION,
-            "config": repr(group.config),
-            "axis": list(group.axes),
-            "host": _bootstrap.host_id(),
-            "pid": os.getpid(),
-            "cpus": sorted(os.sched_getaffinity(0)),
-        }
-        greetings = {
-            process: record for process, (record, _) in exchange.share(stage, hello).items()
-        }
-        for process, record in greetings.items():
-            for field in ("version", "config", "axis"):
-                if record[field] != hello[field]:
-                    raise ValueError(
-                        f"{group!r}: process {process} called create_group with {field} "
-                        f"{record[field]}, "
-                        f"this process ({me}) with {hello[field]}; all processes must pass the same"
-                    )
-        exchange.watch(
-            {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
+    hosts = [[greetings[process]["host"] for process in team] for team in team_processes]
+    node_size = _choose_node_size(group, hosts)
+    available = {name: (ok, reason) for name, ok, reason in _core.transports()}
+    num_nodes = group.num_ranks // node_size
+    one_host = len({host for team in hosts for host in team}) == 1
+    transport = _choose_transport(group, num_nodes, exchange.alone, one_host, available)
+    flat_ids = {device.id: position for position, device in enumerate(group.mesh.devices.flat)}
+    on_gpu = group.platform != "cpu"
+    local = [
+        (device, t, r)
+        for t, team in enumerate(teams)
+        for r, device in enumerate(team)
+        if device.process_index == me
+    ]
+    layout = _Layout(
+        team_processes,
+        [(_ordinal(device), t, r) for device, t, r in local],
+        [flat_ids[device.id] for device, _, _ in local],
+        exchange.processes,
+        node_size,
+    )
+    options = _core.SessionOptions(
+        session_id=group.session_id,
+        name=f"{'/'.join(group.axes)}[{group.num_ranks}]#{exchange.number}",
+        shape=_core.GroupShape(**shape_arguments(group, node_size)),
+        team_processes=team_processes,
+        local_ranks=layout.local_ranks,
+        host_ranks=[
+            (t, r)
+            for t, team in enumerate(hosts)
+            for r, host in enumerate(team)
+            if host == hello["host"]
+        ],
+        process_index=me,
+        transport=transport,
+        timeout_s=group.config.timeout_s,
+        peer_timeout_s=group.config.peer_timeout_s,
+        threads_per_rank=1 if on_gpu else _threads_per_rank(greetings, hello["host"], teams),
+        huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
+        debug=_env.flag("JAX_EP_DEBUG") is True,
+    )
+    if on_gpu:
+        session = _runtime_gpu.start(
+            options, exchange, [device for device, _, _ in local], layout.mates
         )
-        stage = "connect"
-        hosts = [[greetings[process]["host"] for process in team] for team in team_processes]
-        node_size = _choose_node_size(group, hosts)
-        available = {name: (ok, reason) for name, ok, reason in _core.transports()}
-        num_nodes = group.num_ranks // node_size
-        one_host = len({host for team in hosts for host in team}) == 1
-        transport = _choose_transport(group, num_nodes, len(processes) == 1, one_host, available)
-        flat_ids = {device.id: position for position, device in enumerate(group.mesh.devices.flat)}
-        on_gpu = group.platform != "cpu"
-        local = [
-            (device, t, r)
-            for t, team in enumerate(teams)
-            for r, device in enumerate(team)
-            if device.process_index == me
-        ]
-        layout = _Layout(
-            team_processes,
-            [(_ordinal(device), t, r) for device, t, r in local],
-            [flat_ids[device.id] for device, _, _ in local],
-            processes,
-            node_size,
-        )
-        options = _core.SessionOptions(
-            session_id=group.session_id,
-            name=f"{'/'.join(group.axes)}[{group.num_ranks}]#{count}",
-            shape=_core.GroupShape(**shape_arguments(group, node_size)),
-            team_processes=team_processes,
-            local_ranks=layout.local_ranks,
-            host_ranks=[
-                (t, r)
-                for t, team in enumerate(hosts)
-                for r, host in enumerate(team)
-                if host == hello["host"]
-            ],
-            process_index=me,
-            transport=transport,
-            timeout_s=group.config.timeout_s,
-            peer_timeout_s=group.config.peer_timeout_s,
-            threads_per_rank=1 if on_gpu else _threads_per_rank(greetings, hello["host"], teams),
-            huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
-            debug=_env.flag("JAX_EP_DEBUG") is True,
-        )
-        if on_gpu:
-            session = _runtime_gpu.start(
-                options, exchange, [device for device, _, _ in local], layout.mates
-            )
-        else:
-            session = _core.Session(options)
-            blobs = {
-                p: blob for p, (_, blob) in exchange.share(stage, {}, session.local_blob()).items()
-            }
-            session.connect(blobs)
-            stage = "connected"
-            exchange.share(stage, {})
-            session.start()
-            stage = "barrier"
-        try:
-            if not on_gpu:
-                session.barrier(group.config.timeout_s)
-            exchange.share("ready", {})
-        except BaseException:
-            session.close()
-            raise
-        exchange.clean_up()
-    except BaseException as error:
-        exchange.fail(stage, error)
-        raise
+    else:
+        session = _start_on_cpu(_core.Session(options), exchange)
+    exchange.clean_up()
     return NativeSession(session, group, layout, transport)
+
+
+def _check_greetings(group: Group, greetings: dict[int, Any], me: int) -> None:
+    """Raises ValueError unless all processes have called create_group alike."""
+    own = greetings[me]
+    for process, record in greetings.items():
+        for field in ("version", "mesh", "devices", "axis", "config"):
+            if record.get(field) != own[field]:
+                raise ValueError(
+                    f"{group!r}: process {process} called create_group with {field} "
+                    f"{record.get(field)}, this process ({me}) with {own[field]}; all processes "
+                    "must pass the same"
+                )
+
+
+def _start_on_cpu(session: Any, exchange: _bootstrap.Exchange) -> Any:
+    """Connects and starts a new `_core.Session`; ends it on any error."""
+    try:
+        records = exchange.share("connect", {}, session.local_blob())
+        session.connect({process: blob for process, (_, blob) in records.items()})
+        exchange.share("connected", {})
+        session.start()
+        exchange.share("started", {})  # who could not start says so here: nobody waits for it below
+        session.barrier(exchange.timeout_s)
+        exchange.share("ready", {})
+    except BaseException as error:
+        session.abort(f"create_group failed: {type(error).__name__}: {error}")
+        raise
+    return session
 
 
 def _ordinal(device: Any) -> int:

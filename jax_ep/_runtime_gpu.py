@@ -81,20 +81,16 @@ def start(
         max_sms=_env.positive_int("JAX_EP_GPU_SMS") or DEFAULT_SMS,
         use_tma=_env.flag("JAX_EP_GPU_TMA") is not False,
     )
-    stage = "connect"
     try:
         unmapped = _connect(session, exchange, mates)
-        stage = "connected"
-        records = exchange.share(stage, {"unmapped": unmapped})
+        records = exchange.share("connected", {"unmapped": unmapped})
         reasons = [record["unmapped"] for record, _ in records.values() if record["unmapped"]]
         if reasons:
             session.forbid_arenas(reasons[0])
-        stage = "started"
         session.start()
-        exchange.share(stage, {})
+        exchange.share("started", {})
     except BaseException as error:
-        exchange.fail(stage, error)
-        session.close()
+        session.abort(f"create_group failed: {type(error).__name__}: {error}")
         raise
     _log.info("jax_ep: group on %d local GPU(s), rows travel %s", len(devices), session.data_path)
     return session

@@ -60,6 +60,7 @@ Status GpuNetwork::Pin(std::span<std::byte> memory) {
 Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(const SessionOptions& options,
                                                        const gpu::GpuApi& api,
                                                        FailureLatch* failure) {
+  JAX_EP_RETURN_IF_ERROR(CheckReach(options, api.stage_bytes(&options.shape)));
   std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api));
   for (const LocalRank& local : options.local_ranks) {
     JAX_EP_RETURN_IF_ERROR(network->AddMember(local, failure));

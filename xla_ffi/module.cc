@@ -170,15 +170,16 @@ void BindOptions(nb::module_& m) {
 
 class PySession : public PySessionOf<Session> {
  public:
-  explicit PySession(const SessionOptions& options) : PySessionOf(Create(options)) {}
+  explicit PySession(const SessionOptions& options)
+      : PySessionOf(Created<Session>([&] { return Session::Create(options); })) {}
 
   void Connect(const nb::dict& blobs) {
     const std::map<uint32_t, std::string> by_process = ToBlobs(blobs);
-    WithoutGil([&] { return session().Connect(by_process); });
+    AwaitPeers([&] { return session().Connect(by_process); });
   }
 
   void Barrier(double limit_s) {
-    WithoutGil([&] { return session().Barrier(Nanoseconds(limit_s)); });
+    AwaitPeers([&] { return session().Barrier(Nanoseconds(limit_s)); });
   }
 
   nb::list RankStats() const {
@@ -204,13 +205,6 @@ class PySession : public PySessionOf<Session> {
       all.append(entry);
     }
     return all;
-  }
-
- private:
-  static std::shared_ptr<Session> Create(const SessionOptions& options) {
-    Result<std::unique_ptr<Session>> session = Session::Create(options);
-    ThrowIfError(session.status());
-    return std::move(*session);
   }
 };
 

@@ -5,10 +5,13 @@
 #include <nanobind/stl/string.h>
 
 #include <chrono>
+#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -43,6 +46,50 @@ void WithoutGil(Body&& body) {
   ThrowIfError(status);
 }
 
+// How long a wait may leave Ctrl-C unseen.
+inline constexpr std::chrono::milliseconds kSignalSlice{200};
+
+// WithoutGil for a `body` that waits for other processes: it runs on a thread of its own while this
+// one looks at signals. If a handler raises (Ctrl-C), `cancel` is called, `body` awaited, which
+// must end soon then, and the handler's exception raised.
+template <typename Body, typename Cancel>
+void Interruptibly(Body&& body, Cancel&& cancel) {
+  std::future<Status> result;
+  try {
+    result = std::async(std::launch::async, std::ref(body));
+  } catch (const std::system_error&) {  // no thread is to be had: Ctrl-C has to wait
+    WithoutGil(body);
+    return;
+  }
+  const auto is_done = [&] {
+    nanobind::gil_scoped_release release;
+    return result.wait_for(kSignalSlice) == std::future_status::ready;
+  };
+  while (!is_done()) {
+    if (PyErr_CheckSignals() == 0) continue;
+    nanobind::python_error raised;
+    {
+      nanobind::gil_scoped_release release;
+      cancel();
+      result.wait();
+    }
+    throw raised;
+  }
+  ThrowIfError(result.get());
+}
+
+// `Make()`, a Result of a session, by the rules of Interruptibly: creating takes a while.
+template <typename S, typename Make>
+std::shared_ptr<S> Created(Make&& make) {
+  std::shared_ptr<S> session;
+  const auto body = [&]() -> Status {
+    JAX_EP_ASSIGN_OR_RETURN(session, make());
+    return Status::Ok();
+  };
+  Interruptibly(body, [] {});
+  return session;
+}
+
 // What Python does with every kind of session: owns it, and keeps it in the table while it is open.
 template <typename S>
 class PySessionOf {
@@ -59,9 +106,17 @@ class PySessionOf {
   }
 
   void Close() {
-    nanobind::gil_scoped_release release;
-    SessionTable<S>::Instance().Remove(session_->options().session_id);
-    session_->Close();
+    AwaitPeers([&] {
+      SessionTable<S>::Instance().Remove(session_->options().session_id);
+      session_->Close();
+      return Status::Ok();
+    });
+  }
+
+  // Close without the others' consent: what they wait for ends with `reason`.
+  void Abort(const std::string& reason) {
+    session_->failure().Set(FailedPrecondition(reason));
+    Close();
   }
 
   // The first failure's message, or "" while the group works.
@@ -72,12 +127,22 @@ class PySessionOf {
 
   S& session() const { return *session_; }
 
+  // Interruptibly; what it cancels with fails the group.
+  template <typename Body>
+  void AwaitPeers(Body&& body) {
+    Interruptibly(body, [&] {
+      session_->failure().Set(FailedPrecondition("interrupted by a signal in this process"));
+    });
+  }
+
   // The Python methods of all of the above.
   template <typename Class>
   static void Bind(Class& bound) {
     bound.def("local_blob", &PySessionOf::LocalBlob, "What other processes need (opaque).")
         .def("start", &PySessionOf::Start, "Starts it; every process must have connected.")
         .def("close", &PySessionOf::Close, "Drains, stops, frees; idempotent.")
+        .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
+             "close, without waiting for the others; they are told the reason.")
         .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
         .def("flow_stats", &PySessionOf::FlowStatsList, "Counters of each proxy flow.")
         .def("dump_state", &PySessionOf::DumpState, "A text with everything a hang report needs.")

@@ -19,7 +19,8 @@ namespace {
 
 class PyGpuSession : public PySessionOf<GpuSession> {
  public:
-  explicit PyGpuSession(GpuOptions options) : PySessionOf(Create(std::move(options))) {}
+  explicit PyGpuSession(GpuOptions options)
+      : PySessionOf(Created<GpuSession>([&] { return GpuSession::Create(std::move(options)); })) {}
 
   std::vector<int> ExportFds() const {
     Result<std::vector<int>> fds = session().ExportFds();
@@ -30,7 +31,7 @@ class PyGpuSession : public PySessionOf<GpuSession> {
   // Returns why an arena could not be mapped, or "".
   std::string Connect(const nb::dict& blobs, const std::map<uint32_t, std::vector<int>>& fds) {
     const std::map<uint32_t, std::string> by_process = ToBlobs(blobs);
-    WithoutGil([&] { return session().Connect(by_process, fds); });
+    AwaitPeers([&] { return session().Connect(by_process, fds); });
     return session().unmapped_arena();
   }
 
@@ -60,17 +61,6 @@ class PyGpuSession : public PySessionOf<GpuSession> {
   }
 
   std::string data_path() const { return session().data_path(); }
-
- private:
-  static std::shared_ptr<GpuSession> Create(GpuOptions options) {
-    Result<std::unique_ptr<GpuSession>> session = Unimplemented("");
-    {
-      nb::gil_scoped_release release;
-      session = GpuSession::Create(std::move(options));
-    }
-    ThrowIfError(session.status());
-    return std::move(*session);
-  }
 };
 
 }  // namespace

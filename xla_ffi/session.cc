@@ -44,6 +44,7 @@ Session::~Session() { Close(); }
 
 Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
+  JAX_EP_RETURN_IF_ERROR(CheckReach(options, HeapLayout::Make(options.shape).total_bytes));
   std::unique_ptr<Session> session(new Session(std::move(options)));
   JAX_EP_RETURN_IF_ERROR(session->AllocateMembers());
   return session;

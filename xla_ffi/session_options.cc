@@ -1,8 +1,24 @@
 #include "xla_ffi/session_options.h"
 
 #include <algorithm>
+#include <cstdio>
+
+#include "proxy/abi/command.h"
 
 namespace jax_ep {
+namespace {
+
+// A local offset reaches further (kCommandLocalOffsetBits).
+constexpr uint64_t kMaxReachBytes = kCommandUnitBytes << kCommandRemoteOffsetBits;
+
+std::string Gibibytes(uint64_t num_bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f GiB",
+                static_cast<double>(num_bytes) / static_cast<double>(uint64_t{1} << 30));
+  return text;
+}
+
+}  // namespace
 
 Status CheckOptions(const SessionOptions& options) {
   const GroupShape& shape = options.shape;
@@ -19,6 +35,15 @@ Status CheckOptions(const SessionOptions& options) {
     }
   }
   return Status::Ok();
+}
+
+Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes) {
+  if (options.shape.num_nodes() == 1 || buffer_bytes <= kMaxReachBytes) return Status::Ok();
+  return InvalidArgument(
+      "group " + options.name + ": got sizes that need " + Gibibytes(buffer_bytes) +
+      " of exchange buffers per rank, expected at most " + Gibibytes(kMaxReachBytes) +
+      " in a group of several nodes, as a command between them can name no more; "
+      "lower max_tokens, hidden or max_in_flight, or have more ranks per node");
 }
 
 bool IsOneProcess(const SessionOptions& options) {

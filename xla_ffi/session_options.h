@@ -41,6 +41,10 @@ struct SessionOptions {
 // \error kInvalidArgument  the rank table and the shape disagree
 Status CheckOptions(const SessionOptions& options);
 
+// `buffer_bytes`: of one rank's memory that commands between nodes name.
+// \error kInvalidArgument  they name less than that
+Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes);
+
 // Whether every rank of every team lives in this process.
 bool IsOneProcess(const SessionOptions& options);
 

@@ -1,0 +1,66 @@
+"""create_group between processes: one that fails tells the others, and the next call works."""
+
+import functools
+
+import pytest
+from launching import launch
+
+pytestmark = pytest.mark.multiprocess
+
+SECRET = "a secret of this job, longer than sixteen bytes"
+
+
+@functools.cache
+def _job():
+    done = launch("calls_that_fail.py", processes=2, env={"JAX_EP_JOB_SECRET": SECRET})
+    assert done.returncode == 0, done.text[-6000:]
+    return done
+
+
+def _errors(name):
+    """What the two processes were told; the next call gave both the same group."""
+    ids = [_job().value(process, f"{name}_id") for process in range(2)]
+    assert ids[0] == ids[1]
+    return [_job().value(process, name) for process in range(2)]
+
+
+def test_an_error_of_one_process_reaches_the_others_at_once():
+    other, culprit = _errors("wrong")
+    assert culprit.startswith("ValueError") and "num_experts=3" in culprit
+    assert other.startswith("BootstrapError") and "process 1 failed" in other
+    assert "num_experts=3" in other
+
+
+def test_meshes_of_another_device_order_are_an_error_on_both():
+    for message in _errors("order"):
+        assert message.startswith("ValueError") and "devices [" in message, message
+
+
+def test_a_process_that_comes_when_the_others_gave_up_is_told_so():
+    waited, late = _errors("absent")
+    assert "process 1 did not reach stage 'hello'" in waited
+    assert late.startswith("BootstrapError") and "process 0 failed" in late
+    assert "call create_group again in every process" in late
+
+
+@pytest.mark.parametrize("wait", ["store", "barrier"])
+def test_ctrl_c_ends_a_wait_in_create_group(wait):
+    interrupted, other = _errors(wait)
+    assert interrupted.startswith("KeyboardInterrupt")
+    assert other.startswith(("RuntimeError", "BootstrapError")), other
+
+
+def test_ctrl_c_ends_a_wait_in_close():
+    interrupted, _ = _errors("close")
+    assert interrupted.startswith("KeyboardInterrupt")
+
+
+def test_another_job_secret_is_refused_on_both_sides():
+    for process, message in enumerate(_errors("secret")):
+        assert f"the record of process {1 - process} is refused" in message, message
+        assert "JAX_EP_JOB_SECRET differs" in message and SECRET not in message
+
+
+def test_a_sealed_store_has_nothing_to_read():
+    for process in range(2):
+        assert _job().value(process, "readable") == "True []"
