@@ -103,11 +103,12 @@ def _connect(session: Any, exchange: _bootstrap.Exchange, mates: Collection[int]
     own = session.export_fds()
     received: dict[int, list[int]] = {}
     try:
-        with _descriptors.serve(own) as address:
+        pids = {p: pid for p, pid in exchange.pids.items() if p != exchange.me and p in mates}
+        with _descriptors.serve(own, pids.values()) as address:
             records = exchange.share("connect", {"fds": address}, session.local_blob())
-            for process, (record, _) in records.items():
-                if process != exchange.me and process in mates:
-                    received[process] = _descriptors.fetch(record["fds"], exchange.timeout_s)
+            for process, pid in pids.items():
+                server = records[process][0]["fds"]
+                received[process] = _descriptors.fetch(server, pid, exchange.timeout_s)
             exchange.share("fetched", {})  # nobody stops serving before all have fetched
         blobs = {process: blob for process, (_, blob) in records.items()}
         return str(session.connect(blobs, received))
