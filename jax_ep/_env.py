@@ -1,8 +1,23 @@
-"""Environment variables that Python reads (docs/tuning.md lists all of them)."""
+"""The environment variables of jax_ep: their names, their values, and reading those of Python.
+
+docs/tuning.md and docs/transports.md say what each is for; a test compares them with NAMES. What
+C++ reads is checked by C++ (proxy/base/env.h).
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from jax_ep import _seal
+
+PREFIX = "JAX_EP_"
+LOG_LEVELS = ("error", "warning", "info", "debug")
+_INTERNAL = ("JAX_EP_LAUNCH", "JAX_EP_TEST_", "JAX_EP_PROXY_TEST_")  # prefixes
 
 
 def flag(name: str) -> bool | None:
@@ -31,3 +46,83 @@ def positive_int(name: str) -> int | None:
             f"{name}: got {text!r}, expected an int of at least 1; correct or unset it"
         )
     return int(text)
+
+
+def log_level(name: str = "JAX_EP_LOG") -> str:
+    """One of LOG_LEVELS.
+
+    Raises:
+        ValueError: anything else.
+    """
+    text = os.environ.get(name, "") or "warning"
+    if text not in LOG_LEVELS:
+        raise ValueError(
+            f"{name}: got {text!r}, expected one of {', '.join(LOG_LEVELS)}; correct or unset it"
+        )
+    return text
+
+
+def _check_in_core(name: str) -> None:
+    """Of those that C++ reads, all at once."""
+    del name
+    try:
+        core: Any = importlib.import_module("jax_ep._core")
+    except ImportError:
+        return  # who would read them is not there
+    core.check_environment()
+
+
+NAMES: dict[str, Callable[[str], object]] = {
+    "JAX_EP_LOG": log_level,
+    "JAX_EP_DEBUG": flag,
+    "JAX_EP_JOB_SECRET": lambda name: _seal.job_secret(),
+    "JAX_EP_THREADS_PER_RANK": positive_int,
+    "JAX_EP_HUGE_PAGES": flag,
+    "JAX_EP_ZERO_COPY": flag,
+    "JAX_EP_GPU_SMS": positive_int,
+    "JAX_EP_GPU_TMA": flag,
+    **dict.fromkeys(
+        (
+            "JAX_EP_WINDOW_MESSAGES",
+            "JAX_EP_WINDOW_BYTES",
+            "JAX_EP_RING_SLOTS",
+            "JAX_EP_PROXY_THREADS",
+            "JAX_EP_INBOX_SLOTS",
+            "JAX_EP_FAULTY",
+            "JAX_EP_SOCKET_IFNAME",
+            "JAX_EP_OFI_PROVIDER",
+            "JAX_EP_OFI_DOMAIN",
+            "JAX_EP_OFI_HMEM",
+            "JAX_EP_VERBS_DEVICE",
+            "JAX_EP_VERBS_GID_INDEX",
+            "JAX_EP_VERBS_QPS",
+            "JAX_EP_VERBS_TIMEOUT",
+            "JAX_EP_VERBS_SL",
+            "JAX_EP_VERBS_TC",
+            "JAX_EP_VERBS_MTU",
+        ),
+        _check_in_core,
+    ),
+}
+
+
+def check() -> None:
+    """Looks at every variable of jax_ep that is set; warns of names that nothing reads.
+
+    Raises:
+        ValueError: a value is not allowed; says which are.
+    """
+    for name in sorted(name for name in os.environ if name.startswith(PREFIX)):
+        if name in NAMES:
+            NAMES[name](name)
+        elif problem := unknown(name):
+            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+
+
+def unknown(name: str) -> str:
+    """What is wrong with the name, or ""."""
+    if name in NAMES or not name.startswith(PREFIX) or name.startswith(_INTERNAL):
+        return ""
+    near = difflib.get_close_matches(name, NAMES, n=1)
+    fix = f"did you mean {near[0]}?" if near else "unset it; docs/tuning.md lists all"
+    return f"jax_ep: nothing reads the environment variable {name}; {fix}"

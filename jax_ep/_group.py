@@ -19,7 +19,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_ep import _bootstrap, _config, _ffi, _sharding
+from jax_ep import _bootstrap, _config, _env, _ffi, _log, _sharding
 from jax_ep._config import Config, Layout, Mode
 
 Implementation = Literal["native", "xla"] | None
@@ -334,6 +334,7 @@ def create_group(
     # From here on the others are told of an error, and count this call as this process does.
     exchange = _bootstrap.Exchange(mesh.devices.flat, process) if native else None
     try:
+        _env.check()
         _check_arguments(mesh, axis, config, implementation)
         axes = _sharding.axis_tuple(axis)
         _check_sizes(config, _sharding.axis_size(mesh, axes))
@@ -363,7 +364,25 @@ def create_group(
         if exchange is not None:
             exchange.fail(error)
         raise
+    if owned and process == min(device.process_index for device in mesh.devices.flat):
+        _log.info(_summary(group))
     return group
+
+
+def _summary(group: Group) -> str:
+    """The line that JAX_EP_LOG=info has for each group."""
+    nodes = group.num_ranks // group.node_size
+    parts = [
+        f"{'native' if group.native else 'xla'} on {group.platform}",
+        f"ranks {group.num_ranks}, nodes {nodes}",
+        f"transport {group.transport}",
+        f"R = {group.recv_rows(group.config.max_tokens)} for T = {group.config.max_tokens}",
+        f"{group.heap_bytes} bytes in this process",
+    ]
+    details = dict(group.health().details)
+    if group.platform == "gpu" and "data_path" in details:
+        parts.append(f"rows travel {details['data_path']}")
+    return f"group {'/'.join(group.axes)}[{group.num_ranks}]: " + ", ".join(parts)
 
 
 def _ffi_platform(mesh: Any) -> str:

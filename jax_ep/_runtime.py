@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jax_ep._group import Group, Health
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-_open_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
+_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
 _hooks_installed = False
 
 
@@ -31,8 +31,8 @@ class NativeSession:
 
     def __init__(self, session: Any, group: Group, layout: _Layout, transport: str):
         """Wraps a started `_core.Session`."""
-        self._session = session
-        self._label = repr(group)
+        self._session: Any = session
+        self._pid = os.getpid()
         self._closed = False
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
         self.heap_bytes: int = session.heap_bytes
@@ -41,7 +41,7 @@ class NativeSession:
         self.local_ranks: tuple[int, ...] = tuple(
             sorted({rank for _, _, rank in layout.local_ranks})
         )
-        _open_sessions.add(self)
+        _sessions.add(self)
 
     def close(self) -> None:
         """Waits for the group's devices, drains, gives the heap back. Idempotent."""
@@ -52,6 +52,15 @@ class NativeSession:
             with contextlib.suppress(Exception):  # a failed execution is the caller's to see
                 device.synchronize_all_activity()
         self._session.close()
+
+    def release(self) -> None:
+        """After close, at exit: lets go of the native object, which may outlive its module.
+
+        A class that JAX has registered as a pytree is never freed, nor what its module names: a
+        Group there would leave nanobind with a live instance to complain of.
+        """
+        if os.getpid() == self._pid:  # a forked child has not closed it
+            self._session = _Released(self._session)
 
     def check(self) -> None:
         """Raises RuntimeError with the first failure, if there is one."""
@@ -87,6 +96,39 @@ class NativeSession:
     def dump_state(self) -> str:
         """A text with everything that a hang report needs."""
         return str(self._session.dump_state())
+
+
+class _Released:
+    """What a NativeSession still answers when the interpreter exits: its last words."""
+
+    heap_bytes = 0
+
+    def __init__(self, session: Any):
+        """Takes what a closed `_core.Session` says."""
+        self._failure = str(session.failure_text())
+        self._ranks = session.rank_stats()
+        self._flows = session.flow_stats()
+        self._state = str(session.dump_state())
+        self.data_path = getattr(session, "data_path", "heap")
+
+    def close(self) -> None:
+        """Was done."""
+
+    def failure_text(self) -> str:
+        """Of the time of the release, as all below."""
+        return self._failure
+
+    def rank_stats(self) -> Any:
+        """Counters of each rank."""
+        return self._ranks
+
+    def flow_stats(self) -> Any:
+        """Counters of each flow."""
+        return self._flows
+
+    def dump_state(self) -> str:
+        """For a bug report."""
+        return self._state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,8 +259,9 @@ def _install_hooks(core: Any) -> None:
 
 
 def _close_all() -> None:
-    for session in list(_open_sessions):
+    for session in list(_sessions):
         session.close()
+        session.release()
 
 
 def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:

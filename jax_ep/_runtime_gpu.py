@@ -6,7 +6,6 @@ How ranks reach each other's rows is decided here, once per group (docs/gpu.md).
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ import jax
 import numpy as np
 
 from jax_ep import _bootstrap, _descriptors, _env
-
-_log = logging.getLogger("jax_ep")
 
 DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
 
@@ -92,7 +89,6 @@ def start(
     except BaseException as error:
         session.abort(f"create_group failed: {type(error).__name__}: {error}")
         raise
-    _log.info("jax_ep: group on %d local GPU(s), rows travel %s", len(devices), session.data_path)
     return session
 
 

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "proxy/base/env.h"
 #include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
 #include "xla_ffi/handlers_cpu.h"
@@ -241,6 +242,9 @@ NB_MODULE(_core, m) {
   m.def(
       "note_compile_end", [] { jax_ep::SiteNumbering::Instance().NoteCompileEnd(); },
       "A compilation has ended: the next custom call instantiated belongs to another module.");
+  m.def(
+      "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
+      "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
   m.def("transports", &jax_ep::Transports, "[(name, available, reason)] of every transport.");
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep import _runtime_gpu
+from jax_ep import _env, _runtime_gpu, _seal
 from jax_ep._cli.extras import make_console, require
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
@@ -133,4 +133,16 @@ def _environment() -> Iterator[Row]:
     if not found:
         yield "(none)", "no variable of jax_ep, JAX or XLA is set"
     for name in found:
-        yield name, os.environ[name]
+        value = "(set, not shown)" if name == _seal.SECRET_ENV else os.environ[name]
+        yield name, value + _problem(name)
+
+
+def _problem(name: str) -> str:
+    """What is wrong with a variable of jax_ep, in brackets, or ""."""
+    try:
+        problem = _env.unknown(name)
+        if name in _env.NAMES:
+            _env.NAMES[name](name)
+    except ValueError as error:
+        problem = str(error)
+    return f" ({problem})" if problem else ""

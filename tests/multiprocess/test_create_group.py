@@ -64,3 +64,10 @@ def test_another_job_secret_is_refused_on_both_sides():
 def test_a_sealed_store_has_nothing_to_read():
     for process in range(2):
         assert _job().value(process, "readable") == "True []"
+
+
+def test_a_group_that_is_never_freed_leaves_no_complaint_at_exit():
+    done = launch("held_at_exit.py", processes=1, devices_per_process=2)
+    assert done.returncode == 0, done.text[-6000:]
+    assert done.value(0, "closed") == "True"
+    assert "leaked" not in done.text, done.text[-6000:]

@@ -1,0 +1,100 @@
+"""Variables of jax_ep: known names, allowed values, and the line of the log."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+import pytest
+from harness import Case, mesh_of
+
+import jax_ep
+from jax_ep import _env
+
+ROOT = pathlib.Path(__file__).parents[2]
+BAD = {
+    "JAX_EP_LOG": "verbose",
+    "JAX_EP_DEBUG": "yes",
+    "JAX_EP_GPU_SMS": "0",
+    "JAX_EP_WINDOW_MESSAGES": "5000",
+    "JAX_EP_RING_SLOTS": "17",
+    "JAX_EP_VERBS_MTU": "1500",
+    "JAX_EP_JOB_SECRET": "short",
+}
+
+
+def create(implementation: str, ranks: int = 2, **changes: Any) -> jax_ep.Group:
+    config = dataclasses.replace(Case(ranks=ranks, tokens=8).config(), **changes)
+    return jax_ep.create_group(mesh_of(ranks), "ep", config, implementation)
+
+
+def names_in(path: str, pattern: str = r"JAX_EP_[A-Z_]+[A-Z]") -> set[str]:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    # "`JAX_EP_VERBS_SL`, `_TC`, `_MTU`" in a table
+    for family, rest in re.findall(r"`(JAX_EP_[A-Z]+)_[A-Z]+`((?:, `_[A-Z]+`)+)", text):
+        text += " ".join(family + name for name in re.findall(r"_[A-Z]+", rest))
+    return set(re.findall(pattern, text))
+
+
+def test_the_table_names_what_the_docs_and_the_code_name() -> None:
+    documented = names_in("docs/tuning.md") | names_in("docs/transports.md")
+    families = {"JAX_EP_OFI", "JAX_EP_VERBS"}
+    assert documented - families == set(_env.NAMES)
+    assert names_in("proxy/base/env.cc", r'"(JAX_EP_[A-Z_]+)"') <= set(_env.NAMES)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_value_that_is_not_allowed_is_an_error(
+    name: str, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, BAD[name])
+    with pytest.raises(ValueError, match=name) as info:
+        create(native)
+    assert "expected" in str(info.value)
+    monkeypatch.delenv(name)
+    create(native).close()
+
+
+def test_a_name_that_nothing_reads_is_a_warning_with_the_nearest_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("JAX_EP_OFI_PROVIDERS", "tcp")
+    monkeypatch.setenv("JAX_EP_TEST_ANYTHING", "1")
+    with pytest.warns(RuntimeWarning) as found:
+        create("xla").close()
+    assert [str(warning.message) for warning in found] == [
+        "jax_ep: nothing reads the environment variable JAX_EP_OFI_PROVIDERS; "
+        "did you mean JAX_EP_OFI_PROVIDER?"
+    ]
+
+
+@pytest.mark.parametrize("level", ["info", "warning"])
+def test_the_log_has_one_line_per_group(
+    level: str,
+    implementation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("JAX_EP_LOG", level)
+    with create(implementation, ranks=4, node_size=2) as group:
+        rows, size = group.recv_rows(8), group.heap_bytes
+    lines = [line for line in capfd.readouterr().err.splitlines() if " group ep[4]: " in line]
+    assert len(lines) == (level == "info")
+    nodes = (
+        "nodes 2, transport loopback" if implementation == "native" else "nodes 2, transport xla"
+    )
+    for part in (implementation, "ranks 4", nodes, f"R = {rows} for T = 8", f"{size} bytes"):
+        assert all(part in line for line in lines), lines
+
+
+def test_shm_in_one_process_is_refused_in_words(native: str) -> None:
+    with pytest.raises(ValueError, match=r"'shm', which joins processes.*use 'loopback'"):
+        create(native, ranks=4, node_size=2, transport="shm")
+
+
+def test_sizes_that_a_command_between_nodes_cannot_name_are_refused(native: str) -> None:
+    config = jax_ep.Config(num_experts=8, top_k=2, hidden=7168, max_tokens=65536, node_size=1)
+    with pytest.raises(ValueError, match=r"need [0-9.]+ GiB .* at most 64.0 GiB .* lower max_tok"):
+        jax_ep.create_group(mesh_of(8), "ep", config, native)
