@@ -266,7 +266,9 @@ def partly_manual(group: jax_ep.Group) -> Any:
 
 def test_an_axis_that_is_not_manual_is_refused() -> None:
     """XLA would gather the operands of the custom call in silence."""
-    mesh = jax.sharding.AbstractMesh((2, 2), ("dp", "ep"))
+    mesh = jax.sharding.AbstractMesh(
+        (2, 2), ("dp", "ep"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     group = jax_ep.create_group(mesh, "ep", CASE.config())
     shapes = (jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((8, 2), jnp.int32))
     with pytest.raises(ValueError, match=r"mesh axis 'dp' of size 2 is not Manual"):
