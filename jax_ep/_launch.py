@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import selectors
 import signal
 import socket
@@ -21,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jax_ep._launch_output import LinePrefixer
+from jax_ep._seal import SECRET_ENV
 
 DEFAULT_GRACE_S = 60.0
 TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL
@@ -140,6 +142,8 @@ class _Job:
 
     def __init__(self, options: LaunchOptions) -> None:
         self._options = options
+        # Any user of this host reaches the coordinator's port.
+        self._secret = secrets.token_hex(32)
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
         self._first_failure: int | None = None
@@ -204,6 +208,7 @@ class _Job:
             spec["cores"] = cores_of(index, self._options.num_processes, cores)
             # XLA would size its pool by the bound cores, and its collectives need several threads.
             env.setdefault("NPROC", str(len(cores)))
+        env.setdefault(SECRET_ENV, self._secret)
         env[SPEC_ENV] = json.dumps(spec)
         try:
             process = subprocess.Popen(

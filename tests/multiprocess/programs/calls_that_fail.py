@@ -83,11 +83,14 @@ def absent():
 
 
 def other_secret():
-    secret = os.environ["JAX_EP_JOB_SECRET"]
+    secret = os.environ["JAX_EP_JOB_SECRET"]  # the launcher's
     if me == 1:
         os.environ["JAX_EP_JOB_SECRET"] = secret[::-1]
     try:
         create()
+    except RuntimeError as error:
+        assert secret not in str(error) and secret[::-1] not in str(error)
+        raise
     finally:
         os.environ["JAX_EP_JOB_SECRET"] = secret
 
