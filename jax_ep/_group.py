@@ -136,8 +136,8 @@ class Group:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes the group."""
-        self.close()
+        """Closes the group; after an exception other ranks learn that the program ended."""
+        self._close(program_ended=kind is not None)
 
     @property
     def closed(self) -> bool:
@@ -259,12 +259,17 @@ class Group:
         return f"{self!r}\n{self._handle.dump_state()}"
 
     def close(self) -> None:
-        """Waits for the group's devices, drains, gives the memory back; idempotent."""
-        if self._closed:
-            return
+        """Ends the group on this process and gives its memory back; idempotent.
+
+        Waits for the executions that use it, then for the other processes to close it too (at most
+        timeout_s, and for none that is gone). Does nothing in a forked child.
+        """
+        self._close(program_ended=False)
+
+    def _close(self, *, program_ended: bool) -> None:
         self._closed = True
         if self._handle is not None:
-            self._handle.close()
+            self._handle.close(program_ended=program_ended)
 
     def agree_on_number(self, number: int) -> None:
         """Before the start: the largest `session_number` of the processes, which all take."""

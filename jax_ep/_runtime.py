@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import time
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jax_ep import _bootstrap, _config, _env, _runtime_gpu
+from jax_ep import _bootstrap, _config, _drain, _env, _runtime_gpu
 
 if TYPE_CHECKING:
     from jax_ep._group import Group, Health
@@ -35,7 +36,9 @@ class NativeSession:
         self._pid = os.getpid()
         self._closed = False
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
-        self.heap_bytes: int = session.heap_bytes
+        self._timeout_s = group.config.timeout_s
+        self._peer_timeout_s = group.config.peer_timeout_s
+        self._drain = _drain.Drain(self._devices) if group.platform == "cpu" else None
         self.transport = transport
         self.node_size = layout.node_size
         self.local_ranks: tuple[int, ...] = tuple(
@@ -43,15 +46,41 @@ class NativeSession:
         )
         _sessions.add(self)
 
-    def close(self) -> None:
-        """Waits for the group's devices, drains, gives the heap back. Idempotent."""
-        if self._closed:
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes of this process's ranks; 0 after close."""
+        return int(self._session.heap_bytes)
+
+    def close(self, *, program_ended: bool = False) -> None:
+        """Waits for the executions that use the group, then for the other ranks' close; frees.
+
+        Idempotent. Does nothing in a forked child: the group is its parent's.
+
+        Args:
+            program_ended: what ranks are told that still use the group: this program has ended.
+        """
+        if os.getpid() != self._pid:
             return
-        self._closed = True
+        if not self._closed:
+            self._closed = True
+            self._wait_for_executions()
+        self._session.close(program_ended)  # a second thread waits here for the first
+
+    def _wait_for_executions(self) -> None:
         for device in self._devices:
             with contextlib.suppress(Exception):  # a failed execution is the caller's to see
                 device.synchronize_all_activity()
-        self._session.close()
+        if self._drain is None:
+            return
+        session = self._session
+        begin = time.monotonic()
+
+        def give_up() -> bool:
+            waited = time.monotonic() - begin
+            limit = self._timeout_s if session.is_balanced() else self._peer_timeout_s
+            return bool(session.failure_text()) or waited > limit
+
+        self._drain.run(give_up)
 
     def release(self) -> None:
         """After close, at exit: lets go of the native object, which may outlive its module.
@@ -260,7 +289,7 @@ def _install_hooks(core: Any) -> None:
 
 def _close_all() -> None:
     for session in list(_sessions):
-        session.close()
+        session.close(program_ended=True)
         session.release()
 
 

@@ -43,15 +43,31 @@ struct OrderEntry {
 };
 inline constexpr uint64_t kOrderLogEntries = 1024;  // power of two
 
+// A rank that has closed its group has gone in peace: its silence is no failure.
 enum class MemberState : uint64_t { kRunning = 0, kFailed = 1, kClosed = 2 };
-inline constexpr uint64_t kFailureTextBytes = 488;
+inline constexpr uint64_t kFailureTextBytes = 1000;
+
+// Why a rank leaves its group.
+enum class Departure : uint64_t {
+  kClosed = 0,        // the program called close
+  kProgramEnded = 1,  // it raised, or ended without a close
+};
+
+// What a rank leaves in the heap of each peer before the barrier of its close. Travels as one
+// write.
+struct Farewell {
+  std::atomic<uint64_t> num_calls;  // calls that it took part in; it takes part in no other
+  std::atomic<Departure> departure;
+};
+static_assert(sizeof(Farewell) == 16, "a farewell is one unit of a command");
 
 // First bytes of every heap. Zero-initialised memory is a valid start. kernels and xla_ffi use it;
 // the proxy gets pointers into it.
 struct ControlBlock {
   Doorbell doorbell;  // rung after any change of this heap's flags or control words
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
-  std::atomic<MemberState> state;               // release store publishes the next two
+  std::atomic<MemberState> state;               // release store publishes what follows
+  std::atomic<Departure> departure;             // when state is kClosed
   uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known
   char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
   // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.
@@ -107,6 +123,7 @@ struct HeapLayout {
   uint64_t total_bytes = 0;
   uint32_t num_ranks = 0;
   uint64_t flags_offset = 0;       // u64 [kNumChannels][N]
+  uint64_t farewells_offset = 0;   // Farewell [N]
   HeapArea dispatch_published;     // PublishedBuffers
   HeapArea combine_published;      // PublishedBuffers
   uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
@@ -131,6 +148,10 @@ struct HeapLayout {
 
   constexpr uint64_t flag_offset(Channel channel, uint32_t source) const {
     return flags_offset + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
+  }
+
+  constexpr uint64_t farewell_offset(uint32_t source) const {
+    return farewells_offset + source * sizeof(Farewell);
   }
 
   static constexpr HeapLayout Make(const GroupShape& shape);
@@ -164,6 +185,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
 
   take(sizeof(ControlBlock));
   layout.flags_offset = take(kNumChannels * num_ranks * sizeof(uint64_t));
+  layout.farewells_offset = take(num_ranks * sizeof(Farewell));
   layout.dispatch_published = take_area(depth, 1, sizeof(PublishedBuffers));
   layout.combine_published = take_area(depth, 1, sizeof(PublishedBuffers));
   layout.plan_counts_bytes =

@@ -7,11 +7,13 @@
 #include <bit>
 #include <mutex>
 #include <new>
+#include <stop_token>
 #include <thread>
 #include <utility>
 
 #include "proxy/base/log.h"
 #include "proxy/base/shared_memory.h"
+#include "proxy/base/thread.h"
 #include "proxy/endpoint.h"
 #include "proxy/transport/registry.h"
 
@@ -64,7 +66,8 @@ struct Proxy::Impl {
   bool wants_help = false;       // fixed by Start
   bool must_poll = false;        // fixed by Start
   Clock::time_point idle_since;  // of the thread
-  std::jthread thread;
+  std::stop_source stop;
+  std::thread thread;
 
   // Held during every round, by whoever does it. The thread lets go of it only to sleep.
   std::mutex mutex;
@@ -357,19 +360,21 @@ Status Proxy::Start() {
                                 " is connected to rank " + std::to_string(*peer));
     }
   }
-  impl_->is_started = true;
   impl_->wants_help = std::any_of(impl_->endpoints.begin(), impl_->endpoints.end(),
                                   [](const auto& endpoint) { return !endpoint->has_cheap_wake(); });
   impl_->must_poll = std::any_of(impl_->endpoints.begin(), impl_->endpoints.end(),
                                  [](const auto& endpoint) { return endpoint->must_poll(); });
-  impl_->thread =
-      std::jthread([impl = impl_.get()](const std::stop_token& stop) { impl->Run(stop); });
+  JAX_EP_ASSIGN_OR_RETURN(
+      impl_->thread,
+      StartThread("jax_ep proxy",
+                  [impl = impl_.get(), stop = impl_->stop.get_token()] { impl->Run(stop); }));
+  impl_->is_started = true;
   return Status::Ok();
 }
 
 void Proxy::Stop() {
   if (!impl_->thread.joinable()) return;
-  impl_->thread.request_stop();
+  impl_->stop.request_stop();
   impl_->bell->Ring();
   impl_->thread.join();
 }

@@ -96,6 +96,7 @@ class Proxy final : public ProxyPort {
   Status Connect(int endpoint, uint32_t peer, std::string_view blob, Deadline deadline);
 
   // \error kFailedPrecondition  an endpoint is not connected to all of its peers; already started
+  // \error kResourceExhausted   no thread
   Status Start();
 
   // Sends what is queued, says goodbye to the peers, joins the thread. Idempotent; takes at most

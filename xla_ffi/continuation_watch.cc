@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "proxy/base/thread.h"
 #include "xla_ffi/executor.h"
 
 namespace jax_ep {
@@ -14,12 +15,17 @@ constexpr int kIdleLooksBeforeSleep = 50;
 
 }  // namespace
 
-ContinuationWatch::ContinuationWatch() : thread_([this] { Loop(); }) {}
+Result<std::unique_ptr<ContinuationWatch>> ContinuationWatch::Create() {
+  std::unique_ptr<ContinuationWatch> watch(new ContinuationWatch());
+  JAX_EP_ASSIGN_OR_RETURN(watch->thread_,
+                          StartThread("jax_ep watch", [w = watch.get()] { w->Loop(); }));
+  return watch;
+}
 
 ContinuationWatch::~ContinuationWatch() {
   stopping_.store(true, std::memory_order_release);
   bell_.Ring();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void ContinuationWatch::Add(Executor* executor) {
@@ -27,9 +33,9 @@ void ContinuationWatch::Add(Executor* executor) {
   watched_.emplace_back(executor, 0);
 }
 
-void ContinuationWatch::RemoveAll() {
+void ContinuationWatch::Remove(Executor* executor) {
   std::lock_guard lock(mutex_);
-  watched_.clear();
+  std::erase_if(watched_, [&](const auto& watched) { return watched.first == executor; });
 }
 
 void ContinuationWatch::Wake() {

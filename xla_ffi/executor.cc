@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "proxy/base/thread.h"
+
 namespace jax_ep {
 namespace {
 
@@ -16,10 +18,21 @@ thread_local const Executor* continuing_executor = nullptr;
 
 Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
                    ContinuationWatch* watch)
-    : rank_(std::move(rank)), order_(std::move(order)), watch_(watch) {
-  offer_ = true;  // for whichever thread comes first
-  for (int i = 0; i < 2; ++i) threads_.emplace_back([this] { ThreadLoop(); });
-  watch_->Add(this);
+    : rank_(std::move(rank)), order_(std::move(order)), watch_(watch) {}
+
+Result<std::unique_ptr<Executor>> Executor::Create(std::unique_ptr<Rank> rank,
+                                                   std::unique_ptr<AgreedOrder> order,
+                                                   ContinuationWatch* watch) {
+  std::unique_ptr<Executor> executor(new Executor(std::move(rank), std::move(order), watch));
+  executor->offer_ = true;  // for whichever thread comes first
+  for (int i = 0; i < 2; ++i) {
+    JAX_EP_ASSIGN_OR_RETURN(
+        std::thread thread,
+        StartThread("jax_ep executor", [e = executor.get()] { e->ThreadLoop(); }));
+    executor->threads_.push_back(std::move(thread));
+  }
+  watch->Add(executor.get());
+  return executor;
 }
 
 Executor::~Executor() { Stop(FailedPrecondition("group " + rank_->group_name + " is closed")); }
@@ -32,13 +45,14 @@ void Executor::Enqueue(Call call) {
   call.enqueued = std::chrono::steady_clock::now();
   {
     std::unique_lock lock(queue_mutex_);
-    if (stopping_.load(std::memory_order_relaxed)) {
-      const Status reason = stop_reason_;
+    if (refuses_) {
+      const Status reason = reason_;
       lock.unlock();
       call.complete(reason);
       return;
     }
     queue_.push_back(std::move(call));
+    num_enqueued_.fetch_add(1, std::memory_order_release);
     num_queued_.fetch_add(1, std::memory_order_seq_cst);
   }
   // seq_cst with TrySit and the leaving of the seat: either this thread sees the seat free, or who
@@ -57,14 +71,23 @@ size_t Executor::num_queued() const {
   return queue_.size();
 }
 
+uint64_t Executor::num_needed() const {
+  std::lock_guard lock(queue_mutex_);
+  const uint64_t taken = num_taken_.load(std::memory_order_relaxed);
+  if (taken != num_executed_.load(std::memory_order_acquire)) return taken;
+  return queue_.empty() ? 0 : taken + 1;
+}
+
+void Executor::Refuse(const Status& reason) {
+  std::lock_guard lock(queue_mutex_);
+  if (refuses_) return;
+  refuses_ = true;
+  reason_ = reason;
+}
+
 void Executor::Stop(const Status& reason) {
-  {
-    std::lock_guard lock(queue_mutex_);
-    if (!stopping_.load(std::memory_order_relaxed)) {
-      stop_reason_ = reason;
-      stopping_.store(true, std::memory_order_release);
-    }
-  }
+  Refuse(reason);
+  stopping_.store(true, std::memory_order_release);
   doorbell().Ring();
   {
     std::lock_guard lock(seat_mutex_);
@@ -74,6 +97,7 @@ void Executor::Stop(const Status& reason) {
     if (thread.joinable()) thread.join();
   }
   threads_.clear();
+  watch_->Remove(this);
 }
 
 // ---- The seat --------------------------------------------------------------------------------
@@ -113,7 +137,7 @@ void Executor::ThreadLoop() {
   Status reason;
   {
     std::lock_guard lock(queue_mutex_);
-    reason = stop_reason_;
+    reason = reason_;
   }
   FailQueued(reason);
 }
@@ -158,6 +182,7 @@ std::optional<Call> Executor::TakeNext() {
   std::optional<Call> taken = std::move(*it);
   queue_.erase(it);
   order_->Advance();
+  num_taken_.fetch_add(1, std::memory_order_relaxed);
   num_queued_.fetch_sub(1, std::memory_order_relaxed);
   return taken;
 }
@@ -226,6 +251,7 @@ std::optional<Call> Executor::WaitForCall() {
   if (!queue_.empty()) {
     next = std::move(queue_.front());
     queue_.pop_front();
+    num_taken_.fetch_add(1, std::memory_order_relaxed);
     num_queued_.fetch_sub(1, std::memory_order_relaxed);
   }
   return next;
@@ -237,7 +263,7 @@ void Executor::ExecuteWhileSeated() {
     if (!call.has_value()) continue;
     Status status = rank_->failure->status();  // a failed group runs nothing any more
     if (status.ok()) status = call->run(*rank_);
-    num_executed_.fetch_add(1, std::memory_order_relaxed);
+    num_executed_.fetch_add(1, std::memory_order_release);
     if (!CompleteAndSit(std::move(*call), std::move(status))) return;
   }
   seat_taken_.store(false, std::memory_order_seq_cst);

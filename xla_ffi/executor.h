@@ -37,18 +37,23 @@ struct Call {
   std::chrono::steady_clock::time_point enqueued{};  // set by Enqueue
 };
 
-// Thread rule: Enqueue and Stop from any thread. The Rank's heaps, the latch and the watch must
-// outlive it.
+// Thread rule: Enqueue, Refuse and Stop from any thread. The Rank's heaps, the latch and the watch
+// must outlive it.
 class Executor {
  public:
-  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
-           ContinuationWatch* watch);
+  // \error kResourceExhausted  no thread
+  static Result<std::unique_ptr<Executor>> Create(std::unique_ptr<Rank> rank,
+                                                  std::unique_ptr<AgreedOrder> order,
+                                                  ContinuationWatch* watch);
   ~Executor();  // Stop()
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  // Never blocks. After Stop the call completes with the reason given there.
+  // Never blocks. After Refuse or Stop the call completes with the reason given there.
   void Enqueue(Call call);
+
+  // No call is taken any more; those that wait or run go on.
+  void Refuse(const Status& reason);
 
   // Fails what is still queued with `reason`, joins both threads. Idempotent. A running call is
   // waited for: its own waits are bounded, and the session latches a failure first when it must
@@ -57,8 +62,12 @@ class Executor {
 
   Rank& rank() { return *rank_; }
   size_t num_queued() const;
+  // Calls taken from XLA so far: executed, running and queued.
+  uint64_t num_enqueued() const { return num_enqueued_.load(std::memory_order_acquire); }
   // Calls executed so far, by any operation.
-  uint64_t num_executed() const { return num_executed_.load(std::memory_order_relaxed); }
+  uint64_t num_executed() const { return num_executed_.load(std::memory_order_acquire); }
+  // The call that this rank cannot end without its peers, if any: its number, counted from 1.
+  uint64_t num_needed() const;
 
   // For the watch: number of the continuation that keeps a queued call waiting, or 0.
   uint64_t blocking_continuation() const;
@@ -66,6 +75,8 @@ class Executor {
   void OfferSeat();
 
  private:
+  Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
+           ContinuationWatch* watch);
   void ThreadLoop();
   // Sits until stopped or until the other thread took the seat during a continuation.
   void ExecuteWhileSeated();
@@ -89,9 +100,12 @@ class Executor {
   mutable std::mutex queue_mutex_;
   std::deque<Call> queue_;  // in arrival order
   std::atomic<uint64_t> num_queued_{0};
+  std::atomic<uint64_t> num_enqueued_{0};
+  std::atomic<uint64_t> num_taken_{0};  // from the queue; the newest runs, or has been executed
   std::atomic<uint64_t> num_executed_{0};
   std::atomic<bool> stopping_{false};
-  Status stop_reason_;  // guarded by queue_mutex_ until stopping_ is set
+  bool refuses_ = false;  // guarded by queue_mutex_, like the next
+  Status reason_;         // of Refuse or Stop, whichever came first
 
   std::atomic<bool> seat_taken_{false};
   std::atomic<uint64_t> continuation_{0};  // number of the newest continuation
@@ -106,17 +120,19 @@ class Executor {
 // them has been at it for a whole period, and then offers that rank's seat to its other thread.
 class ContinuationWatch {
  public:
-  ContinuationWatch();
+  // \error kResourceExhausted  no thread
+  static Result<std::unique_ptr<ContinuationWatch>> Create();
   ~ContinuationWatch();  // joins; executors must be stopped before
   ContinuationWatch(const ContinuationWatch&) = delete;
   ContinuationWatch& operator=(const ContinuationWatch&) = delete;
 
   void Add(Executor* executor);
-  void RemoveAll();
+  void Remove(Executor* executor);
   // A call waits behind a continuation: look from now on (cheap when it looks already).
   void Wake();
 
  private:
+  ContinuationWatch() = default;
   void Loop();
 
   std::mutex mutex_;

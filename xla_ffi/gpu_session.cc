@@ -5,21 +5,28 @@
 
 #include <algorithm>
 #include <functional>
+#include <optional>
 
 #include "proxy/base/blob.h"
 #include "proxy/base/log.h"
+#include "proxy/base/thread.h"
 
 namespace jax_ep {
 namespace {
 
 constexpr uint64_t kBlobVersion = 1;
 constexpr auto kWatchPeriod = std::chrono::milliseconds(2);
+// A rank leaves when its devices are idle, so whatever it took part in runs here already, and ends
+// long before this. What still waits then waits for the rank that has left.
+constexpr auto kDepartureGrace = std::chrono::seconds(5);
 
 // The runtime's current device belongs to XLA on XLA's and Python's threads, so everything that
 // changes it runs on a thread of its own.
 Status OnOwnThread(const std::function<Status()>& body) {
   Status status;
-  std::thread([&] { status = body(); }).join();
+  JAX_EP_ASSIGN_OR_RETURN(std::thread thread,
+                          StartThread("jax_ep device", [&] { status = body(); }));
+  thread.join();
   return status;
 }
 
@@ -106,7 +113,13 @@ struct GpuSession::PeerRecord {
 GpuSession::GpuSession(GpuOptions options, const gpu::GpuApi* api)
     : options_(std::move(options)), api_(api), failure_(std::make_unique<FailureLatch>()) {}
 
-GpuSession::~GpuSession() { Close(); }
+GpuSession::~GpuSession() {
+  if (lifecycle_.is_forked()) {
+    Abandon();
+  } else {
+    Close();
+  }
+}
 
 Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options.session));
@@ -374,14 +387,15 @@ Status GpuSession::Start() {
     monitor.own.push_back(member->control_block());
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
-  monitor_ = std::make_unique<Monitor>(std::move(monitor), failure_.get());
-  watch_ = std::thread([this] { WatchStatus(); });
+  JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
+  JAX_EP_ASSIGN_OR_RETURN(watch_, StartThread("jax_ep gpu", [this] { WatchStatus(); }));
   return Status::Ok();
 }
 
 // Device failures become the session's, the session's (a dead process, say) end the kernels' waits.
 void GpuSession::WatchStatus() {
   bool aborted = false;
+  std::optional<std::chrono::steady_clock::time_point> left_at;
   std::unique_lock lock(watch_mutex_);
   while (!stopping_) {
     for (const auto& member : members_) {
@@ -391,7 +405,11 @@ void GpuSession::WatchStatus() {
         LogError(failure_->status().message());
       }
     }
-    if (!aborted && failure_->failed()) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!left_at.has_value() && !CheckMates().ok()) left_at = now;
+    // Ends waits for a rank that has left; without such a wait nothing fails.
+    const bool waits_in_vain = left_at.has_value() && now - *left_at > kDepartureGrace;
+    if (!aborted && (failure_->failed() || waits_in_vain)) {
       for (const auto& member : members_) {
         member->status->abort.store(1, std::memory_order_release);
       }
@@ -417,6 +435,7 @@ std::string GpuSession::Describe(const Member& member) const {
     case gpu::FailureKind::kPeerFailed:
       return text + ": " + peer + " gave up first; its own message says why";
     case gpu::FailureKind::kAborted:
+      if (const Status left = CheckMates(); !left.ok()) return left.message();
       return text + " was ended because the group had failed";
     case gpu::FailureKind::kBusy:
       return text +
@@ -446,9 +465,31 @@ std::string GpuSession::Describe(const Member& member) const {
   return text + " failed without a reason";
 }
 
-void GpuSession::Close() {
-  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-  if (monitor_ != nullptr) monitor_->ExpectDepartures();
+void GpuSession::Close(Departure departure) {
+  if (!lifecycle_.BeginClose()) return;
+  if (monitor_ != nullptr) {
+    if (Result<std::vector<Counters>> counters = ReadCounters(); counters.ok()) {
+      last_.counters = std::move(*counters);
+    }
+  }
+  if (network_ != nullptr) last_.flows = network_->flow_stats();
+  last_.data_path = DataPath();
+  // From here on no kernel can be launched; those that were are waited for in Free.
+  lifecycle_.Seal();
+  if (monitor_ != nullptr) monitor_->Leave(departure);
+  Free();
+  lifecycle_.EndClose();
+}
+
+// A child has neither the threads nor the devices of its parent: it must not touch them.
+void GpuSession::Abandon() {
+  (void)new std::vector<std::unique_ptr<Member>>(std::move(members_));
+  (void)new std::thread(std::move(watch_));
+  (void)network_.release();
+  (void)monitor_.release();
+}
+
+void GpuSession::Free() {
   const Status drained = OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->synchronize(member->device()), "close"));
@@ -466,8 +507,11 @@ void GpuSession::Close() {
   if (!drained.ok()) {
     // A device that cannot be waited for may still use this memory: keep it mapped for ever.
     LogError("group " + options().name + ": " + drained.message() + "; " +
-             std::to_string(heap_bytes()) + " bytes stay allocated");
-    for (const auto& member : members_) member->control = {};
+             std::to_string(HeapBytes()) + " bytes stay allocated");
+    for (const auto& member : members_) {
+      member->control = {};
+      member->controls.clear();
+    }
     if (network_ != nullptr) network_->Leak();
     return;
   }
@@ -491,6 +535,21 @@ void GpuSession::Close() {
     return network_ == nullptr ? Status::Ok() : network_->Release();
   });
   if (!freed.ok()) LogError("group " + options().name + ": " + freed.message());
+  members_.clear();
+  monitor_.reset();
+  network_.reset();
+}
+
+Status GpuSession::CheckMates() const {
+  for (const auto& member : members_) {
+    for (const MonitorOptions::Peer& mate : member->watched) {
+      // Acquire pairs with the release in Monitor::Leave.
+      if (mate.control->state.load(std::memory_order_acquire) != MemberState::kClosed) continue;
+      return PeerHasLeft(options().name, mate.rank,
+                         mate.control->departure.load(std::memory_order_relaxed));
+    }
+  }
+  return Status::Ok();
 }
 
 gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {
@@ -503,12 +562,22 @@ gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {
 }
 
 uint64_t GpuSession::heap_bytes() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  return lease ? HeapBytes() : 0;
+}
+
+uint64_t GpuSession::HeapBytes() const {
   uint64_t bytes = network_ == nullptr ? 0 : network_->stage_bytes();
   for (const auto& member : members_) bytes += member->heap.bytes;
   return bytes;
 }
 
 std::string GpuSession::data_path() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  return lease ? DataPath() : last_.data_path;
+}
+
+std::string GpuSession::DataPath() const {
   for (const auto& member : members_) {
     if (member->arena.bytes == 0) return "staged: " + member->no_arena;
   }
@@ -516,8 +585,13 @@ std::string GpuSession::data_path() const {
 }
 
 Result<std::vector<GpuSession::Counters>> GpuSession::counters() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (!lease) return last_.counters;
+  return ReadCounters();
+}
+
+Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
   std::vector<Counters> all;
-  if (closed_.load(std::memory_order_acquire)) return all;
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {
       gpu::RankCountersSnapshot snapshot{};
@@ -533,13 +607,17 @@ Result<std::vector<GpuSession::Counters>> GpuSession::counters() const {
 }
 
 std::vector<FlowStats> GpuSession::flow_stats() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (!lease) return last_.flows;
   return network_ == nullptr ? std::vector<FlowStats>() : network_->flow_stats();
 }
 
 std::string GpuSession::DumpState() const {
-  std::string out = "group " + options().name + " on GPUs: " +
-                    (failure_->failed() ? "FAILED: " + failure_->status().message() : "running") +
-                    "\n";
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  std::string out = "group " + options().name + " on GPUs: " + (lease ? "running" : "closed");
+  if (failure_->failed()) out += ", FAILED: " + failure_->status().message();
+  out += "\n";
+  if (!lease) return out;
   for (const auto& member : members_) {
     out += "  team " + std::to_string(member->id.team) + " rank " +
            std::to_string(member->id.rank) + " on GPU " + std::to_string(member->device()) +

@@ -19,6 +19,7 @@
 #include "kernels/gpu/device_memory.h"
 #include "proxy/base/shared_memory.h"
 #include "xla_ffi/gpu_network.h"
+#include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/session_options.h"
 
@@ -44,7 +45,7 @@ struct GpuOptions {
 class GpuSession {
  public:
   static Result<std::unique_ptr<GpuSession>> Create(GpuOptions options);
-  ~GpuSession();  // Close()
+  ~GpuSession();  // Close(); in a forked child nothing is touched
   GpuSession(const GpuSession&) = delete;
   GpuSession& operator=(const GpuSession&) = delete;
 
@@ -63,15 +64,27 @@ class GpuSession {
   void ForbidArenas(const std::string& reason);
   // Builds and warms the launch handles, starts the threads. All processes have connected before.
   Status Start();
-  // The devices are idle (Python waited). Stops threads, unmaps, frees. Idempotent.
-  void Close();
+  // The devices are idle (Python waited). Ends all leases, stops threads, unmaps, frees everything,
+  // however long others keep this object. `departure` is what mates that still use the group are
+  // told. Idempotent.
+  void Close(Departure departure = Departure::kClosed);
+
+  // Held by whoever uses a handle, from TakeHandle until the launcher has returned.
+  Lifecycle::Lease Enter() { return lifecycle_.Enter(); }
+  Lifecycle& lifecycle() { return lifecycle_; }
 
   // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
+  // Under a lease.
   gpu::RankHandle* TakeHandle(int64_t device);
+  // An error once a mate has closed the group: no call can end here any more. Under a lease.
+  Status CheckMates() const;
   const gpu::GpuApi& api() const { return *api_; }
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
-  uint64_t heap_bytes() const;  // of this process's ranks together: device, and pinned stages
+  // From here on any thread, at any time: after Close what was true at its begin.
+  std::string FailureText() const { return failure_->status().message(); }
+  // Of this process's ranks together: device, and pinned stages; 0 after Close.
+  uint64_t heap_bytes() const;
   // "in place", or "staged: REASON" if any local rank's arena cannot be read by its mates.
   std::string data_path() const;
   struct Counters {
@@ -93,6 +106,11 @@ class GpuSession {
   Status ConnectMember(Member& member,
                        const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records);
   std::vector<int> Devices() const;
+  Result<std::vector<Counters>> ReadCounters() const;  // under a lease
+  uint64_t HeapBytes() const;                          // under a lease
+  std::string DataPath() const;                        // under a lease
+  void Free();
+  void Abandon();
   void WatchStatus();
   std::string Describe(const Member& member) const;
 
@@ -107,7 +125,12 @@ class GpuSession {
   std::mutex watch_mutex_;
   std::condition_variable watch_wake_;
   bool stopping_ = false;  // guarded by watch_mutex_
-  std::atomic<bool> closed_{false};
+  mutable Lifecycle lifecycle_;
+  struct Last {  // what is known of a closed session; written before it is sealed
+    std::vector<Counters> counters;
+    std::vector<FlowStats> flows;
+    std::string data_path;
+  } last_;
 };
 
 }  // namespace jax_ep

@@ -82,6 +82,8 @@ struct CpuPlatform {
     Result<std::shared_ptr<Session>> session = SessionTable<Session>::Instance().Find(session_id);
     if (!session.ok()) return Failed(session.status());
     const SessionOptions& options = (*session)->options();
+    const Lifecycle::Lease lease = (*session)->Enter();
+    if (!lease) return Failed(GroupIsClosed(options.name));
     Executor* executor = (*session)->FindExecutor(context.device);
     if (executor == nullptr) {
       return Failed(FailedPrecondition(

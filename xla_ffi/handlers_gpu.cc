@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "xla_ffi/error.h"
 #include "xla_ffi/gpu_session.h"
@@ -41,8 +42,11 @@ struct GpuPlatform {
         SessionTable<GpuSession>::Instance().Find(session_id);
     if (!session.ok()) return ToFfiError(session.status());
     GpuSession& group = **session;
-    if (group.failure().failed()) return ToFfiError(group.failure().status());
     const std::string& name = group.options().name;
+    const Lifecycle::Lease lease = group.Enter();  // until the launcher has returned
+    if (!lease) return ToFfiError(GroupIsClosed(name));
+    if (Status left = group.CheckMates(); !left.ok()) group.failure().Set(std::move(left));
+    if (group.failure().failed()) return ToFfiError(group.failure().status());
     gpu::RankHandle* rank = group.TakeHandle(context.device);
     if (rank == nullptr) {
       return ToFfiError(FailedPrecondition(

@@ -183,6 +183,8 @@ class PySession : public PySessionOf<Session> {
     AwaitPeers([&] { return session().Barrier(Nanoseconds(limit_s)); });
   }
 
+  bool IsBalanced() const { return session().IsBalanced(); }
+
   nb::list RankStats() const {
     nb::list all;
     const auto value = [](const std::atomic<uint64_t>& counter) {
@@ -253,6 +255,8 @@ NB_MODULE(_core, m) {
   session.def(nb::init<const jax_ep::SessionOptions&>(), nb::arg("options"))
       .def("connect", &PySession::Connect, nb::arg("blobs"), "Takes {process index: local_blob}.")
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
+      .def("is_balanced", &PySession::IsBalanced,
+           "Whether the ranks of this process have been given the same number of calls.")
       .def("rank_stats", &PySession::RankStats, "Counters of each local rank.");
   PySession::Bind(session);
   jax_ep::BindGpu(m);

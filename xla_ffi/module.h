@@ -105,10 +105,13 @@ class PySessionOf {
     });
   }
 
-  void Close() {
+  // `program_ended` is what peers that still use the group are told. Executions find the session
+  // until it is sealed: those that XLA has enqueued are still to end well.
+  void Close(bool program_ended) {
+    if (session_->lifecycle().is_forked()) return;
     AwaitPeers([&] {
+      session_->Close(program_ended ? Departure::kProgramEnded : Departure::kClosed);
       SessionTable<S>::Instance().Remove(session_->options().session_id);
-      session_->Close();
       return Status::Ok();
     });
   }
@@ -116,11 +119,11 @@ class PySessionOf {
   // Close without the others' consent: what they wait for ends with `reason`.
   void Abort(const std::string& reason) {
     session_->failure().Set(FailedPrecondition(reason));
-    Close();
+    Close(/*program_ended=*/false);
   }
 
-  // The first failure's message, or "" while the group works.
-  std::string FailureText() const { return session_->failure().status().message(); }
+  // The first failure's message, or "" while the group works, or worked when it was closed.
+  std::string FailureText() const { return session_->FailureText(); }
   std::string DumpState() const { return session_->DumpState(); }
   nanobind::list FlowStatsList() const { return ToList(session_->flow_stats()); }
   uint64_t heap_bytes() const { return session_->heap_bytes(); }
@@ -140,13 +143,15 @@ class PySessionOf {
   static void Bind(Class& bound) {
     bound.def("local_blob", &PySessionOf::LocalBlob, "What other processes need (opaque).")
         .def("start", &PySessionOf::Start, "Starts it; every process must have connected.")
-        .def("close", &PySessionOf::Close, "Drains, stops, frees; idempotent.")
+        .def("close", &PySessionOf::Close, nanobind::arg("program_ended") = false,
+             "Drains, says good-bye, stops, frees; idempotent. Nothing in a forked child.")
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
         .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
         .def("flow_stats", &PySessionOf::FlowStatsList, "Counters of each proxy flow.")
         .def("dump_state", &PySessionOf::DumpState, "A text with everything a hang report needs.")
-        .def_prop_ro("heap_bytes", &PySessionOf::heap_bytes, "Bytes of this process's heaps.");
+        .def_prop_ro("heap_bytes", &PySessionOf::heap_bytes,
+                     "Bytes of this process's heaps; 0 after close.");
   }
 
  private:

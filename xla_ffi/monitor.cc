@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "proxy/base/doorbell.h"
+#include "proxy/base/thread.h"
 
 namespace jax_ep {
 namespace {
@@ -20,7 +21,37 @@ std::string Seconds(std::chrono::nanoseconds time) {
   return std::to_string(std::chrono::duration<double>(time).count()).substr(0, 5) + " s";
 }
 
+constexpr std::string_view kFailedFirst = " failed first: ";
+
 }  // namespace
+
+Status PeerHasLeft(const std::string& group_name, uint32_t rank, Departure departure) {
+  const std::string who = "group " + group_name + ": rank " + std::to_string(rank);
+  return FailedPrecondition(departure == Departure::kProgramEnded
+                                ? who + " closed it: its program ended"
+                                : who + " closed the group while this process still used it");
+}
+
+std::string ShownFailure(const std::string& group_name, std::string_view message, size_t limit) {
+  const std::string prefix = "group " + group_name + ": ";
+  if (message.starts_with(prefix)) message.remove_prefix(prefix.size());
+  if (message.size() <= limit) return std::string(message);
+  constexpr std::string_view kCut = " [...] ";
+  const size_t head = (limit - kCut.size()) / 3;
+  const size_t tail = limit - kCut.size() - head;
+  return std::string(message.substr(0, head)) + std::string(kCut) +
+         std::string(message.substr(message.size() - tail));
+}
+
+std::string FailedFirst(const std::string& group_name, uint32_t rank, std::string_view shown) {
+  const std::string group = "group " + group_name + ": ";
+  // Passed on already: the rank that failed first stands there.
+  const size_t passed_on = shown.find(kFailedFirst);
+  const bool names_first = shown.starts_with("rank ") && passed_on != std::string_view::npos &&
+                           shown.find_first_not_of("0123456789", 5) == passed_on;
+  if (names_first) return group + std::string(shown);
+  return group + "rank " + std::to_string(rank) + std::string(kFailedFirst) + std::string(shown);
+}
 
 struct Monitor::Watched {
   MonitorOptions::Peer peer;
@@ -30,11 +61,27 @@ struct Monitor::Watched {
 };
 
 Monitor::Monitor(MonitorOptions options, FailureLatch* failure)
-    : options_(std::move(options)), failure_(failure) {
-  thread_ = std::thread([this] { Loop(); });
+    : options_(std::move(options)), failure_(failure) {}
+
+Result<std::unique_ptr<Monitor>> Monitor::Create(MonitorOptions options, FailureLatch* failure) {
+  std::unique_ptr<Monitor> monitor(new Monitor(std::move(options), failure));
+  JAX_EP_ASSIGN_OR_RETURN(monitor->thread_,
+                          StartThread("jax_ep monitor", [m = monitor.get()] { m->Loop(); }));
+  return monitor;
 }
 
 Monitor::~Monitor() { Stop(); }
+
+void Monitor::Leave(Departure departure) {
+  has_left_.store(true, std::memory_order_release);
+  for (ControlBlock* control : options_.own) {
+    control->departure.store(departure, std::memory_order_relaxed);
+    MemberState running = MemberState::kRunning;
+    // Release: publishes the departure.
+    control->state.compare_exchange_strong(running, MemberState::kClosed, std::memory_order_release,
+                                           std::memory_order_relaxed);
+  }
+}
 
 void Monitor::Stop() {
   stopping_.store(true, std::memory_order_release);
@@ -42,17 +89,14 @@ void Monitor::Stop() {
   if (!thread_.joinable()) return;
   thread_.join();
   Publish();
-  for (ControlBlock* control : options_.own) {
-    MemberState running = MemberState::kRunning;
-    control->state.compare_exchange_strong(running, MemberState::kClosed, std::memory_order_release,
-                                           std::memory_order_relaxed);
-  }
+  if (!has_left_.load(std::memory_order_relaxed)) Leave(Departure::kClosed);
 }
 
 void Monitor::Publish() {
-  if (published_ || !failure_->failed()) return;
+  if (published_ || has_left_.load(std::memory_order_acquire) || !failure_->failed()) return;
   published_ = true;
-  const std::string text = failure_->status().message().substr(0, kFailureTextBytes - 1);
+  const std::string text =
+      ShownFailure(options_.group_name, failure_->status().message(), kFailureTextBytes - 1);
   for (ControlBlock* control : options_.own) {
     control->blamed_rank_plus_1 = static_cast<uint64_t>(failure_->blamed_rank() + 1);
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
@@ -68,23 +112,21 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
                           " (pid " + std::to_string(peer.pid) + ") ";
   int64_t blamed = peer.rank;
   const auto fail = [&](const std::string& what) {
-    // Our own close may have begun since the caller looked; peers then leave one after the other.
-    if (departures_expected_.load(std::memory_order_acquire)) return;
     failure_->Set(Unavailable(who + what), blamed);
   };
-  // Whoever has said good-bye or failed may exit as it likes.
   switch (peer.control->state.load(std::memory_order_acquire)) {
     case MemberState::kRunning:
       break;
     case MemberState::kFailed: {
-      const std::string reason(peer.control->failure_text,
-                               strnlen(peer.control->failure_text, kFailureTextBytes));
+      const std::string_view shown(peer.control->failure_text,
+                                   strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_rank_plus_1;
       if (culprit != 0) blamed = static_cast<int64_t>(culprit) - 1;
-      return fail("failed first: " + reason);
+      failure_->Set(Unavailable(FailedFirst(options_.group_name, peer.rank, shown)), blamed);
+      return;
     }
     case MemberState::kClosed:
-      return fail("closed the group while this process still used it");
+      return;
   }
   if (watched.pidfd >= 0) {
     pollfd exited{.fd = watched.pidfd, .events = POLLIN, .revents = 0};
@@ -118,8 +160,10 @@ void Monitor::Loop() {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
     }
     const auto before = std::chrono::steady_clock::now();
-    if (!failure_->failed() && !departures_expected_.load(std::memory_order_acquire)) {
+    if (!failure_->failed()) {
       for (Watched& entry : watched) Check(entry, before);
+      Status checked = options_.check ? options_.check() : Status::Ok();
+      if (!checked.ok()) failure_->Set(std::move(checked));
     }
     Publish();
     if (failure_->failed()) {

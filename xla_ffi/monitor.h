@@ -1,11 +1,15 @@
 // Watches the other processes of a node: a process that is gone, or whose heartbeat stopped, fails
-// the session with the names of its ranks; a failure here is shown to node-mates at once.
+// the session with the names of its ranks; a failure here is shown to node-mates at once. A process
+// that has closed the group may go: whether anything here still needs it is for others to say.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <memory>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -24,32 +28,47 @@ struct MonitorOptions {
     ControlBlock* control = nullptr;
   };
   std::vector<Peer> peers;
+  // Looked at with every heartbeat while the group works: an error fails it. May be empty.
+  std::function<Status()> check = {};
 };
 
-// Thread rule: owns one thread from construction to Stop. Heaps and latch must outlive it.
+// "group NAME: rank 3 closed it: its program ended", or "... closed the group while ...".
+Status PeerHasLeft(const std::string& group_name, uint32_t rank, Departure departure);
+
+// What a rank says of the failure that `rank` has shown it: "group NAME: rank 3 failed first:
+// CAUSE". The name of the group and "failed first" stand there once, however many ranks passed the
+// failure on.
+std::string FailedFirst(const std::string& group_name, uint32_t rank, std::string_view shown);
+// The text that a rank shows: `message` without the group's name, cut in the middle to `limit`.
+std::string ShownFailure(const std::string& group_name, std::string_view message, size_t limit);
+
+// Thread rule: owns one thread from Create to Stop. Heaps and latch must outlive it.
 class Monitor {
  public:
-  Monitor(MonitorOptions options, FailureLatch* failure);
+  // \error kResourceExhausted  no thread
+  static Result<std::unique_ptr<Monitor>> Create(MonitorOptions options, FailureLatch* failure);
   ~Monitor();  // Stop()
   Monitor(const Monitor&) = delete;
   Monitor& operator=(const Monitor&) = delete;
 
-  // From now on a peer that closes or exits is no failure (this process is closing too).
-  void ExpectDepartures() { departures_expected_.store(true, std::memory_order_release); }
-  // Marks this process's ranks as closed, or failed, for its mates and joins. Idempotent.
+  // Shows the mates that this process's ranks leave in peace; heartbeats go on until Stop. What
+  // fails from here on is no longer shown to them.
+  void Leave(Departure departure);
+  // Leave, or shows the failure, and joins. Idempotent.
   void Stop();
 
  private:
   struct Watched;
+  Monitor(MonitorOptions options, FailureLatch* failure);
   void Loop();
   void Publish();  // own failure -> mates
   void Check(Watched& watched, std::chrono::steady_clock::time_point now);
 
   const MonitorOptions options_;
   FailureLatch* const failure_;
-  std::atomic<bool> departures_expected_{false};
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
+  std::atomic<bool> has_left_{false};
   bool published_ = false;
   std::thread thread_;
 };

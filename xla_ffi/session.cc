@@ -7,11 +7,18 @@
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
 #include "proxy/base/env.h"
+#include "proxy/base/log.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kBlobVersion = 1;
+constexpr uint64_t kBlobVersion = 2;
+// Looks at calls that end soon; nobody rings for them.
+constexpr std::chrono::milliseconds kDrainPeriod{1};
+
+double Seconds(std::chrono::nanoseconds time) {
+  return std::chrono::duration<double>(time).count();
+}
 
 }  // namespace
 
@@ -20,7 +27,6 @@ struct Session::Member {
   SharedMemory heap;
   std::vector<SharedMemory> imported;  // node-mates' heaps of other processes
   std::vector<MonitorOptions::Peer> watched;
-  RankCounters counters{};
   std::unique_ptr<WorkerPool> pool;
   int endpoint = -1;           // of the proxy; -1 in a group of one node
   std::unique_ptr<Rank> rank;  // until Start gives it to the executor
@@ -40,7 +46,21 @@ Session::Session(SessionOptions options)
       failure_(std::make_unique<FailureLatch>()),
       layout_(HeapLayout::Make(options_.shape)) {}
 
-Session::~Session() { Close(); }
+Session::~Session() {
+  if (lifecycle_.is_forked()) {
+    Abandon();
+  } else {
+    Close();
+  }
+}
+
+// The threads are the parent's: there is nothing to join, and the memory is not for us to touch.
+void Session::Abandon() {
+  (void)new std::vector<std::unique_ptr<Member>>(std::move(members_));
+  (void)watch_.release();
+  (void)proxy_.release();
+  (void)monitor_.release();
+}
 
 Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
@@ -72,7 +92,9 @@ Status Session::AllocateMembers() {
     member->id = local;
     JAX_EP_ASSIGN_OR_RETURN(member->heap,
                             SharedMemory::Create(layout_.total_bytes, /*shareable=*/!one_process));
-    member->pool = std::make_unique<WorkerPool>(options_.threads_per_rank);
+    JAX_EP_ASSIGN_OR_RETURN(member->pool, WorkerPool::Create(options_.threads_per_rank));
+    RankCounters& counters =
+        *counters_.emplace_back(local, std::make_unique<RankCounters>()).second;
 
     auto rank = std::make_unique<Rank>();
     rank->group_name = options_.name;
@@ -83,7 +105,7 @@ Status Session::AllocateMembers() {
     rank->in_process.assign(shape.num_ranks, false);
     rank->failure = failure_.get();
     rank->timeout = options_.timeout;
-    rank->counters = &member->counters;
+    rank->counters = &counters;
     rank->uses_huge_pages = options_.huge_pages;
     rank->parallel_for = [pool = member->pool.get()](
                              int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
@@ -211,25 +233,40 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
 
 Status Session::Start() {
   if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(proxy_->Start());
+  JAX_EP_ASSIGN_OR_RETURN(watch_, ContinuationWatch::Create());
   MonitorOptions monitor{.group_name = options_.name, .peer_timeout = options_.peer_timeout};
   for (const auto& member : members_) {
+    auto order = std::make_unique<AgreedOrder>(*member->rank);
+    JAX_EP_ASSIGN_OR_RETURN(member->executor, Executor::Create(std::move(member->rank),
+                                                               std::move(order), watch_.get()));
     monitor.own.push_back(member->control());
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
-  monitor_ = std::make_unique<Monitor>(std::move(monitor), failure_.get());
-  watch_ = std::make_unique<ContinuationWatch>();
-  for (const auto& member : members_) {
-    auto order = std::make_unique<AgreedOrder>(*member->rank);
-    member->executor =
-        std::make_unique<Executor>(std::move(member->rank), std::move(order), watch_.get());
-  }
+  monitor.check = [this] { return CheckFarewells(); };
+  JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
   started_ = true;
+  return Status::Ok();
+}
+
+Status Session::Push(const Rank& rank, const Command& command, const Deadline& deadline) const {
+  const auto packed = TryPack(command);
+  if (!packed.has_value()) return Internal("group " + options_.name + ": a command does not fit");
+  RingView ring = rank.ring;
+  while (!ring.TryPush(*packed)) {
+    rank.proxy->Kick();
+    if (failure_->failed()) return failure_->status();
+    if (deadline.expired()) {
+      return DeadlineExceeded("group " + options_.name + ": the command ring of rank " +
+                              std::to_string(rank.rank) + " stayed full at a barrier");
+    }
+    std::this_thread::yield();
+  }
   return Status::Ok();
 }
 
 Status Session::Barrier(std::chrono::nanoseconds limit) {
   const GroupShape& shape = options_.shape;
-  const uint64_t epoch = ++barrier_epoch_;
+  const uint64_t epoch = barrier_epoch_.fetch_add(1, std::memory_order_acq_rel) + 1;
   const Deadline deadline = Deadline::After(limit);
   const auto flag_of = [&](std::byte* heap, uint32_t source) {
     return reinterpret_cast<std::atomic<uint64_t>*>(heap +
@@ -245,15 +282,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
     if (rank.ring.memory == nullptr) continue;
     // Everything that this rank sent has been received when its barrier signal arrives.
     for (const Op op : {Op::kQuiet, Op::kBarrier}) {
-      const auto packed = TryPack(Command{.op = op, .channel = Channel::kBarrier, .epoch = epoch});
-      if (!packed.has_value()) return Internal("a barrier command does not fit");
-      RingView ring = rank.ring;
-      while (!ring.TryPush(*packed)) {
-        if (failure_->failed()) return failure_->status();
-        if (deadline.expired())
-          return DeadlineExceeded("the command ring stayed full at a barrier");
-        std::this_thread::yield();
-      }
+      JAX_EP_RETURN_IF_ERROR(
+          Push(rank, Command{.op = op, .channel = Channel::kBarrier, .epoch = epoch}, deadline));
     }
     rank.proxy->Kick();
   }
@@ -269,32 +299,130 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
       if (result == WaitResult::kTimeout) {
         return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
                                 " on rank " + std::to_string(rank.rank) + ": rank " +
-                                std::to_string(peer) + " has not arrived");
+                                std::to_string(peer) + " has not arrived within " +
+                                std::to_string(Seconds(limit)) + " s");
       }
     }
   }
   return Status::Ok();
 }
 
-void Session::Close() {
-  if (closed_.exchange(true, std::memory_order_acq_rel)) return;
-  const Status reason = FailedPrecondition("group " + options_.name +
-                                           " is closed; create a new one with jax_ep.create_group");
-  if (started_) {
-    if (monitor_ != nullptr) monitor_->ExpectDepartures();
-    // Without the others' consent a call that still runs has lost its peers: end its waits.
-    if (!failure_->failed() && !Barrier(options_.peer_timeout).ok()) failure_->Set(reason);
-  }
+Farewell& Session::FarewellOf(std::byte* heap, uint32_t source) const {
+  return *reinterpret_cast<Farewell*>(heap + layout_.farewell_offset(source));
+}
+
+Status Session::CheckFarewells() const {
+  const uint64_t epoch = barrier_epoch_.load(std::memory_order_acquire);
   for (const auto& member : members_) {
-    if (member->executor != nullptr) member->executor->Stop(reason);
+    const uint64_t needed = member->executor->num_needed();
+    if (needed == 0) continue;
+    std::byte* heap = member->heap.bytes().data();
+    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
+      // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
+      // it wrote before.
+      const auto* flag = reinterpret_cast<const std::atomic<uint64_t>*>(
+          heap + layout_.flag_offset(Channel::kBarrier, peer));
+      if (flag->load(std::memory_order_acquire) <= epoch) continue;
+      const Farewell& farewell = FarewellOf(heap, peer);
+      if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
+      return PeerHasLeft(options_.name, peer, farewell.departure.load(std::memory_order_relaxed));
+    }
   }
-  if (watch_ != nullptr) watch_->RemoveAll();
+  return Status::Ok();
+}
+
+Status Session::EndCalls() {
+  const Deadline balance = Deadline::After(options_.peer_timeout);
+  while (!IsBalanced()) {
+    if (failure_->failed()) return failure_->status();
+    if (balance.expired()) {
+      std::string text = "group " + options_.name +
+                         " was closed while a call had reached some ranks of this process only (";
+      for (const auto& member : members_) {
+        text += "rank " + std::to_string(member->id.rank) + ": " +
+                std::to_string(member->executor->num_enqueued()) + " calls; ";
+      }
+      return FailedPrecondition(text + "wait for the results before close)");
+    }
+    std::this_thread::sleep_for(kDrainPeriod);
+  }
+  for (const auto& member : members_) member->executor->Refuse(GroupIsClosed(options_.name));
+  const Deadline deadline = Deadline::After(options_.timeout);
+  for (const auto& member : members_) {
+    while (member->executor->num_needed() != 0) {
+      if (failure_->failed()) return failure_->status();
+      if (deadline.expired()) {
+        return DeadlineExceeded("group " + options_.name + " was closed while call " +
+                                std::to_string(member->executor->num_needed()) + " of rank " +
+                                std::to_string(member->id.rank) +
+                                " ran; it did not end within timeout_s");
+      }
+      std::this_thread::sleep_for(kDrainPeriod);
+    }
+  }
+  return failure_->status();
+}
+
+Status Session::SayGoodbye(Departure departure) {
+  const uint64_t epoch =
+      barrier_epoch_.load(std::memory_order_relaxed) + 1;  // of the barrier below
+  for (const auto& member : members_) {
+    const Rank& rank = member->executor->rank();
+    const uint64_t num_calls = member->executor->num_executed();
+    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
+      if (rank.heaps[peer] == nullptr) continue;
+      Farewell& farewell = FarewellOf(rank.heaps[peer], rank.rank);
+      farewell.num_calls.store(num_calls, std::memory_order_relaxed);
+      farewell.departure.store(departure, std::memory_order_relaxed);
+    }
+    // The barrier's signal comes behind it.
+    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
+      if (rank.heaps[peer] != nullptr) continue;
+      const uint64_t offset = layout_.farewell_offset(rank.rank);
+      JAX_EP_RETURN_IF_ERROR(Push(rank,
+                                  Command{.op = Op::kWrite,
+                                          .dst_rank = peer,
+                                          .length_bytes = sizeof(Farewell),
+                                          .local_region = 0,
+                                          .remote_region = 0,
+                                          .local_offset = offset,
+                                          .remote_offset = offset,
+                                          .channel = Channel::kBarrier,
+                                          .epoch = epoch},
+                                  Deadline::After(options_.timeout)));
+    }
+  }
+  monitor_->Leave(departure);
+  return Barrier(options_.timeout);
+}
+
+void Session::Close(Departure departure) {
+  if (!lifecycle_.BeginClose()) return;
+  if (started_) {
+    if (Status ended = EndCalls(); !ended.ok() && failure_->Set(ended)) {
+      LogError(ended.message());  // and whoever waits for those calls is woken
+    }
+    last_failure_ = failure_->status().message();
+    is_leaving_.store(true, std::memory_order_release);
+    if (!failure_->failed()) {
+      if (const Status all_left = SayGoodbye(departure); !all_left.ok()) {
+        LogWarning("group " + options_.name +
+                   " was closed without waiting for all ranks: " + all_left.message());
+      }
+    }
+    last_flows_ = flow_stats();
+  }
+  lifecycle_.Seal();
+  for (const auto& member : members_) {
+    if (member->executor != nullptr) member->executor->Stop(GroupIsClosed(options_.name));
+  }
   if (proxy_ != nullptr) proxy_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();
-  for (const auto& member : members_) {
-    member->executor.reset();
-    member->imported.clear();
-  }
+  monitor_.reset();
+  proxy_.reset();  // before the memory that it has registered
+  members_.clear();
+  watch_.reset();
+  lifecycle_.EndClose();
 }
 
 Executor* Session::FindExecutor(int64_t device_ordinal) {
@@ -314,22 +442,39 @@ bool Session::IsTeamLocal(int64_t device_ordinal) const {
   return false;
 }
 
-uint64_t Session::heap_bytes() const { return layout_.total_bytes * members_.size(); }
+bool Session::IsBalanced() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (!lease) return true;
+  std::map<uint32_t, uint64_t> num_calls;  // by team
+  return std::all_of(members_.begin(), members_.end(), [&](const auto& member) {
+    const uint64_t enqueued = member->executor->num_enqueued();
+    return num_calls.try_emplace(member->id.team, enqueued).first->second == enqueued;
+  });
+}
 
-std::vector<std::pair<LocalRank, const RankCounters*>> Session::counters() const {
-  std::vector<std::pair<LocalRank, const RankCounters*>> all;
-  for (const auto& member : members_) all.emplace_back(member->id, &member->counters);
-  return all;
+std::string Session::FailureText() const {
+  if (is_leaving_.load(std::memory_order_acquire)) return last_failure_;
+  return failure_->status().message();
+}
+
+uint64_t Session::heap_bytes() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  return lease ? layout_.total_bytes * members_.size() : 0;
 }
 
 std::vector<FlowStats> Session::flow_stats() const {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (!lease) return last_flows_;
   return proxy_ == nullptr ? std::vector<FlowStats>() : proxy_->Stats();
 }
 
 std::string Session::DumpState() const {
-  std::string out = "group " + options_.name + ": " +
-                    (failure_->failed() ? "FAILED: " + failure_->status().message() : "running") +
-                    "\n";
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  std::string out = "group " + options_.name + ": ";
+  out += !lease ? "closed" : is_leaving_.load(std::memory_order_relaxed) ? "closing" : "running";
+  if (const std::string failure = FailureText(); !failure.empty()) out += ", FAILED: " + failure;
+  out += "\n";
+  if (!lease) return out;
   for (const auto& member : members_) {
     out += "  team " + std::to_string(member->id.team) + " rank " + std::to_string(member->id.rank);
     if (member->executor != nullptr) {

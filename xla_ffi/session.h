@@ -12,9 +12,11 @@
 #include <vector>
 
 #include "kernels/launch.h"
+#include "proxy/abi/command.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/proxy.h"
 #include "xla_ffi/executor.h"
+#include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
@@ -23,11 +25,12 @@
 namespace jax_ep {
 
 // Life: Create -> LocalBlob, Connect -> Start -> Barrier -> (calls) -> Close.
-// Thread rule: Python's thread drives that life; Enqueue, status and stats from any thread.
+// Thread rule: Python's thread drives that life; what stands below Close from any thread, also
+// beside Close and after it.
 class Session {
  public:
   static Result<std::unique_ptr<Session>> Create(SessionOptions options);
-  ~Session();  // Close()
+  ~Session();  // Close(); in a forked child nothing is touched
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -39,19 +42,32 @@ class Session {
   Status Start();
   // Returns when every rank of every team has entered it, or with the reason why not.
   Status Barrier(std::chrono::nanoseconds limit);
-  // Drains (a barrier, bounded by peer_timeout, unless failed), stops every thread, unmaps. Calls
-  // still queued fail with "closed". Idempotent.
-  void Close();
+  // Ends the calls that XLA has handed over, says good-bye to the other processes, and waits until
+  // all of them that live have said theirs (bounded by timeout): they may still read this process's
+  // memory, and a rank that is late with its own close finds nobody dead. `departure` is what those
+  // are told that call an operation after all. Then stops every thread and frees all memory,
+  // however long others keep this object. Whoever has failed leaves at once. Idempotent.
+  void Close(Departure departure = Departure::kClosed);
 
-  // The executor of the rank on `device_ordinal`, or null.
+  // Held by who uses an Executor of this session.
+  Lifecycle::Lease Enter() { return lifecycle_.Enter(); }
+  Lifecycle& lifecycle() { return lifecycle_; }
+  // The executor of the rank on `device_ordinal`, or null. Under a lease.
   Executor* FindExecutor(int64_t device_ordinal);
+  // Whether the ranks of each team in this process have been given the same number of calls: else
+  // some device has still to reach a call that another one is in.
+  bool IsBalanced() const;
   // True if every rank of that device's team lives in this process (see CallSite).
   bool IsTeamLocal(int64_t device_ordinal) const;
 
   const SessionOptions& options() const { return options_; }
   FailureLatch& failure() { return *failure_; }
-  uint64_t heap_bytes() const;  // of this process's ranks together
-  std::vector<std::pair<LocalRank, const RankCounters*>> counters() const;
+  // The first failure, or "". What happens to others while this process leaves is none of its own.
+  std::string FailureText() const;
+  uint64_t heap_bytes() const;  // of this process's ranks together; 0 after Close
+  const std::vector<std::pair<LocalRank, std::unique_ptr<RankCounters>>>& counters() const {
+    return counters_;
+  }
   std::vector<FlowStats> flow_stats() const;
   std::string DumpState() const;
 
@@ -63,6 +79,15 @@ class Session {
   explicit Session(SessionOptions options);
   Status AllocateMembers();
   Status ConnectMember(Member& member, const PeerRecords& records);
+  Status Push(const Rank& rank, const Command& command, const Deadline& deadline) const;
+  Farewell& FarewellOf(std::byte* heap, uint32_t source) const;
+  // Ends the calls that were taken; takes no other.
+  Status EndCalls();
+  // Writes this process's farewells and waits for those of the others.
+  Status SayGoodbye(Departure departure);
+  // For the monitor: an error if a call needs a rank that has said good-bye.
+  Status CheckFarewells() const;
+  void Abandon();
   uint32_t process_of(uint32_t team, uint32_t rank) const {
     return options_.team_processes[team][rank];
   }
@@ -70,14 +95,19 @@ class Session {
   const SessionOptions options_;
   std::unique_ptr<FailureLatch> failure_;
   HeapLayout layout_;
-  // Close() stops all threads before anything here is destroyed.
+  std::vector<std::pair<LocalRank, std::unique_ptr<RankCounters>>> counters_;
+  mutable Lifecycle lifecycle_;
+  // Close empties these; from Start to there they change under no lease.
   std::vector<std::unique_ptr<Member>> members_;
   std::unique_ptr<ContinuationWatch> watch_;
   std::unique_ptr<Proxy> proxy_;
   std::unique_ptr<Monitor> monitor_;
-  uint64_t barrier_epoch_ = 0;
+  std::atomic<uint64_t> barrier_epoch_{0};
   bool started_ = false;
-  std::atomic<bool> closed_{false};
+  // What is known of a closed session: written before it leaves, and before it is sealed.
+  std::string last_failure_;
+  std::atomic<bool> is_leaving_{false};  // publishes last_failure_
+  std::vector<FlowStats> last_flows_;
 };
 
 }  // namespace jax_ep

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "proxy/base/status.h"
+#include "xla_ffi/lifecycle.h"
 
 namespace jax_ep {
 
@@ -46,10 +47,7 @@ class SessionTable {
     const auto it = sessions_.find(session_id);
     if (it != sessions_.end()) return it->second;
     const auto closed = closed_.find(session_id);
-    if (closed != closed_.end()) {
-      return FailedPrecondition("group " + closed->second +
-                                " is closed; create a new one with jax_ep.create_group");
-    }
+    if (closed != closed_.end()) return GroupIsClosed(closed->second);
     return FailedPrecondition(
         "group id " + std::to_string(session_id) +
         " is unknown in this process: create_group must run, in the same order on every process, "

@@ -1,5 +1,7 @@
 #include "xla_ffi/worker_pool.h"
 
+#include "proxy/base/thread.h"
+
 namespace jax_ep {
 namespace {
 
@@ -9,10 +11,15 @@ constexpr int64_t kMinItemsPerThread = 32;
 
 }  // namespace
 
-WorkerPool::WorkerPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {
-  for (int index = 1; index < num_threads_; ++index) {
-    threads_.emplace_back([this, index] { Loop(index); });
+Result<std::unique_ptr<WorkerPool>> WorkerPool::Create(int num_threads) {
+  std::unique_ptr<WorkerPool> pool(new WorkerPool(num_threads));
+  for (int index = 1; index < pool->num_threads_; ++index) {
+    JAX_EP_ASSIGN_OR_RETURN(
+        std::thread thread,
+        StartThread("jax_ep worker", [p = pool.get(), index] { p->Loop(index); }));
+    pool->threads_.push_back(std::move(thread));
   }
+  return pool;
 }
 
 WorkerPool::~WorkerPool() {

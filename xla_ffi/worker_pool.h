@@ -4,9 +4,12 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
+
+#include "proxy/base/status.h"
 
 namespace jax_ep {
 
@@ -14,7 +17,8 @@ namespace jax_ep {
 class WorkerPool {
  public:
   // `num_threads` counts the caller: 1 starts no thread.
-  explicit WorkerPool(int num_threads);
+  // \error kResourceExhausted  no thread
+  static Result<std::unique_ptr<WorkerPool>> Create(int num_threads);
   ~WorkerPool();
   WorkerPool(const WorkerPool&) = delete;
   WorkerPool& operator=(const WorkerPool&) = delete;
@@ -23,6 +27,7 @@ class WorkerPool {
   void Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body);
 
  private:
+  explicit WorkerPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {}
   void Loop(int index);
   void RunShare(int index);
 

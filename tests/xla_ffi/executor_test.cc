@@ -40,17 +40,18 @@ class Team {
       rank->failure = &failure;
       rank->timeout = timeout;
       auto order = std::make_unique<AgreedOrder>(*rank);
-      executors.push_back(std::make_unique<Executor>(std::move(rank), std::move(order), &watch));
+      auto executor = Executor::Create(std::move(rank), std::move(order), watch.get());
+      EXPECT_TRUE(executor.ok()) << executor.status().message();
+      executors.push_back(std::move(*executor));
     }
   }
   ~Team() { Stop(); }
   void Stop() {
     for (auto& executor : executors) executor->Stop(FailedPrecondition("closed"));
-    watch.RemoveAll();
   }
 
   FailureLatch failure;
-  ContinuationWatch watch;
+  std::unique_ptr<ContinuationWatch> watch = std::move(*ContinuationWatch::Create());
   std::vector<SharedMemory> heaps_;
   std::vector<std::unique_ptr<Executor>> executors;
 };

@@ -4,6 +4,7 @@
 TESTS = [
     "executor_test.cc",
     "session_options_test.cc",
+    "session_test.cc",
     "site_test.cc",
     "worker_pool_test.cc",
 ]

@@ -10,7 +10,8 @@ namespace {
 
 TEST(WorkerPool, every_item_is_visited_once) {
   for (const int num_threads : {1, 2, 3, 8}) {
-    WorkerPool pool(num_threads);
+    const auto made = WorkerPool::Create(num_threads);
+    WorkerPool& pool = **made;
     for (const int64_t num_items : {0, 1, 2, 7, 1000}) {
       std::vector<std::atomic<int>> visits(static_cast<size_t>(num_items));
       pool.Run(num_items, [&](int64_t begin, int64_t end) {
@@ -22,7 +23,8 @@ TEST(WorkerPool, every_item_is_visited_once) {
 }
 
 TEST(WorkerPool, runs_can_follow_each_other_at_once) {
-  WorkerPool pool(4);
+  const auto made = WorkerPool::Create(4);
+  WorkerPool& pool = **made;
   std::atomic<int64_t> sum{0};
   for (int round = 0; round < 2000; ++round) {
     pool.Run(800, [&](int64_t begin, int64_t end) { sum.fetch_add(end - begin); });

@@ -1,0 +1,371 @@
+// The life of a session from several threads: create, call, look, fail, close, in one process and
+// as several, whose sessions live side by side here and exchange their blobs.
+#include "xla_ffi/session.h"
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/wait.h>
+
+#include <array>
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace jax_ep {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr int64_t kTokens = 4;
+
+// One group: `ranks_per_process` ranks in each of `num_processes` sessions.
+class Group {
+ public:
+  struct Sizes {
+    uint32_t num_processes = 1;
+    uint32_t ranks_per_process = 1;
+    uint32_t node_size = 0;  // 0: one node
+    seconds timeout{30};
+    milliseconds peer_timeout{10'000};
+    int threads_per_rank = 1;
+  };
+
+  static SessionOptions Options(const Sizes& sizes, uint32_t process) {
+    const uint32_t num_ranks = sizes.num_processes * sizes.ranks_per_process;
+    const uint32_t node_size = sizes.node_size == 0 ? num_ranks : sizes.node_size;
+    SessionOptions options{.session_id = 1,
+                           .name = "test",
+                           .shape = {.num_ranks = num_ranks,
+                                     .node_size = node_size,
+                                     .num_experts = num_ranks,
+                                     .max_tokens = kTokens},
+                           .team_processes = {{}},
+                           .local_ranks = {},
+                           .host_ranks = {},
+                           .process_index = process,
+                           .transport = node_size == num_ranks     ? "none"
+                                        : sizes.num_processes == 1 ? "loopback"
+                                                                   : "shm",
+                           .timeout = sizes.timeout,
+                           .peer_timeout = sizes.peer_timeout,
+                           .threads_per_rank = sizes.threads_per_rank};
+    for (uint32_t rank = 0; rank < num_ranks; ++rank) {
+      options.team_processes[0].push_back(rank / sizes.ranks_per_process);
+      options.host_ranks.emplace_back(0, rank);
+      if (rank / sizes.ranks_per_process == process) {
+        options.local_ranks.push_back({.device_ordinal = rank, .team = 0, .rank = rank});
+      }
+    }
+    return options;
+  }
+
+  explicit Group(const Sizes& sizes) {
+    std::map<uint32_t, std::string> blobs;
+    for (uint32_t process = 0; process < sizes.num_processes; ++process) {
+      Result<std::unique_ptr<Session>> session = Session::Create(Options(sizes, process));
+      EXPECT_TRUE(session.ok()) << session.status().message();
+      sessions.push_back(std::move(*session));
+      blobs[process] = sessions.back()->LocalBlob();
+    }
+    for (const auto& session : sessions) Expect(session->Connect(blobs));
+    for (const auto& session : sessions) Expect(session->Start());
+    OnAll([](Session& session) { Expect(session.Barrier(seconds(30))); });
+  }
+
+  static void Expect(const Status& status) { EXPECT_TRUE(status.ok()) << status.message(); }
+
+  template <typename Body>
+  void OnAll(Body&& body) {
+    std::vector<std::thread> threads;
+    for (const auto& session : sessions) threads.emplace_back([&] { body(*session); });
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  std::vector<std::shared_ptr<Session>> sessions;
+};
+
+// A plan: the smallest call in which every rank waits for every other. Lives until it has ended.
+struct PlanCall {
+  explicit PlanCall(uint32_t num_ranks)
+      : send_counts(num_ranks), recv_counts(num_ranks), recv_src(num_ranks * kTokens) {}
+
+  Status Run(Rank& rank) {
+    return RunPlan(rank, {.num_tokens = kTokens,
+                          .recv_rows = static_cast<int64_t>(recv_src.size()),
+                          .topk_idx = topk_idx,
+                          .out = {.group_sizes = group_sizes,
+                                  .group_counts = group_counts,
+                                  .send_slot = send_slot,
+                                  .recv_src = recv_src,
+                                  .send_counts = send_counts,
+                                  .recv_counts = recv_counts,
+                                  .num_dropped = &num_dropped,
+                                  .overflow = &overflow}});
+  }
+  // As a handler does it.
+  void Enqueue(Session& session, int64_t device) {
+    const Lifecycle::Lease lease = session.Enter();
+    if (!lease) return End(GroupIsClosed("test"));
+    session.FindExecutor(device)->Enqueue(
+        Call{.key = {.run_id = 1, .site = 1},
+             .operation = "plan",
+             .run = [this](Rank& rank) { return Run(rank); },
+             .complete = [this](Status status) { End(std::move(status)); }});
+  }
+  void End(Status status) {
+    outcome = std::move(status);
+    ended.store(true, std::memory_order_release);
+    ended.notify_all();
+  }
+  Status Wait() {
+    ended.wait(false, std::memory_order_acquire);
+    return outcome;
+  }
+
+  std::array<int32_t, kTokens> topk_idx{};
+  std::array<int32_t, 1> group_sizes{}, group_counts{};
+  std::array<int32_t, kTokens> send_slot{};
+  std::vector<int32_t> send_counts, recv_counts, recv_src;
+  int32_t num_dropped = 0, overflow = 0;
+  Status outcome;
+  std::atomic<bool> ended{false};
+};
+
+// One call on every local rank of `session`; the first error.
+Status CallOnce(Session& session) {
+  const uint32_t num_ranks = session.options().shape.num_ranks;
+  std::vector<std::unique_ptr<PlanCall>> calls;
+  for (const LocalRank& local : session.options().local_ranks) {
+    calls.push_back(std::make_unique<PlanCall>(num_ranks));
+    calls.back()->Enqueue(session, local.device_ordinal);
+  }
+  Status first;
+  for (const auto& call : calls) {
+    Status status = call->Wait();
+    if (first.ok()) first = std::move(status);
+  }
+  return first;
+}
+
+size_t NumThreads() {
+  return static_cast<size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/task"),
+                                           std::filesystem::directory_iterator{}));
+}
+
+size_t NumSharedMappings() {
+  std::ifstream maps("/proc/self/maps");
+  size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    count += line.find("memfd:jax_ep") != std::string::npos;
+  }
+  return count;
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST(Session, any_thread_may_look_and_call_while_others_close) {
+  for (const Group::Sizes sizes : {Group::Sizes{.num_processes = 1, .ranks_per_process = 3},
+                                   Group::Sizes{.num_processes = 3, .ranks_per_process = 1},
+                                   Group::Sizes{.num_processes = 2, .node_size = 1}}) {
+    for (int round = 0; round < 5; ++round) {
+      Group group(sizes);
+      std::atomic<bool> stop{false};
+      std::atomic<int> looks{0};
+      std::vector<std::thread> lookers;
+      for (int i = 0; i < 2; ++i) {
+        lookers.emplace_back([&] {
+          while (!stop.load()) {
+            for (const auto& session : group.sessions) {
+              EXPECT_TRUE(Contains(session->DumpState(), "group test"));
+              (void)session->flow_stats();
+              (void)session->heap_bytes();
+              (void)session->FailureText();
+              for (const auto& [id, counters] : session->counters()) {
+                (void)counters->plans.load(std::memory_order_relaxed);
+              }
+            }
+            looks.fetch_add(1);
+            looks.notify_all();
+          }
+        });
+      }
+      group.OnAll([](Session& session) {
+        for (int call = 0; call < 5; ++call) Group::Expect(CallOnce(session));
+      });
+      // Each is closed twice at once, and called: a call ends well or is refused.
+      group.OnAll([](Session& session) {
+        std::thread second([&] { session.Close(); });
+        std::thread caller([&] { (void)CallOnce(session); });
+        session.Close();
+        EXPECT_EQ(session.heap_bytes(), 0u);
+        second.join();
+        caller.join();
+      });
+      const int seen = looks.load();
+      looks.wait(seen);  // a closed session is looked at, too
+      stop.store(true);
+      for (std::thread& looker : lookers) looker.join();
+      for (const auto& session : group.sessions) {
+        EXPECT_TRUE(Contains(session->DumpState(), "closed")) << session->DumpState();
+      }
+    }
+  }
+}
+
+TEST(Session, close_frees_everything_although_the_object_lives) {
+  const size_t threads = NumThreads();
+  const size_t mappings = NumSharedMappings();
+  Group group({.num_processes = 2, .ranks_per_process = 2, .node_size = 2, .threads_per_rank = 2});
+  group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+  EXPECT_GT(NumThreads(), threads);
+  EXPECT_GT(NumSharedMappings(), mappings);
+  group.OnAll([](Session& session) { session.Close(); });
+  EXPECT_EQ(NumThreads(), threads);
+  EXPECT_EQ(NumSharedMappings(), mappings);
+  for (const auto& session : group.sessions) {
+    EXPECT_EQ(session->FailureText(), "");
+    EXPECT_EQ(session->counters().size(), 2u);
+    EXPECT_EQ(session->counters()[0].second->plans.load(), 1u);
+    EXPECT_GT(session->flow_stats().size(), 0u);
+    EXPECT_FALSE(CallOnce(*session).ok());
+  }
+}
+
+TEST(Session, a_rank_that_closes_late_is_no_failure) {
+  for (const uint32_t node_size : {0u, 1u}) {
+    Group group({.num_processes = 2, .node_size = node_size, .peer_timeout = milliseconds(400)});
+    group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+    std::atomic<bool> first_closed{false};
+    std::thread first([&] {
+      group.sessions[0]->Close();
+      first_closed.store(true);
+    });
+    std::this_thread::sleep_for(milliseconds(1200));  // three times peer_timeout
+    EXPECT_FALSE(first_closed.load());
+    EXPECT_EQ(group.sessions[1]->FailureText(), "");
+    group.sessions[1]->Close();
+    first.join();
+    for (const auto& session : group.sessions) EXPECT_EQ(session->FailureText(), "");
+  }
+}
+
+TEST(Session, a_call_that_needs_a_rank_which_has_left_is_told_so_at_once) {
+  for (const uint32_t node_size : {0u, 1u}) {
+    for (const Departure departure : {Departure::kClosed, Departure::kProgramEnded}) {
+      Group group({.num_processes = 2, .node_size = node_size});
+      group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+      std::thread first([&] { group.sessions[1]->Close(departure); });
+      const Status status = CallOnce(*group.sessions[0]);
+      const std::string expected = departure == Departure::kProgramEnded
+                                       ? "group test: rank 1 closed it: its program ended"
+                                       : "group test: rank 1 closed the group while this process";
+      EXPECT_TRUE(Contains(status.message(), expected)) << status.message();
+      EXPECT_TRUE(group.sessions[0]->FailureText().starts_with(expected));
+      first.join();  // the failure ends its wait
+      EXPECT_EQ(group.sessions[1]->FailureText(), "");
+    }
+  }
+}
+
+TEST(Session, a_call_on_some_ranks_of_a_process_ends_with_its_close) {
+  Group group({.ranks_per_process = 2, .peer_timeout = milliseconds(300)});
+  PlanCall call(2);
+  call.Enqueue(*group.sessions[0], /*device=*/1);
+  group.sessions[0]->Close();
+  const Status status = call.Wait();
+  EXPECT_TRUE(Contains(status.message(), "was closed while a call")) << status.message();
+  EXPECT_TRUE(Contains(group.sessions[0]->FailureText(), "rank 1: 1 calls"));
+}
+
+TEST(Session, a_forked_child_touches_nothing) {
+  Group group({.num_processes = 2});
+  group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool is_refused = !group.sessions[0]->Enter();
+    const bool is_dumped = Contains(group.sessions[0]->DumpState(), "group test");
+    group.sessions[0]->Close();
+    group.sessions.clear();  // the destructors of what the parent uses
+    _exit(is_refused && is_dumped ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  group.OnAll([](Session& session) {
+    Group::Expect(CallOnce(session));
+    session.Close();
+  });
+}
+
+// While it lives the system gives no thread: each asks for a stack that no address space has.
+class NoThreads {
+ public:
+  NoThreads() {
+    pthread_getattr_default_np(&saved_);
+    pthread_attr_t huge;
+    pthread_getattr_default_np(&huge);
+    pthread_attr_setstacksize(&huge, size_t{1} << 60);
+    pthread_setattr_default_np(&huge);
+    pthread_attr_destroy(&huge);
+  }
+  ~NoThreads() {
+    pthread_setattr_default_np(&saved_);
+    pthread_attr_destroy(&saved_);
+  }
+
+ private:
+  pthread_attr_t saved_;
+};
+
+TEST(Session, a_thread_that_cannot_start_is_an_error_and_leaves_nothing) {
+  const size_t threads = NumThreads();
+  Group::Sizes sizes{.ranks_per_process = 2, .node_size = 1, .threads_per_rank = 2};
+  {
+    NoThreads none;
+    const auto session = Session::Create(Group::Options(sizes, 0));
+    ASSERT_FALSE(session.ok());
+    EXPECT_EQ(session.status().code(), StatusCode::kResourceExhausted);
+    EXPECT_TRUE(Contains(session.status().message(), "could not start the thread"));
+  }
+  for (const uint32_t node_size : {1u, 2u}) {  // the proxy's is the first, or the watch's
+    sizes.node_size = node_size;
+    Result<std::unique_ptr<Session>> session = Session::Create(Group::Options(sizes, 0));
+    ASSERT_TRUE(session.ok()) << session.status().message();
+    Group::Expect((*session)->Connect({{0, (*session)->LocalBlob()}}));
+    Status status;
+    {
+      NoThreads none;
+      status = (*session)->Start();
+    }
+    EXPECT_EQ(status.code(), StatusCode::kResourceExhausted) << status.message();
+    (*session)->Close();
+    EXPECT_EQ(NumThreads(), threads);
+  }
+  Group again({.ranks_per_process = 2});
+  Group::Expect(CallOnce(*again.sessions[0]));
+}
+
+TEST(Failures, are_passed_on_once_with_their_cause) {
+  const std::string own = "group ep[4]#0: rank 1 (pid 7) is gone";
+  const std::string shown = ShownFailure("ep[4]#0", own, 100);
+  EXPECT_EQ(shown, "rank 1 (pid 7) is gone");
+  const std::string second = FailedFirst("ep[4]#0", 3, shown);
+  EXPECT_EQ(second, "group ep[4]#0: rank 3 failed first: rank 1 (pid 7) is gone");
+  const std::string third = FailedFirst("ep[4]#0", 2, ShownFailure("ep[4]#0", second, 100));
+  EXPECT_EQ(third, second);
+  const std::string cut = ShownFailure("g", "group g: " + std::string(200, 'a') + "cause", 60);
+  EXPECT_EQ(cut.size(), 60u);
+  EXPECT_TRUE(cut.starts_with("aaa") && cut.ends_with("cause") && Contains(cut, "[...]")) << cut;
+}
+
+}  // namespace
+}  // namespace jax_ep

@@ -1,0 +1,101 @@
+// Lifecycle: who may use a session's memory and threads, and until when. CPU and GPU sessions have
+// one each.
+//
+//   open --BeginClose--> closing --Seal--> sealed --EndClose--> closed
+//
+// Whoever touches what Close frees holds a lease meanwhile: a handler that submits a call, a look
+// at the state. Leases are short (nothing waits for a peer under one). While the session closes
+// they are still given, for executions that XLA has enqueued come through here; once it is sealed
+// none is given, and Seal returns when the last one is back: then everything can go.
+//
+// A child made by fork has the memory of its parent's session but none of its threads: there no
+// lease is given, and nobody may close.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "proxy/base/status.h"
+
+namespace jax_ep {
+
+inline Status GroupIsClosed(const std::string& name) {
+  return FailedPrecondition("group " + name +
+                            " is closed; create a new one with jax_ep.create_group");
+}
+
+// Thread rule: any thread may call anything; Seal and EndClose: who got true from BeginClose.
+class Lifecycle {
+ public:
+  class Lease {
+   public:
+    Lease() = default;
+    Lease(Lease&& other) noexcept : owner_(std::exchange(other.owner_, nullptr)) {}
+    Lease& operator=(Lease&&) = delete;
+    ~Lease() {
+      if (owner_ != nullptr) owner_->GiveBack();
+    }
+    explicit operator bool() const { return owner_ != nullptr; }
+
+   private:
+    friend class Lifecycle;
+    explicit Lease(Lifecycle* owner) : owner_(owner) {}
+    Lifecycle* owner_ = nullptr;
+  };
+
+  // Empty once the session is sealed, and in a forked child.
+  Lease Enter() {
+    if (is_forked()) return {};
+    // Acquire pairs with Seal: who is refused sees what was written before.
+    if ((leases_.fetch_add(1, std::memory_order_acquire) & kSealed) == 0) return Lease(this);
+    GiveBack();
+    return {};
+  }
+
+  // True for one caller, who closes. Others wait until that one is done. False in a forked child.
+  bool BeginClose() {
+    if (is_forked()) return false;
+    Stage seen = Stage::kOpen;
+    if (stage_.compare_exchange_strong(seen, Stage::kClosing, std::memory_order_acq_rel)) {
+      return true;
+    }
+    stage_.wait(Stage::kClosing, std::memory_order_acquire);
+    return false;
+  }
+
+  void Seal() {
+    uint64_t left = leases_.fetch_or(kSealed, std::memory_order_acq_rel);
+    while ((left & ~kSealed) != 0) {
+      left = leases_.load(std::memory_order_acquire);
+      if ((left & ~kSealed) != 0) leases_.wait(left, std::memory_order_acquire);
+    }
+  }
+
+  void EndClose() {
+    stage_.store(Stage::kClosed, std::memory_order_release);
+    stage_.notify_all();
+  }
+
+  bool is_open() const { return stage_.load(std::memory_order_acquire) == Stage::kOpen; }
+  // This process is a child of the one that made the session.
+  bool is_forked() const { return getpid() != creator_; }
+
+ private:
+  enum class Stage : uint32_t { kOpen, kClosing, kClosed };
+  static constexpr uint64_t kSealed = uint64_t{1} << 63;
+
+  void GiveBack() {
+    // Release: what was done under the lease happens before what follows Seal.
+    if (leases_.fetch_sub(1, std::memory_order_acq_rel) == (kSealed | 1)) leases_.notify_all();
+  }
+
+  const pid_t creator_ = getpid();
+  std::atomic<Stage> stage_{Stage::kOpen};
+  std::atomic<uint64_t> leases_{0};  // how many are out, and kSealed
+};
+
+}  // namespace jax_ep
