@@ -403,7 +403,7 @@ def _start_on_cpu(session: Any, exchange: _bootstrap.Exchange) -> Any:
         session.barrier(exchange.timeout_s)
         exchange.share("ready", {})
     except BaseException as error:
-        session.abort(f"create_group failed: {type(error).__name__}: {error}")
+        session.abort(f"process {exchange.me} failed in create_group: {error!r}")
         raise
     return session
 

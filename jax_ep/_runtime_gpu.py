@@ -87,7 +87,7 @@ def start(
         session.start()
         exchange.share("started", {})
     except BaseException as error:
-        session.abort(f"create_group failed: {type(error).__name__}: {error}")
+        session.abort(f"process {exchange.me} failed in create_group: {error!r}")
         raise
     return session
 

@@ -18,6 +18,7 @@
 #include "proxy/base/status.h"
 #include "proxy/stats.h"
 #include "xla_ffi/operations.h"
+#include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
 
 namespace jax_ep {
@@ -134,7 +135,10 @@ class PySessionOf {
   template <typename Body>
   void AwaitPeers(Body&& body) {
     Interruptibly(body, [&] {
-      session_->failure().Set(FailedPrecondition("interrupted by a signal in this process"));
+      const SessionOptions& options = session_->options();
+      session_->failure().Set(FailedPrecondition("group " + options.name + ": process " +
+                                                 std::to_string(options.process_index) +
+                                                 " was interrupted by a signal"));
     });
   }
 
