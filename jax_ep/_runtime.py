@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax_ep._group import Group, Health
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()
+_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
 _hooks_installed = False
 
 
@@ -32,7 +32,7 @@ class NativeSession:
 
     def __init__(self, session: Any, group: Group, layout: _Layout, transport: str):
         """Wraps a started `_core.Session`."""
-        self._session: Any = session
+        self._session = session
         self._pid = os.getpid()
         self._closed = False
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
@@ -140,7 +140,7 @@ class _Released:
         self._state = str(session.dump_state())
         self.data_path = getattr(session, "data_path", "heap")
 
-    def close(self) -> None:
+    def close(self, program_ended: bool = False) -> None:
         """Was done."""
 
     def failure_text(self) -> str:
