@@ -79,9 +79,10 @@ struct ControlBlock {
 // Pointers of the caller's buffers, for node-mates of the same process, by slot set.
 // Published by a release store of the flag kDispatch / kReduce of the same epoch.
 struct PublishedBuffers {
-  const std::byte* rows;  // x or y
-  const float* weights;   // dispatch: [T, K]; combine: row_weights [R]
-  const float* ride;      // combine only
+  const std::byte* rows;        // x or y
+  const float* weights;         // dispatch: [T, K]; combine: row_weights [R]
+  const float* ride;            // combine only
+  std::atomic<uint32_t> state;  // who reads them, and whether one may: cpu/published.h
 };
 
 // Commands count in units of 16 bytes, so everything that may travel is a multiple of that.

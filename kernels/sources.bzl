@@ -10,6 +10,7 @@ KERNELS_CPU = [
     "cpu/partials.cc",
     "cpu/plan.cc",
     "cpu/plan_tables.cc",
+    "cpu/published.cc",
     "cpu/row_index.cc",
     "cpu/rows.cc",
     "cpu/sync.cc",

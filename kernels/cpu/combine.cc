@@ -11,6 +11,7 @@
 #include "kernels/cpu/internode.h"
 #include "kernels/cpu/ll_combine.h"
 #include "kernels/cpu/partials.h"
+#include "kernels/cpu/published.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/rows.h"
 #include "kernels/cpu/sync.h"
@@ -43,10 +44,20 @@ class HtCombine {
     return source == rank_.rank ? !is_whole_ : !is_direct_;
   }
 
+  PublishedBuffers* PublishedBy(uint32_t mate) const {
+    return HeapAt<PublishedBuffers>(op_.heap(mate), layout_.combine_published.At(set_));
+  }
+  const float* RowWeights() const {
+    return params_.row_weights.empty() ? nullptr : params_.row_weights.data();
+  }
+
   Status StagePartials();
   Status SendNodePartials(uint32_t owner);
   void WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum, std::byte* to) const;
-  Status Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps) const;
+  // Where each rank's contribution is; `readings` must live while those are read.
+  Status Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps,
+                std::vector<Reading>& readings) const;
+  Status Sum();
 
   Operation op_;
   Rank& rank_;
@@ -57,6 +68,7 @@ class HtCombine {
   const bool is_direct_;  // owners in this node read this rank's y, not its stage
   uint32_t set_ = 0;
   PartialPitch pitch_;
+  Publication publication_;
 };
 
 Status HtCombine::StagePartials() {
@@ -156,10 +168,9 @@ Status HtCombine::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, slot.reusable_at));
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombineDone, slot.reusable_at));
 
-  *HeapAt<PublishedBuffers>(op_.own_heap(), layout_.combine_published.At(set_)) = {
-      .rows = params_.y,
-      .weights = params_.row_weights.empty() ? nullptr : params_.row_weights.data(),
-      .ride = params_.ride.data()};
+  if (is_direct_) {
+    publication_.Open(PublishedBy(rank_.rank), params_.y, RowWeights(), params_.ride.data());
+  }
   if (is_direct_ && shape_.num_nodes() == 1) return op_.SignalMates(Channel::kReduce, *epoch);
   JAX_EP_RETURN_IF_ERROR(StagePartials());
   JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduce, *epoch));
@@ -173,8 +184,8 @@ Status HtCombine::Send(uint64_t* epoch) {
 }
 
 // `maps` [M * T] gets, for each other node, the packed row of each token that it has a part of.
-Status HtCombine::Locate(std::vector<Contribution>& contributions,
-                         std::vector<int32_t>& maps) const {
+Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps,
+                         std::vector<Reading>& readings) const {
   const auto tokens = static_cast<uint64_t>(params_.num_tokens);
   const auto rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
   if (shape_.num_nodes() > 1) {
@@ -198,13 +209,18 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions,
       from.map = maps.data() + node * tokens;
       from.ride_offset =
           pitch_.ride_offset + peer % shape_.node_size * shape_.top_k * sizeof(float);
-    } else if (peer == rank_.rank ? is_whole_ : is_direct_) {
-      const auto* published =
-          HeapAt<PublishedBuffers>(op_.heap(peer), layout_.combine_published.At(set_));
+    } else if (peer == rank_.rank && is_whole_) {
       from = {.kind = Term::Kind::kRow,
-              .rows = published->rows,
-              .row_weights = published->weights,
-              .ride = published->ride};
+              .rows = params_.y,
+              .row_weights = RowWeights(),
+              .ride = params_.ride.data()};
+    } else if (is_direct_) {
+      const Reading& reading = readings.emplace_back(PublishedBy(peer));
+      if (!reading.is_open()) return op_.OwnerLeft(peer);
+      from = {.kind = Term::Kind::kRow,
+              .rows = reading.buffers().rows,
+              .row_weights = reading.buffers().weights,
+              .ride = reading.buffers().ride};
     } else {
       from = {.kind = Term::Kind::kRankPartial,
               .rows = op_.heap(peer) + StageRowsOf(rank_.rank),
@@ -215,27 +231,33 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions,
   return Status::Ok();
 }
 
+Status HtCombine::Sum() {
+  std::vector<Contribution> contributions(shape_.num_ranks);
+  std::vector<int32_t> maps;
+  std::vector<Reading> readings;
+  JAX_EP_RETURN_IF_ERROR(Locate(contributions, maps, readings));
+  SumTokens(rank_, params_, static_cast<uint64_t>(params_.recv_rows), contributions);
+  return Status::Ok();
+}
+
 Status HtCombine::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kCombineKind, epoch));
   set_ = slot.set;
-  const auto rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
   if (const std::string wrong = CheckCombineReceive(shape_, params_); !wrong.empty()) {
     return op_.Invalid(wrong);
   }
-  JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, rows_per_rank));
+  JAX_EP_RETURN_IF_ERROR(
+      CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
   pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.ride_out.empty());
   JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, epoch));
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombine, epoch));
 
-  std::vector<Contribution> contributions(shape_.num_ranks);
-  std::vector<int32_t> maps;
-  JAX_EP_RETURN_IF_ERROR(Locate(contributions, maps));
   if (rank_.uses_huge_pages) {
     PreferHugePages(params_.out, static_cast<uint64_t>(params_.num_tokens) * shape_.hidden *
                                      ElemBytes(shape_.elem_type));
   }
-  SumTokens(rank_, params_, rows_per_rank, contributions);
+  JAX_EP_RETURN_IF_ERROR(Sum());
 
   const uint64_t done_seq = NextDoneSeq(op_, kCombineKind);
   JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduceDone, done_seq));

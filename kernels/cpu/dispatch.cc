@@ -3,12 +3,14 @@
 // index, whose node-mates pull it there. LL calls go to ll_dispatch.cc.
 #include <atomic>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "kernels/cpu/huge_pages.h"
 #include "kernels/cpu/internode.h"
 #include "kernels/cpu/ll_dispatch.h"
+#include "kernels/cpu/published.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/sync.h"
 #include "kernels/cpu/unpack.h"
@@ -51,6 +53,13 @@ class HtDispatch {
   uint32_t FlagHeap(uint32_t source) const {
     return op_.is_mate(source) ? rank_.rank : rank_.node_begin() + source % shape_.node_size;
   }
+  PublishedBuffers* PublishedBy(uint32_t mate) const {
+    return HeapAt<PublishedBuffers>(op_.heap(mate), layout_.dispatch_published.At(set_));
+  }
+  // Whether this rank reads the buffers of `source` in place, as another rank's.
+  bool IsPublished(uint32_t source) const {
+    return is_direct_ && source != rank_.rank && op_.is_mate(source);
+  }
   Source Locate(uint32_t source) const;
   Status Pull(const RowUnpacker& unpacker, uint32_t source);
 
@@ -63,6 +72,7 @@ class HtDispatch {
   const bool is_direct_;  // node-mates read this rank's buffers, not its stage
   uint32_t set_ = 0;
   DispatchPitch pitch_;
+  Publication publication_;
 };
 
 void HtDispatch::Pack(std::byte* to, int64_t token) const {
@@ -136,8 +146,7 @@ Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kDispatchDone, slot.reusable_at));
 
   if (is_direct_) {
-    *HeapAt<PublishedBuffers>(op_.own_heap(), layout_.dispatch_published.At(set_)) = {
-        .rows = params_.x, .weights = params_.weights.data(), .ride = nullptr};
+    publication_.Open(PublishedBy(rank_.rank), params_.x, params_.weights.data(), /*ride=*/nullptr);
   } else {
     JAX_EP_RETURN_IF_ERROR(StageRows());
   }
@@ -155,9 +164,8 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
     from.weights = reinterpret_cast<const std::byte*>(params_.weights.data());
     return from;
   }
-  if (op_.is_mate(source) && is_direct_) {
-    const auto* published =
-        HeapAt<PublishedBuffers>(op_.heap(source), layout_.dispatch_published.At(set_));
+  if (IsPublished(source)) {
+    const PublishedBuffers* published = PublishedBy(source);
     from.rows = published->rows;
     from.weights = reinterpret_cast<const std::byte*>(published->weights);
     return from;
@@ -179,6 +187,11 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
 
 Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
+  std::optional<Reading> reading;  // until this returns
+  if (IsPublished(source)) {
+    reading.emplace(PublishedBy(source));
+    if (!reading->is_open()) return op_.OwnerLeft(source);
+  }
   const Source from = Locate(source);
   const bool has_rows = params_.recv_x != nullptr;
   const bool has_weights = !params_.recv_weights.empty();

@@ -84,6 +84,13 @@ Status Operation::Invalid(std::string message) const {
   return Fail(InvalidArgument(std::move(message)));
 }
 
+Status Operation::OwnerLeft(uint32_t owner) const {
+  JAX_EP_RETURN_IF_ERROR(CheckLatch());
+  return Fail(FailedPrecondition("rank " + std::to_string(owner) +
+                                 " has ended its call before this rank; all ranks must run the "
+                                 "same program"));
+}
+
 uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) const {
   return FlagWord(*this, mate, channel, source).load(std::memory_order_acquire);
 }

@@ -40,6 +40,8 @@ class Operation {
   Status Fail(const Status& status) const;
   // A caller's mistake: Fail with kInvalidArgument.
   Status Invalid(std::string message) const;
+  // What to return when the buffers that `owner` has published are gone: why the group has failed.
+  Status OwnerLeft(uint32_t owner) const;
 
   // flag[channel][source] in the heap of a node-mate. Acquire pairs with the release of Signal
   // there, or of that rank's proxy.

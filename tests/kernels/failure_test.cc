@@ -1,7 +1,10 @@
 // Every wait ends, and says who was waited for; misuse is an error and no stray write.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <chrono>
+#include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -228,6 +231,64 @@ TEST(Failure, RanksThatRunDifferentPlansAreTold) {
       EXPECT_NE(message.find("T = 3"), std::string::npos) << message;
     }
   }
+}
+
+// The group fails while `reader` is in the middle of its copy of the other rank's buffers, which is
+// its `held`-th parallel_for. The other rank has nothing else to wait for, yet its call must not
+// return: its caller frees the buffers then (AddressSanitizer sees who still reads them).
+void ExpectTheOwnerWaitsFor(
+    uint32_t reader, int held,
+    const std::function<Status(Rank&, const PlanArrays&, const std::byte*)>& run) {
+  TeamOptions options = SmallTeam(2, 2);
+  options.timeout = std::chrono::seconds(600);
+  Team team(options);
+  std::atomic<bool> owner_has_returned{false};
+  bool returned_too_early = true;
+  const auto statuses = team.Run([&](Rank& rank) {
+    PlanArrays arrays(rank.shape, 4);
+    JAX_EP_RETURN_IF_ERROR(RunPlan(rank, arrays.params));
+    if (rank.rank == reader) {
+      rank.parallel_for = [&, num_calls = 0](
+                              int64_t num_items,
+                              const std::function<void(int64_t, int64_t)>& body) mutable {
+        if (++num_calls == held) {
+          team.failure().Set(Unavailable("rank 2 has gone"));
+          const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(300);
+          while (!owner_has_returned && std::chrono::steady_clock::now() < until) {
+            std::this_thread::yield();
+          }
+          returned_too_early = owner_has_returned;
+        }
+        body(0, num_items);
+      };
+    }
+    auto rows = std::make_unique<std::vector<std::byte>>(1 << 12);
+    const Status status = run(rank, arrays, rows->data());
+    rows.reset();
+    if (rank.rank != reader) owner_has_returned = true;
+    return status;
+  });
+  EXPECT_FALSE(returned_too_early);
+  EXPECT_EQ(statuses[1 - reader].code(), StatusCode::kUnavailable);
+}
+
+TEST(Failure, NobodyLeavesWhileAMateReadsItsRows) {
+  // Its own rows, then the padding, then the other rank's rows.
+  ExpectTheOwnerWaitsFor(0, 3, [](Rank& rank, const PlanArrays& arrays, const std::byte* rows) {
+    DispatchParams dispatch = arrays.Dispatch();
+    std::vector<std::byte> recv(arrays.recv_src.size() * rank.shape.hidden * sizeof(float));
+    dispatch.x = rows;
+    dispatch.recv_x = recv.data();
+    return RunDispatch(rank, dispatch);
+  });
+  // All rows are at rank 0.
+  ExpectTheOwnerWaitsFor(1, 1, [](Rank& rank, const PlanArrays& arrays, const std::byte* rows) {
+    CombineParams combine = arrays.Combine();
+    std::vector<std::byte> out(arrays.send_slot.size() * rank.shape.hidden * sizeof(float));
+    combine.y = rows;
+    combine.out = out.data();
+    return RunCombine(rank, combine);
+  });
 }
 
 TEST(Failure, AStoppedNetworkEndsInAnError) {
