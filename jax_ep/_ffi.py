@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _jax_compat
+from jax_ep import _jax_compat, _lowering
 from jax_ep._call import Call
 from jax_ep._types import PlanArrays, Route
 
@@ -35,6 +35,8 @@ TARGETS = (
 _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
+
+_call = _jax_compat.call_primitive("jax_ep_call", _lowering.attributes_at)
 
 _register_lock = threading.Lock()
 _registered: set[str] = set()
@@ -196,8 +198,7 @@ def _invoke(
         "layout": _LAYOUT_CODES[call.layout],
     }
     encoded = {name: np.int64(value) for name, value in (common | attributes).items()}
-    run: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(target, tuple(results))
-    return run(*args, **encoded)
+    return _call(*args, owner=call.group, target=target, results=tuple(results), attributes=encoded)
 
 
 def _empty(like: jax.Array, dtype: Any) -> jax.Array:

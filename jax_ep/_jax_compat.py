@@ -5,12 +5,15 @@ Everything else in jax_ep calls these functions and stays the same when JAX move
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import ad_checkpoint, lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 _lax: Any = lax  # its collectives carry no types in jax 0.10
 _ad_checkpoint: Any = ad_checkpoint
@@ -85,6 +88,79 @@ def register_ffi(
         jax.ffi.register_ffi_type(name, type_registration, platform=platform)
     for name, registration in targets.items():
         jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """What is known where an operation is lowered.
+
+    Args:
+        module: the MLIR module; can be referred to weakly, equal for all of its operations.
+        module_name: its name, e.g. "jit_step".
+        mesh: the enclosing shard_map's mesh with the devices that will run it, or None if the
+            program does not say (abstract meshes, jax.export).
+        platforms: that it is lowered for.
+    """
+
+    module: Any
+    module_name: str
+    mesh: jax.sharding.Mesh | None
+    platforms: tuple[str, ...]
+
+
+def call_primitive(
+    name: str, attributes_at: Callable[[Lowering, Any], Mapping[str, Any]]
+) -> Callable[..., Sequence[jax.Array]]:
+    """jax.ffi.ffi_call with attributes that are only known when it is lowered.
+
+    Args:
+        name: of the primitive.
+        attributes_at: (Lowering, owner) to those attributes; may raise ValueError.
+
+    Returns:
+        A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
+        by `result_type`) and `attributes` (a dict).
+    """
+    primitive: Any = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *_, results, **__: list(results))
+
+    def lower(
+        ctx: Any, *operands: Any, owner: Any, target: str, attributes: Any, **_: Any
+    ) -> Sequence[Any]:
+        module = ctx.module_context.module
+        mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+        known = Lowering(
+            module=module,
+            module_name=str(module.operation.attributes["sym_name"]),
+            mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
+            platforms=tuple(ctx.module_context.platforms),
+        )
+        rule: Any = jax.ffi.ffi_lowering(target)
+        lowered: Sequence[Any] = rule(
+            ctx, *operands, **dict(attributes), **attributes_at(known, owner)
+        )
+        return lowered
+
+    mlir.register_lowering(primitive, lower)
+
+    def call(
+        *operands: jax.Array,
+        owner: Any,
+        target: str,
+        results: tuple[Any, ...],
+        attributes: Mapping[str, Any],
+    ) -> Sequence[jax.Array]:
+        bound: Sequence[jax.Array] = primitive.bind(
+            *operands,
+            owner=owner,
+            target=target,
+            results=results,
+            attributes=tuple(attributes.items()),
+        )
+        return bound
+
+    return call
 
 
 def all_gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

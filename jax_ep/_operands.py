@@ -207,6 +207,15 @@ def dispatch_operands(
 
 
 def _check_plan(call: Call, operation: str, plan: Plan) -> None:
+    max_tokens = call.group.config.max_tokens
+    if plan.max_tokens not in (None, max_tokens):
+        raise fail(
+            operation,
+            f"plan of a group with max_tokens={plan.max_tokens}",
+            f"in {call.group!r}",
+            f"one of a group with max_tokens={max_tokens}",
+            "pass a plan that this group made",
+        )
     expected = {
         "send_slot": (call.num_tokens, call.top_k),
         "recv_src": (call.rows,),

@@ -83,9 +83,8 @@ def dispatch(
         recv_x, recv_weights = _vjp.dispatch(call, rows, weights, arrays.route())
     elif call.mode == "ll":
         arrays, recv_x, recv_weights = _vjp.ll_dispatch(call, rows, weights, ids)
-        arrays = _name_plan(arrays)
     else:
-        arrays = _name_plan(_primitive.plan(call, ids))
+        arrays = _vjp.name_plan(_primitive.plan(call, ids))
         recv_x, recv_weights = _vjp.dispatch(call, rows, weights, arrays.route())
     return _make_received(call, arrays, recv_x, recv_weights)
 
@@ -158,7 +157,7 @@ def dispatch_start(
     )
     sent = jax.lax.stop_gradient((rows, weights))  # the gradient is done's, in what is carried
     if arrays is None and call.mode == "ht":
-        arrays = _name_plan(_primitive.plan(call, ids))
+        arrays = _vjp.name_plan(_primitive.plan(call, ids))
     if arrays is None:
         epoch = _primitive.ll_dispatch_start(call, *sent, ids)
         carried = None
@@ -200,7 +199,7 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
     )
     if plan is None:
         arrays, recv_x, recv_weights = _vjp.ll_dispatch_done(call, rows, weights, ids, epoch)
-        arrays = _name_plan(arrays)
+        arrays = _vjp.name_plan(arrays)
     else:
         assert inflight.plan is not None
         arrays = _operands.plan_arrays(plan)._replace(overflow=inflight.plan.overflow)
@@ -342,18 +341,16 @@ def export_checks() -> list[Any]:
 
 
 def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
-    return Plan(**arrays._asdict(), layout=call.layout, mode=call.mode)
-
-
-def _name_plan(arrays: PlanArrays) -> PlanArrays:
-    named: PlanArrays = jax.tree.map(
-        lambda leaf: _jax_compat.checkpoint_name(leaf, "jax_ep_plan"), arrays
+    return Plan(
+        **arrays._asdict(),
+        layout=call.layout,
+        mode=call.mode,
+        max_tokens=call.group.config.max_tokens,
     )
-    return named
 
 
 def _make_plan(call: Call, arrays: PlanArrays) -> Plan:
-    return _as_plan(call, _name_plan(arrays))
+    return _as_plan(call, _vjp.name_plan(arrays))
 
 
 def _make_received(

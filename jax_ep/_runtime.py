@@ -15,9 +15,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
-from jax_ep import _bootstrap, _config, _drain, _env, _runtime_gpu
+from jax_ep import _bootstrap, _config, _drain, _env, _runtime_gpu, _sharding
 
 if TYPE_CHECKING:
     from jax_ep._group import Group, Health
@@ -180,14 +179,6 @@ class _Layout:
         return mates
 
 
-def _teams(group: Group) -> np.ndarray[Any, np.dtype[Any]]:
-    """Devices as [team, rank]: the group's axes last, in the group's order."""
-    mesh = group.mesh
-    others = [name for name in mesh.axis_names if name not in group.axes]
-    order = [mesh.axis_names.index(name) for name in (*others, *group.axes)]
-    return np.transpose(mesh.devices, order).reshape(-1, group.num_ranks)
-
-
 def _common_block(hosts: list[list[str]], num_ranks: int) -> int:
     """Largest divisor S of num_ranks such that ranks [i*S, (i+1)*S) share a host in every team."""
     for size in sorted((s for s in range(1, num_ranks + 1) if num_ranks % s == 0), reverse=True):
@@ -269,19 +260,12 @@ def _choose_transport(
     return wanted if num_nodes > 1 else "none"
 
 
-def _install_hooks(core: Any) -> None:
-    """Once per process: tell the core where compiled modules end, and close groups at exit."""
+def _install_hooks() -> None:
+    """Once per process: close groups at exit."""
     global _hooks_installed
     if _hooks_installed:
         return
     _hooks_installed = True
-
-    def on_event(event: str, duration_secs: float, **_: str | int) -> None:
-        del duration_secs
-        if "backend_compile" in event:
-            core.note_compile_end()
-
-    jax.monitoring.register_event_duration_secs_listener(on_event)
     # After this, before JAX's own exit handlers: a process that ends while others still use the
     # group must say good-bye, or they take it for dead.
     atexit.register(_close_all)
@@ -303,13 +287,13 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
     """
     from jax_ep import _core
 
-    _install_hooks(_core)
+    _install_hooks()
     if group.platform == "cpu":
         _warn_about_small_pool()
     exchange.label = repr(group)
     exchange.timeout_s = group.config.timeout_s
     me = exchange.me
-    teams = _teams(group)
+    teams = _sharding.teams(group.mesh, group.axes)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
     hello: dict[str, Any] = {
         "version": _bootstrap.PROTOCOL_VERSION,

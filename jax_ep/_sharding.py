@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from jax_ep import _jax_compat
@@ -22,6 +23,13 @@ def axis_tuple(axis: str | tuple[str, ...]) -> tuple[str, ...]:
 def axis_size(mesh: Any, axes: tuple[str, ...]) -> int:
     """Ranks along `axes` of `mesh`."""
     return math.prod(mesh.shape[name] for name in axes)
+
+
+def teams(mesh: Any, axes: tuple[str, ...]) -> Any:
+    """Devices of a concrete mesh as [team, rank]: the group's axes last, in the group's order."""
+    others = [name for name in mesh.axis_names if name not in axes]
+    order = [mesh.axis_names.index(name) for name in (*others, *axes)]
+    return np.transpose(mesh.devices, order).reshape(-1, axis_size(mesh, axes))
 
 
 def rank_index(group: Group) -> jax.Array:

@@ -14,7 +14,7 @@ from jax_ep._config import Layout, Mode, Pad
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where every (token, k) pair goes: i32 arrays and two static fields, no pointers.
+    """Where every (token, k) pair goes: i32 arrays and three static fields, no pointers.
 
     A plan can be saved, scanned over, rematerialised, and reused for another payload.
     N ranks, E_l local experts, T tokens, K = top_k, R receive rows (docs/semantics.md).
@@ -32,6 +32,8 @@ class Plan:
         recv_topk_idx: i32[N, T, K] local expert ids (-1 elsewhere) in rank_major, else None.
         layout: static.
         mode: static.
+        max_tokens: static, Config.max_tokens of the group that made it: recv_src counts in it.
+            None: made before this was kept, and not checked.
     """
 
     group_sizes: jax.Array
@@ -45,6 +47,7 @@ class Plan:
     recv_topk_idx: jax.Array | None
     layout: Layout
     mode: Mode
+    max_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +120,13 @@ def _register(cls: type, static: tuple[str, ...]) -> None:
     )
 
     def to_static(data: bytes) -> Any:
-        return tuple(ast.literal_eval(data.decode()))
+        saved = tuple(ast.literal_eval(data.decode()))
+        # None for static fields that came after it was saved.
+        return saved + (None,) * (len(static) - len(saved))
 
     _jax_compat.register_export_serialization(cls, f"jax_ep.{cls.__name__}", to_static)
 
 
-_register(Plan, ("layout", "mode"))
+_register(Plan, ("layout", "mode", "max_tokens"))
 _register(Received, ())
 _register(InFlight, ("kind", "layout", "mode", "pad"))

@@ -19,7 +19,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _primitive
+from jax_ep import _jax_compat, _primitive
 from jax_ep._call import Call
 from jax_ep._types import PlanArrays, Route
 
@@ -148,15 +148,29 @@ _Received = tuple[PlanArrays, Optional, Optional]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array) -> _Received:
-    """Plan and dispatch in one exchange."""
-    return _primitive.ll_dispatch(call, x, weights, topk_idx)
+    """Plan and dispatch in one exchange; in two when differentiated.
+
+    Then a remat policy that keeps the plan has one to keep: a recomputed dispatch follows it.
+    """
+    arrays, recv_x, recv_weights = _primitive.ll_dispatch(call, x, weights, topk_idx)
+    return name_plan(arrays), recv_x, recv_weights
+
+
+def name_plan(arrays: PlanArrays) -> PlanArrays:
+    """The plan under the name that remat policies know."""
+    named: PlanArrays = jax.tree.map(
+        lambda leaf: _jax_compat.checkpoint_name(leaf, "jax_ep_plan"), arrays
+    )
+    return named
 
 
 def _ll_dispatch_fwd(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 ) -> tuple[_Received, Route]:
-    received = ll_dispatch(call, x, weights, topk_idx)
-    return received, received[0].route()
+    arrays = name_plan(_primitive.plan(call, topk_idx))
+    route = arrays.route()
+    recv_x, recv_weights = dispatch(call, x, weights, route)
+    return (arrays, recv_x, recv_weights), route
 
 
 def _ll_dispatch_bwd(

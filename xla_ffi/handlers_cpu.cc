@@ -22,9 +22,11 @@ ffi::TypeInfo SiteState::info = ffi::MakeTypeInfo<SiteState>();
 
 namespace {
 
-ffi::ErrorOr<std::unique_ptr<SiteState>> Instantiate(ffi::Dictionary /*attributes*/) {
+ffi::ErrorOr<std::unique_ptr<SiteState>> Instantiate(ffi::Dictionary attributes) {
+  const ffi::ErrorOr<int64_t> module = attributes.get<int64_t>("module");
+  if (module.has_error()) return ffi::Unexpected(module.error());
   auto state = std::make_unique<SiteState>();
-  state->site = SiteNumbering::Instance().Next();
+  state->site = SiteNumbering::Instance().Next(static_cast<uint64_t>(*module));
   return state;
 }
 XLA_FFI_DEFINE_HANDLER(kInstantiate, Instantiate, ffi::Ffi::BindInstantiate().Attrs());
@@ -78,7 +80,6 @@ struct CpuPlatform {
   static Outcome Submit(const Context& context, int64_t session_id, const char* operation,
                         Make make, Run run) {
     const CallSite& site = context.state->site;
-    SiteNumbering::Instance().NoteRun(site);
     Result<std::shared_ptr<Session>> session = SessionTable<Session>::Instance().Find(session_id);
     if (!session.ok()) return Failed(session.status());
     const SessionOptions& options = (*session)->options();
@@ -97,7 +98,7 @@ struct CpuPlatform {
     ffi::Future future(promise);
     executor->Enqueue(
         Call{.key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
-                     .site = (*session)->IsTeamLocal(context.device) ? site.unique : site.index},
+                     .site = (*session)->IsTeamLocal(context.device) ? site.unique : site.shared},
              .operation = operation,
              .run = [run, params = std::move(params.value()), operation,
                      debug = options.debug](Rank& rank) -> Status {

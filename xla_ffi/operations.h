@@ -23,8 +23,9 @@ struct Operations {
   using Context = typename Platform::Context;
   using Outcome = typename Platform::Outcome;
 
-  static Outcome Plan(Context context, int64_t session, int64_t mode, int64_t layout, Arg topk_idx,
-                      Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
+  static Outcome Plan(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                      int64_t layout, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5,
+                      Ret r6, Ret r7, Ret r8) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
@@ -33,10 +34,10 @@ struct Operations {
     return Platform::Submit(context, session, "plan", make, typename Platform::RunPlan{});
   }
 
-  static Outcome Dispatch(Context context, int64_t session, int64_t mode, int64_t layout,
-                          int64_t pad, Arg x, Arg weights, Arg send_slot, Arg recv_src,
-                          Arg recv_topk_idx, Arg y, Arg row_weights, Ret recv_x, Ret recv_weights,
-                          Ret recv_dots) {
+  static Outcome Dispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                          int64_t layout, int64_t pad, Arg x, Arg weights, Arg send_slot,
+                          Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights, Ret recv_x,
+                          Ret recv_weights, Ret recv_dots) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch");
@@ -55,10 +56,10 @@ struct Operations {
     return Platform::Submit(context, session, "dispatch", make, typename Platform::RunDispatch{});
   }
 
-  static Outcome LlDispatch(Context context, int64_t session, int64_t mode, int64_t layout,
-                            int64_t pad, Arg x, Arg weights, Arg topk_idx, Ret r0, Ret r1, Ret r2,
-                            Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x,
-                            Ret recv_weights) {
+  static Outcome LlDispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                            int64_t layout, int64_t pad, Arg x, Arg weights, Arg topk_idx, Ret r0,
+                            Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8,
+                            Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch (ll)");
@@ -76,9 +77,9 @@ struct Operations {
                             typename Platform::RunLlDispatch{});
   }
 
-  static Outcome Combine(Context context, int64_t session, int64_t mode, int64_t layout, Arg y,
-                         Arg row_weights, Arg ride, Arg send_slot, Arg recv_src, Ret out,
-                         Ret ride_out) {
+  static Outcome Combine(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                         int64_t layout, Arg y, Arg row_weights, Arg ride, Arg send_slot,
+                         Arg recv_src, Ret out, Ret ride_out) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine");
@@ -94,9 +95,9 @@ struct Operations {
     return Platform::Submit(context, session, "combine", make, typename Platform::RunCombine{});
   }
 
-  static Outcome DispatchStart(Context context, int64_t session, int64_t mode, int64_t layout,
-                               Arg x, Arg weights, Arg send_slot, Arg recv_src, Arg recv_topk_idx,
-                               Ret epoch) {
+  static Outcome DispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                               int64_t layout, Arg x, Arg weights, Arg send_slot, Arg recv_src,
+                               Arg recv_topk_idx, Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_start");
@@ -113,9 +114,10 @@ struct Operations {
                             typename Platform::StartDispatch{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome DispatchDone(Context context, int64_t session, int64_t mode, int64_t layout,
-                              int64_t pad, int64_t /*has_weights*/, Arg epoch, Arg send_slot,
-                              Arg recv_src, Arg recv_topk_idx, Ret recv_x, Ret recv_weights) {
+  static Outcome DispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                              int64_t layout, int64_t pad, int64_t /*has_weights*/, Arg epoch,
+                              Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret recv_x,
+                              Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_done");
@@ -131,8 +133,8 @@ struct Operations {
                             typename Platform::FinishDispatch{In<int32_t>(epoch).data()});
   }
 
-  static Outcome LlDispatchStart(Context context, int64_t session, int64_t mode, int64_t layout,
-                                 Arg x, Arg weights, Arg topk_idx, Ret epoch) {
+  static Outcome LlDispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                                 int64_t layout, Arg x, Arg weights, Arg topk_idx, Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_start (ll)");
@@ -156,10 +158,10 @@ struct Operations {
                             typename Platform::StartLlDispatch{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome LlDispatchDone(Context context, int64_t session, int64_t mode, int64_t layout,
-                                int64_t pad, int64_t /*has_weights*/, Arg epoch, Arg topk_idx,
-                                Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7,
-                                Ret r8, Ret recv_x, Ret recv_weights) {
+  static Outcome LlDispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                                int64_t layout, int64_t pad, int64_t /*has_weights*/, Arg epoch,
+                                Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5,
+                                Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_done (ll)");
@@ -177,8 +179,9 @@ struct Operations {
                             typename Platform::FinishLlDispatch{In<int32_t>(epoch).data()});
   }
 
-  static Outcome CombineStart(Context context, int64_t session, int64_t mode, int64_t layout, Arg y,
-                              Arg row_weights, Arg ride, Arg send_slot, Arg recv_src, Ret epoch) {
+  static Outcome CombineStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                              int64_t layout, Arg y, Arg row_weights, Arg ride, Arg send_slot,
+                              Arg recv_src, Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_start");
@@ -194,9 +197,9 @@ struct Operations {
                             typename Platform::StartCombine{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome CombineDone(Context context, int64_t session, int64_t mode, int64_t layout,
-                             int64_t /*has_ride*/, Arg epoch, Arg send_slot, Arg recv_src, Ret out,
-                             Ret ride_out) {
+  static Outcome CombineDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+                             int64_t layout, int64_t /*has_ride*/, Arg epoch, Arg send_slot,
+                             Arg recv_src, Ret out, Ret ride_out) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_done");

@@ -3,25 +3,27 @@
 // orders on different devices, and because the text of a call does not identify it: sixteen uses of
 // one jitted layer are sixteen calls with equal attributes.
 //
-// XLA instantiates the calls of a module once, in the order of its schedule, on one thread, before
-// any of them runs. So the n-th instantiated call of a module is the n-th on every process that
-// compiled the same module. Module boundaries come from Python (NoteCompileEnd, driven by JAX's
-// compile event) and from the rule that a module whose call has run is complete. That rule speaks
-// of the module of that call alone: another may be in the middle of its compilation meanwhile.
+// XLA instantiates the calls of a module once, in the order of its schedule, on one of its own
+// threads; modules that are compiled or loaded at the same time come interleaved. So each call
+// carries which module it was lowered into (jax_ep/_jax_compat.py module_key), and the n-th
+// instantiated call of a module is the n-th on every process that compiled the same module.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <mutex>
+#include <unordered_map>
 
 namespace jax_ep {
 
 struct CallSite {
   uint64_t unique = 0;  // never repeats in this process
-  uint64_t module = 0;  // number of its module in this process, from 1
-  uint64_t index = 0;   // position among the calls of its module, equal on all processes
+  // Equal on all processes: the hash of the module's name, and this call's position in the module.
+  uint64_t shared = 0;
 };
 
+// A module key: the hash of the module's name in the upper half; in the lower half a number that
+// tells lowered modules of one name apart in this process, and only there.
+//
 // Thread rule: any thread. The process has one.
 class SiteNumbering {
  public:
@@ -30,36 +32,22 @@ class SiteNumbering {
     return *numbering;
   }
 
-  CallSite Next() {
+  // A module is being lowered that will carry `key`: its calls count from zero. Modules that come
+  // without this (loaded executables, exported programs) and share a key go on counting.
+  void Begin(uint64_t key) {
     std::lock_guard lock(mutex_);
-    if (newest_complete_.load(std::memory_order_relaxed) >= module_) {
-      ++module_;
-      next_index_ = 0;
-    }
-    return CallSite{.unique = next_unique_++, .module = module_, .index = next_index_++};
+    next_index_[key] = 0;
   }
 
-  // A compilation has ended: the next instantiated call starts a new module.
-  void NoteCompileEnd() {
+  CallSite Next(uint64_t key) {
     std::lock_guard lock(mutex_);
-    if (next_index_ > 0) NoteComplete(module_);
+    return CallSite{.unique = next_unique_++, .shared = (key >> 32 << 32) | next_index_[key]++};
   }
-
-  // This call runs, so its module is complete. Cheap: once per module it writes.
-  void NoteRun(const CallSite& site) { NoteComplete(site.module); }
 
  private:
-  void NoteComplete(uint64_t module) {
-    uint64_t newest = newest_complete_.load(std::memory_order_relaxed);
-    while (newest < module && !newest_complete_.compare_exchange_weak(newest, module)) {
-    }
-  }
-
   std::mutex mutex_;
-  std::atomic<uint64_t> newest_complete_{0};
-  uint64_t module_ = 1;
   uint64_t next_unique_ = 1;
-  uint64_t next_index_ = 0;
+  std::unordered_map<uint64_t, uint32_t> next_index_;  // by key
 };
 
 }  // namespace jax_ep

@@ -222,16 +222,16 @@ void Operation::KickProxy() {
   rank_.proxy->Kick();
 }
 
-const CallKind kDispatchKind{&Rank::Epochs::dispatch_started, &Rank::Epochs::dispatch_done,
+const SlotKind kDispatchKind{&Rank::Epochs::dispatch_started, &Rank::Epochs::dispatch_done,
                              &Rank::dispatch_sets};
-const CallKind kCombineKind{&Rank::Epochs::combine_started, &Rank::Epochs::combine_done,
+const SlotKind kCombineKind{&Rank::Epochs::combine_started, &Rank::Epochs::combine_done,
                             &Rank::combine_sets};
-const CallKind kLlDispatchKind{&Rank::Epochs::ll_dispatch_started, &Rank::Epochs::ll_dispatch_done,
+const SlotKind kLlDispatchKind{&Rank::Epochs::ll_dispatch_started, &Rank::Epochs::ll_dispatch_done,
                                &Rank::ll_dispatch_sets};
-const CallKind kLlCombineKind{&Rank::Epochs::ll_combine_started, &Rank::Epochs::ll_combine_done,
+const SlotKind kLlCombineKind{&Rank::Epochs::ll_combine_started, &Rank::Epochs::ll_combine_done,
                               &Rank::ll_combine_sets};
 
-Result<CallSlot> BeginCall(Operation& op, const CallKind& kind) {
+Result<CallSlot> BeginCall(Operation& op, const SlotKind& kind) {
   Rank& rank = op.rank();
   Rank::SlotSets& sets = rank.*kind.sets;
   op.set_epoch(++(rank.epochs.*kind.started));
@@ -253,7 +253,7 @@ Result<CallSlot> BeginCall(Operation& op, const CallKind& kind) {
   return slot;
 }
 
-Result<CallSlot> OpenCall(Operation& op, const CallKind& kind, uint64_t epoch) {
+Result<CallSlot> OpenCall(Operation& op, const SlotKind& kind, uint64_t epoch) {
   op.set_epoch(epoch);
   const Rank::SlotSets& sets = op.rank().*kind.sets;
   for (uint32_t set = 0; set < op.shape().depth; ++set) {
@@ -265,11 +265,11 @@ Result<CallSlot> OpenCall(Operation& op, const CallKind& kind, uint64_t epoch) {
                          "); exactly one done must follow each start, also under remat"));
 }
 
-uint64_t NextDoneSeq(const Operation& op, const CallKind& kind) {
+uint64_t NextDoneSeq(const Operation& op, const SlotKind& kind) {
   return op.rank().epochs.*kind.done + 1;
 }
 
-void EndCall(Operation& op, const CallKind& kind, uint32_t set) {
+void EndCall(Operation& op, const SlotKind& kind, uint32_t set) {
   Rank& rank = op.rank();
   Rank::SlotSet& held = (rank.*kind.sets)[set];
   held.done_seq = ++(rank.epochs.*kind.done);

@@ -77,12 +77,12 @@ class Operation {
 };
 
 // The slot sets of one kind of call (see Rank::SlotSet).
-struct CallKind {
+struct SlotKind {
   uint64_t Rank::Epochs::* started;
   uint64_t Rank::Epochs::* done;
   Rank::SlotSets Rank::* sets;
 };
-extern const CallKind kDispatchKind, kCombineKind, kLlDispatchKind, kLlCombineKind;
+extern const SlotKind kDispatchKind, kCombineKind, kLlDispatchKind, kLlCombineKind;
 
 // What a call got from BeginCall or OpenCall.
 struct CallSlot {
@@ -92,13 +92,13 @@ struct CallSlot {
 };
 
 // Starts the next epoch of `kind` in a set that is not open. kFailedPrecondition if all are.
-Result<CallSlot> BeginCall(Operation& op, const CallKind& kind);
+Result<CallSlot> BeginCall(Operation& op, const SlotKind& kind);
 // Finds the set that still holds the open `epoch`. kFailedPrecondition if none does.
-Result<CallSlot> OpenCall(Operation& op, const CallKind& kind, uint64_t epoch);
+Result<CallSlot> OpenCall(Operation& op, const SlotKind& kind, uint64_t epoch);
 // The number that this done will have; every rank gets the same.
-uint64_t NextDoneSeq(const Operation& op, const CallKind& kind);
+uint64_t NextDoneSeq(const Operation& op, const SlotKind& kind);
 // Gives the set back. Call after the *Done signals.
-void EndCall(Operation& op, const CallKind& kind, uint32_t set);
+void EndCall(Operation& op, const SlotKind& kind, uint32_t set);
 
 // Adds rows or messages that went to other nodes to the rank's counters.
 void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes);

@@ -5,51 +5,57 @@
 namespace jax_ep {
 namespace {
 
+constexpr uint64_t kStep = uint64_t{7} << 32;
+constexpr uint64_t kEval = uint64_t{9} << 32;
+
 TEST(SiteNumbering, calls_of_one_module_are_numbered_in_order) {
   SiteNumbering sites;
-  for (uint64_t i = 0; i < 5; ++i) EXPECT_EQ(sites.Next().index, i);
+  sites.Begin(kStep);
+  for (uint64_t i = 0; i < 5; ++i) EXPECT_EQ(sites.Next(kStep).shared, kStep + i);
 }
 
-TEST(SiteNumbering, a_module_starts_at_zero_after_a_compilation_ended) {
+TEST(SiteNumbering, modules_that_are_compiled_at_once_do_not_disturb_each_other) {
   SiteNumbering sites;
-  (void)sites.Next();
-  const CallSite last = sites.Next();
-  sites.NoteCompileEnd();
-  sites.NoteCompileEnd();  // that of a module without calls
-  sites.NoteRun(last);
-  EXPECT_EQ(sites.Next().index, 0u);
-  EXPECT_EQ(sites.Next().index, 1u);
-}
-
-TEST(SiteNumbering, a_module_starts_at_zero_after_a_call_of_the_last_one_ran) {
-  SiteNumbering sites;
-  (void)sites.Next();
-  sites.NoteRun(sites.Next());
-  EXPECT_EQ(sites.Next().index, 0u);
-}
-
-TEST(SiteNumbering, a_call_that_runs_while_the_next_module_is_compiled_does_not_end_it) {
-  SiteNumbering sites;
-  const CallSite ran = sites.Next();
-  sites.NoteCompileEnd();
+  const uint64_t second = kStep + 1;  // another module of the same name
+  for (const uint64_t key : {kStep, second, kEval}) sites.Begin(key);
   for (uint64_t i = 0; i < 5; ++i) {
-    EXPECT_EQ(sites.Next().index, i);
-    sites.NoteRun(ran);
+    EXPECT_EQ(sites.Next(kStep).shared, kStep + i);
+    EXPECT_EQ(sites.Next(kEval).shared, kEval + i);
+    EXPECT_EQ(sites.Next(second).shared, kStep + i);
   }
 }
 
-TEST(SiteNumbering, processes_that_compiled_other_modules_first_agree_on_the_index) {
+TEST(SiteNumbering, processes_that_lowered_in_another_order_agree) {
   SiteNumbering here, there;
-  (void)there.Next();  // there, another program was compiled before
-  there.NoteCompileEnd();
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(here.Next().index, there.Next().index);
+  for (const uint64_t key : {kStep, kStep + 1}) {
+    here.Begin(key);
+    there.Begin(key);
+  }
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(here.Next(kStep).shared, there.Next(kStep + 1).shared);
+  }
+}
+
+TEST(SiteNumbering, a_key_that_is_used_again_starts_at_zero) {
+  SiteNumbering sites;
+  sites.Begin(kStep);
+  (void)sites.Next(kStep);
+  sites.Begin(kStep);
+  EXPECT_EQ(sites.Next(kStep).shared, kStep);
+}
+
+TEST(SiteNumbering, programs_within_one_module_have_names_of_their_own) {
+  SiteNumbering sites;  // an exported program that a jitted function calls twice, and another
+  EXPECT_EQ(sites.Next(kStep).shared, kStep);
+  EXPECT_EQ(sites.Next(kStep).shared, kStep + 1);
+  EXPECT_EQ(sites.Next(kEval).shared, kEval);
 }
 
 TEST(SiteNumbering, unique_numbers_never_repeat) {
   SiteNumbering sites;
-  const uint64_t first = sites.Next().unique;
-  sites.NoteCompileEnd();
-  EXPECT_NE(sites.Next().unique, first);
+  const uint64_t first = sites.Next(kStep).unique;
+  sites.Begin(kStep);
+  EXPECT_NE(sites.Next(kStep).unique, first);
 }
 
 }  // namespace
