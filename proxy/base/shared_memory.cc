@@ -86,7 +86,11 @@ Status TooLittleMemory(size_t num_bytes, const std::string& reason) {
 
 void* Map(size_t num_bytes, int flags, int fd) {
   void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
-  return address == MAP_FAILED ? nullptr : address;
+  if (address == MAP_FAILED) return nullptr;
+  // A child of fork must neither write here nor copy these pages; where the kernel cannot leave
+  // them out, it has them and touches none.
+  (void)madvise(address, num_bytes, MADV_DONTFORK);
+  return address;
 }
 
 }  // namespace

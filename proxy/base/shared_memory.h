@@ -14,7 +14,8 @@ namespace jax_ep {
 // Move-only owner of one mapping (and, for the creator, of the memfd behind it). Thread rule: the
 // object belongs to one thread at a time; the bytes are shared memory like any other. The memory
 // lives until the creator and all importers have dropped it, so an importer may outlive the
-// creator. Nothing exists in /dev/shm, so a killed process leaves nothing behind.
+// creator. Nothing exists in /dev/shm, so a killed process leaves nothing behind. A child made by
+// fork does not have the mapping: there the object must be neither used nor destroyed.
 class SharedMemory {
  public:
   SharedMemory() = default;  // empty: bytes() is empty

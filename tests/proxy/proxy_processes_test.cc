@@ -2,6 +2,7 @@
 // by the others and leaves nothing behind. The children are forked before any thread exists.
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -194,9 +195,11 @@ using Body = std::function<std::string(Process&, uint32_t rank)>;
 // Runs `body` as each rank in a process of its own; it returns "" or what went wrong. A rank in
 // `killed` must die by SIGKILL.
 void RunProcesses(uint32_t num_ranks, const Body& body, int64_t killed = -1) {
-  Result<SharedMemory> memory = SharedMemory::Create(sizeof(Board), /*shareable=*/true);
-  ASSERT_TRUE(memory.ok());
-  auto* board = new (memory->bytes().data()) Board{};
+  // Not a SharedMemory: children of fork do not get those.
+  void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                      /*fd=*/-1, /*offset=*/0);
+  ASSERT_NE(memory, MAP_FAILED);
+  auto* board = new (memory) Board{};
   std::vector<pid_t> children;
   for (uint32_t rank = 0; rank < num_ranks; ++rank) {
     std::fflush(nullptr);
@@ -222,6 +225,7 @@ void RunProcesses(uint32_t num_ranks, const Body& body, int64_t killed = -1) {
       EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << rank;
     }
   }
+  munmap(memory, sizeof(Board));
 }
 
 size_t NumFilesInDevShm() {
