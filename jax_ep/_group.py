@@ -231,7 +231,7 @@ class Group:
         """Raises what made the group fail, if anything did; cheap, waits for nothing.
 
         Raises:
-            RuntimeError: the first cause.
+            RuntimeError: the first cause, or that the group is closed.
         """
         if self._handle is not None:
             self._handle.check()

@@ -32,6 +32,7 @@ class NativeSession:
     def __init__(self, session: Any, group: Group, layout: _Layout, transport: str):
         """Wraps a started `_core.Session`."""
         self._session = session
+        self._label = repr(group)
         self._pid = os.getpid()
         self._closed = False
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
@@ -91,10 +92,12 @@ class NativeSession:
             self._session = _Released(self._session)
 
     def check(self) -> None:
-        """Raises RuntimeError with the first failure, if there is one."""
+        """Raises RuntimeError with the first failure if there is one, or if it is closed."""
         text = str(self._session.failure_text())
         if text:
             raise RuntimeError(text)
+        if self._closed:
+            raise RuntimeError(f"jax_ep: {self._label} is closed; create a new one")
 
     def health(self) -> Health:
         """State of the group as this process sees it."""

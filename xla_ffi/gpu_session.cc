@@ -4,8 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <optional>
+#include <utility>
 
 #include "proxy/base/blob.h"
 #include "proxy/base/log.h"
@@ -14,7 +16,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kBlobVersion = 1;
+constexpr uint64_t kBlobVersion = 2;
 constexpr auto kWatchPeriod = std::chrono::milliseconds(2);
 // A rank leaves when its devices are idle, so whatever it took part in runs here already, and ends
 // long before this. What still waits then waits for the rank that has left.
@@ -105,8 +107,9 @@ struct GpuSession::PeerRecord {
   uint64_t pid = 0;
   std::string control_export;
   uint64_t heap_bytes = 0;
+  uint64_t kept_bytes = 0;  // of the heap
   uint64_t arena_bytes = 0;
-  int heap_fd = -1;
+  std::array<int, 2> heap_fds{-1, -1};
   int arena_fd = -1;
 };
 
@@ -135,6 +138,7 @@ Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   JAX_EP_ASSIGN_OR_RETURN(const gpu::GpuApi* api, LoadGpuLibrary(options.library_path));
   std::unique_ptr<GpuSession> session(new GpuSession(std::move(options), api));
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
+    JAX_EP_RETURN_IF_ERROR(session->DrainDevices());
     for (size_t i = 0; i < session->options().local_ranks.size(); ++i) {
       JAX_EP_RETURN_IF_ERROR(session->AllocateMember(i));
     }
@@ -155,6 +159,17 @@ std::vector<int> GpuSession::Devices() const {
     }
   }
   return devices;
+}
+
+// Kernels of other groups may wait for each other across this process's devices. To allocate, map
+// or load anything on one of them may wait for what runs there, which would be a circle.
+Status GpuSession::DrainDevices() const {
+  for (const int device : Devices()) {
+    JAX_EP_RETURN_IF_ERROR(
+        ToStatus(api_->memory->synchronize(device),
+                 "group " + options().name + ": what runs on GPU " + std::to_string(device)));
+  }
+  return Status::Ok();
 }
 
 Status GpuSession::AllocateMember(size_t index) {
@@ -178,8 +193,8 @@ Status GpuSession::AllocateMember(size_t index) {
   }
   const uint64_t bytes = api_->heap_bytes(&shape);
   const auto num_devices = static_cast<int>(devices.size());
-  if (const char* error =
-          memory.allocate(member.device(), bytes, devices.data(), num_devices, &member.heap)) {
+  if (const char* error = memory.allocate(member.device(), bytes, api_->kept_bytes(&shape),
+                                          devices.data(), num_devices, &member.heap)) {
     return ResourceExhausted(who + " could not allocate its heap of " + std::to_string(bytes) +
                              " bytes (" + error +
                              "); lower max_tokens, or leave memory free with "
@@ -221,6 +236,7 @@ std::string GpuSession::LocalBlob() const {
     blob.U64(member.id.team);
     blob.U64(member.id.rank);
     blob.U64(member.heap.bytes);
+    blob.U64(member.heap.kept_bytes);
     blob.U64(member.arena.bytes);
     blob.Text(member.control.Export());
     blob.Text(network_ == nullptr ? std::string() : network_->LocalBlob(i));
@@ -233,10 +249,11 @@ Result<std::vector<int>> GpuSession::ExportFds() const {
   const Status status = OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "export"));
-      for (const gpu::DeviceRange range : {member->heap, member->arena}) {
-        if (range.bytes == 0) continue;
+      const auto [kept, rest] = gpu::PartsOf(member->heap);
+      for (const gpu::DeviceRange part : {kept, rest, member->arena}) {
+        if (part.bytes == 0) continue;
         int fd = -1;
-        JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->export_fd(range, &fd), "export"));
+        JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->export_fd(part, &fd), "export"));
         fds.push_back(fd);
       }
     }
@@ -274,10 +291,12 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
       const auto rank = static_cast<uint32_t>(reader.U64());
       PeerRecord record{.pid = pid};
       record.heap_bytes = reader.U64();
+      record.kept_bytes = reader.U64();
       record.arena_bytes = reader.U64();
       record.control_export = std::string(reader.Text());
       network_blobs[{team, rank}] = std::string(reader.Text());
-      record.heap_fd = take_fd(record.heap_bytes);
+      record.heap_fds = {take_fd(record.kept_bytes),
+                         take_fd(record.heap_bytes - record.kept_bytes)};
       record.arena_fd = take_fd(record.arena_bytes);
       records[{team, rank}] = std::move(record);
     }
@@ -286,6 +305,7 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
     }
   }
   return OnOwnThread([&]() -> Status {
+    JAX_EP_RETURN_IF_ERROR(DrainDevices());
     for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
     return network_ == nullptr ? Status::Ok() : network_->Connect(network_blobs);
   });
@@ -313,7 +333,7 @@ Status GpuSession::ConnectMember(
       continue;
     }
     const auto found = records.find({member.id.team, peer});
-    if (found == records.end() || found->second.heap_fd < 0) {
+    if (found == records.end() || found->second.heap_fds[0] < 0) {
       return InvalidArgument(who + " was not published by its process");
     }
     const PeerRecord& record = found->second;
@@ -321,15 +341,17 @@ Status GpuSession::ConnectMember(
       return InvalidArgument(who + " is smaller than this group's layout");
     }
     gpu::DeviceRange heap, arena;
-    JAX_EP_RETURN_IF_ERROR(ToStatus(memory.import_fd(record.heap_fd, record.heap_bytes, &device, 1,
-                                                     /*writable=*/true, &heap),
-                                    who));
+    JAX_EP_RETURN_IF_ERROR(
+        ToStatus(memory.import_fds(record.heap_fds, record.heap_bytes, record.kept_bytes, &device,
+                                   1, /*writable=*/true, &heap),
+                 who));
     member.imported.push_back(heap);
     if (record.arena_bytes != 0) {
       const char* error = record.arena_fd < 0
                               ? "it was not passed"
-                              : memory.import_fd(record.arena_fd, record.arena_bytes, &device, 1,
-                                                 /*writable=*/false, &arena);
+                              : memory.import_fds({record.arena_fd, -1}, record.arena_bytes,
+                                                  /*kept_bytes=*/0, &device, 1,
+                                                  /*writable=*/false, &arena);
       if (error != nullptr) {
         unmapped_arena_ = who + ": its XLA arena cannot be mapped here (" + error + ")";
       } else {
@@ -359,6 +381,7 @@ void GpuSession::ForbidArenas(const std::string& reason) {
 
 Status GpuSession::Start() {
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
+    JAX_EP_RETURN_IF_ERROR(DrainDevices());
     if (network_ != nullptr) JAX_EP_RETURN_IF_ERROR(network_->Start());
     for (size_t i = 0; i < members_.size(); ++i) {
       Member* member = members_[i].get();
@@ -459,6 +482,8 @@ std::string GpuSession::Describe(const Member& member) const {
       return text + ": a command to " + peer +
              " does not fit the ring's format; this is a fault of "
              "jax_ep, please report it";
+    case gpu::FailureKind::kNotLaunched:
+      return text + ": one of its kernels could not be launched; the error of that call says why";
     case gpu::FailureKind::kNone:
       break;
   }
@@ -517,24 +542,34 @@ void GpuSession::Free() {
   }
   const Status freed = OnOwnThread([&]() -> Status {
     const gpu::DeviceMemoryApi& memory = *api_->memory;
+    // First all of them: kernels of one rank reach the memory of the others. From then on programs
+    // that XLA captured touch the kept bytes of the heaps alone.
+    bool has_run = false;
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member->device()), "close"));
-      if (member->handle != nullptr) api_->destroy(member->handle);
-      member->handle = nullptr;
+      gpu::RankHandle* handle = std::exchange(member->handle, nullptr);
+      if (handle == nullptr) continue;
+      has_run = true;
+      JAX_EP_RETURN_IF_ERROR(ToStatus(api_->destroy(handle), "close"));
+    }
+    for (const auto& member : members_) {
+      JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member->device()), "close"));
       for (const gpu::DeviceRange& range : member->imported) {
         JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release(range), "unmap"));
       }
       member->imported.clear();
-    }
-    for (const auto& member : members_) {
-      JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release(member->heap), "free"));
+      const auto free_heap = has_run ? memory.retire : memory.release;
+      JAX_EP_RETURN_IF_ERROR(ToStatus(free_heap(member->heap), "free"));
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release_pinned(member->status), "free"));
       member->heap = {};
       member->status = nullptr;
     }
     return network_ == nullptr ? Status::Ok() : network_->Release();
   });
-  if (!freed.ok()) LogError("group " + options().name + ": " + freed.message());
+  if (!freed.ok()) {
+    LogError("group " + options().name + ": " + freed.message());
+    if (network_ != nullptr) network_->Leak();
+  }
   members_.clear();
   monitor_.reset();
   network_.reset();
@@ -581,7 +616,13 @@ std::string GpuSession::DataPath() const {
   for (const auto& member : members_) {
     if (member->arena.bytes == 0) return "staged: " + member->no_arena;
   }
-  return "in place";
+  uint64_t num_staged = 0;
+  for (const auto& member : members_) {
+    if (member->handle != nullptr) num_staged += api_->staged_launches(member->handle);
+  }
+  if (num_staged == 0) return "in place";
+  return "in place, but " + std::to_string(num_staged) +
+         " launches copied arrays that are not in XLA's arena to the stage first";
 }
 
 Result<std::vector<GpuSession::Counters>> GpuSession::counters() const {
@@ -617,14 +658,19 @@ std::string GpuSession::DumpState() const {
   std::string out = "group " + options().name + " on GPUs: " + (lease ? "running" : "closed");
   if (failure_->failed()) out += ", FAILED: " + failure_->status().message();
   out += "\n";
+  out += "  closed groups of this process keep " + std::to_string(api_->memory->retired_bytes()) +
+         " bytes of device memory\n";
   if (!lease) return out;
   for (const auto& member : members_) {
-    out += "  team " + std::to_string(member->id.team) + " rank " +
-           std::to_string(member->id.rank) + " on GPU " + std::to_string(member->device()) +
-           ": heap " + std::to_string(member->heap.bytes) + " bytes, " +
-           (member->arena.bytes != 0 ? "arena " + std::to_string(member->arena.bytes) + " bytes"
-                                     : "staged: " + member->no_arena) +
-           "\n";
+    out +=
+        "  team " + std::to_string(member->id.team) + " rank " + std::to_string(member->id.rank) +
+        " on GPU " + std::to_string(member->device()) + ": heap " +
+        std::to_string(member->heap.bytes) + " bytes, " +
+        (member->arena.bytes != 0 ? "arena " + std::to_string(member->arena.bytes) + " bytes"
+                                  : "staged: " + member->no_arena) +
+        (member->handle != nullptr && !api_->uses_bulk_copies(member->handle) ? ", no bulk copies"
+                                                                              : "") +
+        "\n";
   }
   return network_ == nullptr ? out : out + network_->DumpState();
 }

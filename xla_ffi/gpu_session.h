@@ -64,9 +64,10 @@ class GpuSession {
   void ForbidArenas(const std::string& reason);
   // Builds and warms the launch handles, starts the threads. All processes have connected before.
   Status Start();
-  // The devices are idle (Python waited). Ends all leases, stops threads, unmaps, frees everything,
-  // however long others keep this object. `departure` is what mates that still use the group are
-  // told. Idempotent.
+  // The devices are idle (Python waited). Ends all leases, stops threads, unmaps, frees everything
+  // but the first granule of each heap, which stays for what XLA has captured
+  // (kernels/gpu/heap_layout.h), however long others keep this object. `departure` is what mates
+  // that still use the group are told. Idempotent.
   void Close(Departure departure = Departure::kClosed);
 
   // Held by whoever uses a handle, from TakeHandle until the launcher has returned.
@@ -85,7 +86,8 @@ class GpuSession {
   std::string FailureText() const { return failure_->status().message(); }
   // Of this process's ranks together: device, and pinned stages; 0 after Close.
   uint64_t heap_bytes() const;
-  // "in place", or "staged: REASON" if any local rank's arena cannot be read by its mates.
+  // "in place", with a count of launches that staged all the same, or "staged: REASON" if any local
+  // rank's arena cannot be read by its mates.
   std::string data_path() const;
   struct Counters {
     LocalRank id;
@@ -106,6 +108,7 @@ class GpuSession {
   Status ConnectMember(Member& member,
                        const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records);
   std::vector<int> Devices() const;
+  Status DrainDevices() const;
   Result<std::vector<Counters>> ReadCounters() const;  // under a lease
   uint64_t HeapBytes() const;                          // under a lease
   std::string DataPath() const;                        // under a lease

@@ -13,9 +13,12 @@
 
 namespace jax_ep::gpu {
 
+namespace {
+std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].heap; }
+}  // namespace
+
 int32_t* WholeEpochOf(const RankHandle& rank) {
-  const DeviceRank& device = rank.device;
-  return reinterpret_cast<int32_t*>(device.peers[device.rank].heap + device.layout.net_state +
+  return reinterpret_cast<int32_t*>(OwnHeap(rank.device) + rank.device.layout.net_state +
                                     offsetof(NetState, whole_epoch));
 }
 
@@ -25,17 +28,28 @@ const char* KeepText(std::string text) {
   return kept.c_str();
 }
 
+namespace {
+// Kernels that this thread has launched for the call that it is in.
+thread_local uint32_t num_launched = 0;
+}  // namespace
+
 const char* LaunchResult(const char* kernel) {
   // May also be what an earlier, asynchronous launch left behind.
   const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return nullptr;
+  if (error == cudaSuccess) {
+    ++num_launched;
+    return nullptr;
+  }
   return KeepText(std::string(kernel) + ": " + cudaGetErrorString(error));
 }
 
 const char* PrepareKernel(const void* kernel, uint32_t shared_bytes) {
+  static std::mutex mutex;  // the attribute is the process's
+  const std::lock_guard lock(mutex);
   cudaFuncAttributes attributes;
   cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);  // loads it
-  if (error == cudaSuccess && shared_bytes > 0) {
+  if (error == cudaSuccess &&
+      static_cast<int>(shared_bytes) > attributes.maxDynamicSharedSizeBytes) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(shared_bytes));
   }
@@ -82,7 +96,7 @@ std::string CheckShape(const RankConfig& config) {
 
 const char* PrepareKernels(const RankHandle& rank) {
   for (const auto prepare :
-       {&PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
+       {&PrepareAbandonKernel, &PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
         &PrepareWeightedDispatchKernels, &PrepareCombineKernels, &PrepareDispatchStartKernels,
         &PrepareLlDispatchKernels, &PreparePushCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
@@ -97,6 +111,7 @@ const char* PrepareKernels(const RankHandle& rank) {
 }
 
 uint64_t HeapBytes(const GroupShape* shape) { return GpuHeapLayout::Make(*shape).total_bytes; }
+uint64_t KeptBytes(const GroupShape* shape) { return GpuHeapLayout::Make(*shape).kept_bytes; }
 
 uint64_t StageBytes(const GroupShape* shape) { return NetLayout::Make(*shape).total_bytes; }
 uint64_t StageFlag(const GroupShape* shape, Channel channel, uint32_t source) {
@@ -126,14 +141,12 @@ const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
     table.slots[i] = reinterpret_cast<uint64_t*>(mapped + sizeof(RingMemory));
     table.tails[i] = reinterpret_cast<uint64_t*>(mapped + offsetof(RingMemory, tail));
   }
-  if (error == cudaSuccess) error = cudaMalloc(&rank.network, sizeof(table));
-  if (error == cudaSuccess) {
-    error = cudaMemcpy(rank.network, &table, sizeof(table), cudaMemcpyHostToDevice);
-  }
+  std::byte* to = OwnHeap(device) + device.layout.device_network;
+  if (error == cudaSuccess) error = cudaMemcpy(to, &table, sizeof(table), cudaMemcpyHostToDevice);
   if (error != cudaSuccess) {
     return KeepText(std::string("create: the network stage: ") + cudaGetErrorString(error));
   }
-  device.network = rank.network;
+  device.network = reinterpret_cast<const DeviceNetwork*>(to);
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
     if (peer / shape.node_size == config.rank / shape.node_size) continue;
     device.peers[peer] = {.heap = table.stages[peer % shape.node_size]};
@@ -162,7 +175,7 @@ const char* Create(const RankConfig* config, RankHandle** out) {
   }
   const CurrentDevice current(config->device);
   auto rank = std::make_unique<RankHandle>();
-  int major = 0;
+  bool has_bulk_copies = false;
   int shared_bytes = 0;
   int num_sms = 0;
   void* status = nullptr;
@@ -170,13 +183,12 @@ const char* Create(const RankConfig* config, RankHandle** out) {
   const auto read = [&](auto attribute, int* value) {
     if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, config->device);
   };
-  read(cudaDevAttrComputeCapabilityMajor, &major);
   read(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes);
   read(cudaDevAttrMultiProcessorCount, &num_sms);
   if (error == cudaSuccess) error = cudaHostGetDevicePointer(&status, config->status, 0);
   if (error != cudaSuccess) return KeepText(std::string("create: ") + cudaGetErrorString(error));
+  if (const char* failure = FindBulkCopies(&has_bulk_copies)) return failure;
 
-  constexpr int kFirstWithBulkCopies = 9;
   constexpr int kStaticSharedBytes = 1024;  // of the kernels themselves, and the system's
   constexpr uint32_t kPieceBytes = 4096;
   constexpr uint32_t kRingSlots = 3;
@@ -185,8 +197,7 @@ const char* Create(const RankConfig* config, RankHandle** out) {
   constexpr uint32_t kMostLlBlocks = 64;  // NCCL on another stream needs the rest
   rank->ll_blocks =
       std::min({config->max_sms * 8 / 3, kMostLlBlocks, static_cast<uint32_t>(num_sms)});
-  rank->use_bulk_copies =
-      JAX_EP_BULK_COPIES != 0 && config->use_tma && major >= kFirstWithBulkCopies;
+  rank->use_bulk_copies = config->use_tma && has_bulk_copies;
   rank->shared_bytes_per_block = static_cast<uint32_t>(shared_bytes - kStaticSharedBytes);
   rank->piece_bytes = config->piece_bytes != 0 ? config->piece_bytes : kPieceBytes;
   rank->ring_slots = config->ring_slots != 0 ? std::max(config->ring_slots, 2u) : kRingSlots;
@@ -207,9 +218,23 @@ const char* Create(const RankConfig* config, RankHandle** out) {
   return nullptr;
 }
 
-void Destroy(RankHandle* handle) {
-  static_cast<void>(cudaFree(handle->network));
-  delete handle;
+// The last word of the host to this rank's kernels, which outlives it: a graph that holds some may
+// be replayed for as long as the process lives.
+const char* Destroy(RankHandle* handle) {
+  const std::unique_ptr<RankHandle> owned(handle);
+  const CurrentDevice current(owned->device_index);
+  const DeviceRank& device = owned->device;
+  std::byte* failed = OwnHeap(device) + device.layout.control + offsetof(Control, failed);
+  constexpr uint32_t kFailed = 1;
+  cudaError_t error = current.error();
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(failed, &kFailed, sizeof(kFailed), cudaMemcpyHostToDevice);
+  }
+  // What began before it saw that word.
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) return nullptr;
+  return KeepText(std::string("destroy: ") + cudaGetErrorString(error));
 }
 
 // Checks of a start: what it reads.
@@ -289,74 +314,120 @@ const char* RunPushCombine(RankHandle& rank, const CombineParams& call, Part par
                            static_cast<cudaStream_t>(stream));
 }
 
+// Runs a launcher under the rank's lock. If it could launch only some kernels of the operation, the
+// rank fails: nobody will end what they have begun.
+template <typename Launch>
+const char* Locked(RankHandle* rank, Operation operation, Stream stream, Launch&& launch) {
+  const std::lock_guard lock(rank->launching);
+  num_launched = 0;
+  const char* error = launch();
+  if (error == nullptr || num_launched == 0) return error;
+  std::string first = error;
+  if (LaunchAbandon(*rank, operation, static_cast<cudaStream_t>(stream)) != nullptr) {
+    first += "; the other ranks will learn of it when they have waited";
+  }
+  return KeepText(std::move(first));
+}
+
 const char* Plan(RankHandle* rank, const PlanParams* params, Stream stream) {
-  return LaunchPlan(*rank, *params, static_cast<cudaStream_t>(stream));
+  return Locked(rank, Operation::kPlan, stream,
+                [&] { return LaunchPlan(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
 const char* Dispatch(RankHandle* rank, const DispatchParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return RunLlDispatch(*rank, nullptr, *params, Part::kWhole, nullptr, nullptr, stream);
+    return Locked(rank, Operation::kLlDispatch, stream, [&] {
+      return RunLlDispatch(*rank, nullptr, *params, Part::kWhole, nullptr, nullptr, stream);
+    });
   }
-  return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
+  return Locked(rank, Operation::kDispatch, stream, [&] {
+    return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
+  });
 }
 
 const char* DispatchStart(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
                           Stream stream) {
   if (params->mode == Mode::kLl) {
-    return RunLlDispatch(*rank, nullptr, *params, Part::kStart, nullptr, epoch, stream);
+    return Locked(rank, Operation::kLlDispatchStart, stream, [&] {
+      return RunLlDispatch(*rank, nullptr, *params, Part::kStart, nullptr, epoch, stream);
+    });
   }
   if (std::string wrong = CheckStart(rank->device.shape, *params); !wrong.empty()) {
     return KeepText("dispatch_start: " + std::move(wrong));
   }
-  return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  return Locked(rank, Operation::kDispatchStart, stream, [&] {
+    return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  });
 }
 
 const char* DispatchDone(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
                          Stream stream) {
   if (params->mode == Mode::kLl) {
-    return RunLlDispatch(*rank, nullptr, *params, Part::kDone, epoch, nullptr, stream);
+    return Locked(rank, Operation::kLlDispatchDone, stream, [&] {
+      return RunLlDispatch(*rank, nullptr, *params, Part::kDone, epoch, nullptr, stream);
+    });
   }
-  return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  return Locked(rank, Operation::kDispatchDone, stream, [&] {
+    return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  });
 }
 
 const char* LlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream stream) {
-  return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kWhole, nullptr, nullptr,
-                       stream);
+  return Locked(rank, Operation::kLlDispatch, stream, [&] {
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kWhole, nullptr, nullptr,
+                         stream);
+  });
 }
 
 const char* LlDispatchStart(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
                             Stream stream) {
-  return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kStart, nullptr, epoch,
-                       stream);
+  return Locked(rank, Operation::kLlDispatchStart, stream, [&] {
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kStart, nullptr, epoch,
+                         stream);
+  });
 }
 
 const char* LlDispatchDone(RankHandle* rank, const LlDispatchParams* params, const int32_t* epoch,
                            Stream stream) {
-  return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kDone, epoch, nullptr, stream);
+  return Locked(rank, Operation::kLlDispatchDone, stream, [&] {
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kDone, epoch, nullptr,
+                         stream);
+  });
 }
 
 const char* Combine(RankHandle* rank, const CombineParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return RunPushCombine(*rank, *params, Part::kWhole, nullptr, nullptr, stream);
+    return Locked(rank, Operation::kLlCombine, stream, [&] {
+      return RunPushCombine(*rank, *params, Part::kWhole, nullptr, nullptr, stream);
+    });
   }
-  return LaunchCombine(*rank, *params, static_cast<cudaStream_t>(stream));
+  return Locked(rank, Operation::kCombine, stream,
+                [&] { return LaunchCombine(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
 const char* CombineStart(RankHandle* rank, const CombineParams* params, int32_t* epoch,
                          Stream stream) {
-  return RunPushCombine(*rank, *params, Part::kStart, nullptr, epoch, stream);
+  const Operation operation =
+      params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
+  return Locked(rank, operation, stream, [&] {
+    return RunPushCombine(*rank, *params, Part::kStart, nullptr, epoch, stream);
+  });
 }
 
 const char* CombineDone(RankHandle* rank, const CombineParams* params, const int32_t* epoch,
                         Stream stream) {
-  return RunPushCombine(*rank, *params, Part::kDone, epoch, nullptr, stream);
+  const Operation operation =
+      params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
+  return Locked(rank, operation, stream, [&] {
+    return RunPushCombine(*rank, *params, Part::kDone, epoch, nullptr, stream);
+  });
 }
 
 const char* Counters(RankHandle* rank, RankCountersSnapshot* out) {
   const CurrentDevice current(rank->device_index);
   Control control;
   const DeviceRank& device = rank->device;
-  const std::byte* from = device.peers[device.rank].heap + device.layout.control;
+  const std::byte* from = OwnHeap(device) + device.layout.control;
   const cudaError_t error = cudaMemcpy(&control, from, sizeof(control), cudaMemcpyDeviceToHost);
   if (error != cudaSuccess) return KeepText(std::string("counters: ") + cudaGetErrorString(error));
   *out = {.plans = control.plans,
@@ -370,6 +441,11 @@ const char* Counters(RankHandle* rank, RankCountersSnapshot* out) {
           .invalid_ids = control.invalid_ids};
   return nullptr;
 }
+
+uint64_t StagedLaunches(const RankHandle* rank) {
+  return rank->staged_launches.load(std::memory_order_relaxed);
+}
+bool UsesBulkCopies(const RankHandle* rank) { return rank->use_bulk_copies; }
 
 }  // namespace
 
@@ -449,6 +525,7 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
   static const GpuApi api = {
       .abi_version = kAbiVersion,
       .heap_bytes = &HeapBytes,
+      .kept_bytes = &KeptBytes,
       .stage_bytes = &StageBytes,
       .stage_flag = &StageFlag,
       .create = &Create,
@@ -464,6 +541,8 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
       .combine_start = &CombineStart,
       .combine_done = &CombineDone,
       .counters = &Counters,
+      .staged_launches = &StagedLaunches,
+      .uses_bulk_copies = &UsesBulkCopies,
       .memory = GetDeviceMemoryApi(),
   };
   return &api;

@@ -3,7 +3,8 @@
 // device, so this header must compile without a GPU toolkit.
 //
 // Operations and their parameters are those of kernels/launch.h, with device pointers; shapes and
-// semantics are the same. Everything is asynchronous: a launcher enqueues kernels on the stream,
+// semantics are the same. Any threads may call launchers of one rank; a lock keeps the kernels of
+// an operation together. Everything is asynchronous: a launcher enqueues kernels on the stream,
 // allocates nothing, reads nothing back and never synchronises, so it may be captured in a graph
 // and replayed with other contents (and, captured anew, with other addresses).
 //
@@ -21,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 2;
+inline constexpr uint32_t kAbiVersion = 3;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -45,16 +46,17 @@ struct alignas(64) RankStatus {
 
 enum class FailureKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,      // `peer` did not arrive within RankConfig.timeout_ns
-  kPeerFailed = 2,   // `peer` said that it gave up
-  kAborted = 3,      // RankStatus.abort
-  kBusy = 4,         // a second call of the group ran at the same time on this device
-  kWrongOrder = 5,   // `peer` is in another operation: programs differ between ranks
-  kTooManyOpen = 6,  // more than max_in_flight starts before a done
-  kStaleEpoch = 7,   // a done's slot set holds another start by now
-  kInvalidId = 8,    // debug: an expert id was out of range
-  kRingFull = 9,     // this rank's proxy took no command within RankConfig.timeout_ns
-  kBadCommand = 10,  // a command that the proxy would refuse: a fault of this library
+  kTimeout = 1,       // `peer` did not arrive within RankConfig.timeout_ns
+  kPeerFailed = 2,    // `peer` said that it gave up
+  kAborted = 3,       // RankStatus.abort
+  kBusy = 4,          // a second call of the group ran at the same time on this device
+  kWrongOrder = 5,    // `peer` is in another operation: programs differ between ranks
+  kTooManyOpen = 6,   // more than max_in_flight starts before a done
+  kStaleEpoch = 7,    // a done's slot set holds another start by now
+  kInvalidId = 8,     // debug: an expert id was out of range
+  kRingFull = 9,      // this rank's proxy took no command within RankConfig.timeout_ns
+  kBadCommand = 10,   // a command that the proxy would refuse: a fault of this library
+  kNotLaunched = 11,  // one of the operation's kernels could not be launched; its call said why
 };
 
 enum class Operation : uint32_t {
@@ -129,14 +131,21 @@ struct GpuApi {
 
   // Bytes of one rank's heap, a function of the shape alone.
   uint64_t (*heap_bytes)(const GroupShape* shape);
+  // The first bytes of a heap that outlive its rank, see destroy.
+  uint64_t (*kept_bytes)(const GroupShape* shape);
   // Bytes of one rank's network stage, 0 in a group of one node, and where in it the proxy counts
   // the signals of a channel from `source` (u64).
   uint64_t (*stage_bytes)(const GroupShape* shape);
   uint64_t (*stage_flag)(const GroupShape* shape, Channel channel, uint32_t source);
-  // Copies the tables to the device, loads and warms every kernel there. Synchronous; the only
-  // place that allocates. The heaps must outlive the handle.
+  // Copies the tables to the device, loads and warms every kernel there. Synchronous. The heaps
+  // must outlive the handle.
   const char* (*create)(const RankConfig* config, RankHandle** out);
-  void (*destroy)(RankHandle* handle);  // the caller has drained the streams
+  // Waits until the device is idle and tells all kernels of the rank that run from now on, in
+  // graphs that were captured before, that it is gone: they poison their outputs and end. They
+  // touch the kept bytes of the rank's own heap, which must stay mapped for the life of the process
+  // (DeviceMemoryApi.retire), and nothing else of the group. The text says that the device could
+  // not be waited for: then nothing of the group may be freed.
+  const char* (*destroy)(RankHandle* handle);
 
   const char* (*plan)(RankHandle* rank, const PlanParams* params, Stream stream);
   const char* (*dispatch)(RankHandle* rank, const DispatchParams* params, Stream stream);
@@ -157,6 +166,10 @@ struct GpuApi {
                               Stream stream);
 
   const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
+  // Calls (not replays of graphs) whose arrays peers could not read in place, so that kernels copy
+  // them to the stage first. Any thread.
+  uint64_t (*staged_launches)(const RankHandle* rank);
+  bool (*uses_bulk_copies)(const RankHandle* rank);
 
   // device_memory.h: heaps that other processes can map, arenas, pinned status words.
   const struct DeviceMemoryApi* memory;

@@ -24,10 +24,16 @@ __device__ inline T* OwnHeapAt(const DeviceRank& rank, uint64_t offset) {
 __device__ inline Control* ControlOf(const DeviceRank& rank) {
   return OwnHeapAt<Control>(rank, rank.layout.control);
 }
+__device__ inline bool IsInOwnHeap(const DeviceRank& rank, const void* array) {
+  const uint64_t offset =
+      reinterpret_cast<uintptr_t>(array) - reinterpret_cast<uintptr_t>(rank.peers[rank.rank].heap);
+  return offset < rank.layout.total_bytes;
+}
 // Number of the running operation. Plain load: only the last block of an operation changes it.
 __device__ inline uint64_t SequenceOf(const DeviceRank& rank) {
   return ControlOf(rank)->sequence + 1;
 }
+// True: nothing of any heap may be touched but the kept bytes of this rank's own (heap_layout.h).
 __device__ inline bool HasFailed(const DeviceRank& rank) {
   return LoadRelaxedGpu(&ControlOf(rank)->failed) != 0;
 }

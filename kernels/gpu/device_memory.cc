@@ -1,5 +1,6 @@
 #include "kernels/gpu/device_memory.h"
 
+#include <atomic>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -69,40 +70,56 @@ const char* PeerAccess(int device, int peer, bool* possible) {
   return nullptr;
 }
 
-// Maps a handle at a fresh address; drops the handle (the mapping keeps the memory alive).
-const char* MapHandle(CUmemGenericAllocationHandle handle, uint64_t bytes, const int* accessors,
-                      int num_accessors, bool writable, DeviceRange* out) {
+// Maps the allocation of one part at its address; drops the handle (the mapping keeps the memory
+// alive).
+CUresult MapPart(CUmemGenericAllocationHandle handle, DeviceRange part,
+                 const std::vector<CUmemAccessDesc>& access) {
+  const Driver& driver = TheDriver();
+  CUresult result = driver.map(Address(part.base), part.bytes, /*offset=*/0, handle, /*flags=*/0);
+  static_cast<void>(driver.release(handle));
+  if (result != CUDA_SUCCESS) return result;
+  result = driver.set_access(Address(part.base), part.bytes, access.data(), access.size());
+  if (result != CUDA_SUCCESS) static_cast<void>(driver.unmap(Address(part.base), part.bytes));
+  return result;
+}
+
+// Maps a range at fresh addresses; make_part(number, bytes, &handle) gives each part's allocation.
+template <typename MakePart>
+const char* MapRange(uint64_t bytes, uint64_t kept_bytes, const int* accessors, int num_accessors,
+                     bool writable, DeviceRange* out, MakePart&& make_part) {
   const Driver& driver = TheDriver();
   CUdeviceptr base = 0;
-  CUresult result = driver.reserve(&base, bytes, /*alignment=*/0, /*hint=*/0, /*flags=*/0);
-  if (result != CUDA_SUCCESS) {
-    static_cast<void>(driver.release(handle));
-    return Fail(DriverError("cuMemAddressReserve", result));
-  }
-  result = driver.map(base, bytes, /*offset=*/0, handle, /*flags=*/0);
-  static_cast<void>(driver.release(handle));
-  if (result != CUDA_SUCCESS) {
-    static_cast<void>(driver.address_free(base, bytes));
-    return Fail(DriverError("cuMemMap", result));
-  }
+  JAX_EP_DRIVER("cuMemAddressReserve",
+                driver.reserve(&base, bytes, /*alignment=*/0, /*hint=*/0, /*flags=*/0));
   std::vector<CUmemAccessDesc> access(static_cast<size_t>(num_accessors));
   for (int i = 0; i < num_accessors; ++i) {
     access[static_cast<size_t>(i)].location = OnDevice(accessors[i]);
     access[static_cast<size_t>(i)].flags =
         writable ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ;
   }
-  result = driver.set_access(base, bytes, access.data(), access.size());
-  if (result != CUDA_SUCCESS) {
-    static_cast<void>(driver.unmap(base, bytes));
+  const DeviceRange range{
+      .base = reinterpret_cast<std::byte*>(base), .bytes = bytes, .kept_bytes = kept_bytes};
+  const auto parts = PartsOf(range);
+  for (size_t number = 0; number < parts.size(); ++number) {
+    if (parts[number].bytes == 0) continue;
+    CUmemGenericAllocationHandle handle{};
+    const char* call = "";
+    CUresult result = make_part(number, parts[number].bytes, &handle, &call);
+    if (result == CUDA_SUCCESS) {
+      call = "cuMemMap or cuMemSetAccess";
+      result = MapPart(handle, parts[number], access);
+    }
+    if (result == CUDA_SUCCESS) continue;
+    if (number > 0) static_cast<void>(driver.unmap(base, parts[0].bytes));
     static_cast<void>(driver.address_free(base, bytes));
-    return Fail(DriverError("cuMemSetAccess", result));
+    return Fail(DriverError(call, result));
   }
-  *out = {.base = reinterpret_cast<std::byte*>(base), .bytes = bytes};
+  *out = range;
   return nullptr;
 }
 
-const char* Allocate(int device, uint64_t bytes, const int* accessors, int num_accessors,
-                     DeviceRange* out) {
+const char* Allocate(int device, uint64_t bytes, uint64_t kept_bytes, const int* accessors,
+                     int num_accessors, DeviceRange* out) {
   if (const char* error = UseDevice(device)) return error;
   const Driver& driver = TheDriver();
   CUmemAllocationProp prop{};
@@ -112,15 +129,17 @@ const char* Allocate(int device, uint64_t bytes, const int* accessors, int num_a
   size_t unit = 0;
   JAX_EP_DRIVER("cuMemGetAllocationGranularity",
                 driver.granularity(&unit, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
-  const uint64_t rounded = (bytes + unit - 1) / unit * unit;
-  CUmemGenericAllocationHandle handle{};
-  JAX_EP_DRIVER("cuMemCreate", driver.create(&handle, rounded, &prop, /*flags=*/0));
+  const auto round_up = [unit](uint64_t value) { return (value + unit - 1) / unit * unit; };
   DeviceRange range;
-  if (const char* error =
-          MapHandle(handle, rounded, accessors, num_accessors, /*writable=*/true, &range)) {
+  if (const char *error = MapRange(
+          round_up(bytes), round_up(kept_bytes), accessors, num_accessors, /*writable=*/true,
+          &range, [&](size_t, uint64_t part_bytes, auto* handle, const char** call) {
+            *call = "cuMemCreate";
+            return driver.create(handle, part_bytes, &prop, /*flags=*/0);
+          })) {
     return error;
   }
-  JAX_EP_RUNTIME(cudaMemset(range.base, 0, rounded));
+  JAX_EP_RUNTIME(cudaMemset(range.base, 0, range.bytes));
   JAX_EP_RUNTIME(cudaDeviceSynchronize());
   *out = range;
   return nullptr;
@@ -164,11 +183,11 @@ const char* FindArena(const void* live, const int* accessors, int num_accessors,
   return nullptr;
 }
 
-const char* ExportFd(DeviceRange range, int* fd) {
+const char* ExportFd(DeviceRange part, int* fd) {
   if (const char* error = CheckDriver()) return error;
   const Driver& driver = TheDriver();
   CUmemGenericAllocationHandle handle{};
-  JAX_EP_DRIVER("cuMemRetainAllocationHandle", driver.retain(&handle, range.base));
+  JAX_EP_DRIVER("cuMemRetainAllocationHandle", driver.retain(&handle, part.base));
   const CUresult result =
       driver.export_handle(fd, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, /*flags=*/0);
   static_cast<void>(driver.release(handle));
@@ -176,24 +195,42 @@ const char* ExportFd(DeviceRange range, int* fd) {
   return nullptr;
 }
 
-const char* ImportFd(int fd, uint64_t bytes, const int* accessors, int num_accessors, bool writable,
-                     DeviceRange* out) {
+const char* ImportFds(std::array<int, 2> fds, uint64_t bytes, uint64_t kept_bytes,
+                      const int* accessors, int num_accessors, bool writable, DeviceRange* out) {
   if (const char* error = CheckDriver()) return error;
-  CUmemGenericAllocationHandle handle{};
-  JAX_EP_DRIVER(
-      "cuMemImportFromShareableHandle",
-      TheDriver().import_handle(&handle, reinterpret_cast<void*>(static_cast<uintptr_t>(fd)),
-                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR));
-  return MapHandle(handle, bytes, accessors, num_accessors, writable, out);
+  return MapRange(bytes, kept_bytes, accessors, num_accessors, writable, out,
+                  [&](size_t number, uint64_t, auto* handle, const char** call) {
+                    *call = "cuMemImportFromShareableHandle";
+                    const auto fd = static_cast<uintptr_t>(fds[number]);
+                    return TheDriver().import_handle(handle, reinterpret_cast<void*>(fd),
+                                                     CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+                  });
+}
+
+const char* Unmap(DeviceRange part) {
+  if (part.bytes == 0) return nullptr;
+  JAX_EP_DRIVER("cuMemUnmap", TheDriver().unmap(Address(part.base), part.bytes));
+  return nullptr;
 }
 
 const char* Release(DeviceRange range) {
   if (range.bytes == 0) return nullptr;
-  const Driver& driver = TheDriver();
-  JAX_EP_DRIVER("cuMemUnmap", driver.unmap(Address(range.base), range.bytes));
-  JAX_EP_DRIVER("cuMemAddressFree", driver.address_free(Address(range.base), range.bytes));
+  for (const DeviceRange& part : PartsOf(range)) {
+    if (const char* error = Unmap(part)) return error;
+  }
+  JAX_EP_DRIVER("cuMemAddressFree", TheDriver().address_free(Address(range.base), range.bytes));
   return nullptr;
 }
+
+std::atomic<uint64_t> retired_bytes{0};  // relaxed: a statistic
+
+const char* Retire(DeviceRange range) {
+  const auto [kept, rest] = PartsOf(range);
+  retired_bytes.fetch_add(kept.bytes, std::memory_order_relaxed);
+  return Unmap(rest);
+}
+
+uint64_t RetiredBytes() { return retired_bytes.load(std::memory_order_relaxed); }
 
 const char* AllocatePinned(uint64_t bytes, void** out) {
   JAX_EP_RUNTIME(cudaHostAlloc(out, bytes, cudaHostAllocPortable | cudaHostAllocMapped));
@@ -236,8 +273,10 @@ const DeviceMemoryApi* GetDeviceMemoryApi() {
                                    .allocate = Allocate,
                                    .find_arena = FindArena,
                                    .export_fd = ExportFd,
-                                   .import_fd = ImportFd,
+                                   .import_fds = ImportFds,
                                    .release = Release,
+                                   .retire = Retire,
+                                   .retired_bytes = RetiredBytes,
                                    .allocate_pinned = AllocatePinned,
                                    .release_pinned = ReleasePinned,
                                    .pin = Pin,

@@ -19,7 +19,7 @@ struct DeviceRank {
   bool debug;
   uint64_t timeout_ns;
   RankStatus* status;            // as the device addresses it
-  const DeviceNetwork* network;  // device memory; null in a group of one node
+  const DeviceNetwork* network;  // in the heap; null in a group of one node
   // By rank. Of other nodes' ranks `heap` is the stage where their rows arrive, that of the own
   // node's rank on their rail: only what a DispatchRecord names is read there.
   PeerMemory peers[kMaxNodeRanks];

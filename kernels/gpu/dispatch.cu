@@ -249,6 +249,23 @@ const char* LaunchPull(RankHandle& rank, const PullParams& call, cudaStream_t st
 
 }  // namespace
 
+const char* FindBulkCopies(bool* has_bulk_copies) {
+  *has_bulk_copies = false;
+#if JAX_EP_BULK_COPIES
+  cudaFuncAttributes attributes;
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&PullRowsInBulk));
+  if (error != cudaSuccess) {
+    return KeepText(std::string("a kernel cannot be loaded: ") + cudaGetErrorString(error));
+  }
+  // Of what was compiled (__CUDA_ARCH__ / 10): binaryVersion is the device's also where the driver
+  // has made the binary from PTX.
+  constexpr int kFirstWithBulkCopies = 90;
+  *has_bulk_copies = attributes.ptxVersion >= kFirstWithBulkCopies;
+#endif
+  return nullptr;
+}
+
 const char* PrepareDispatchKernels([[maybe_unused]] const RankHandle& rank) {
   for (const void* kernel : {reinterpret_cast<const void*>(&PullRows<uint4>),
                              reinterpret_cast<const void*>(&PullRows<uint16_t>)}) {

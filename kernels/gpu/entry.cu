@@ -56,10 +56,11 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, call.operation);
   const bool has_copies = params.x_bytes + params.weights_bytes > 0;
   if (!has_copies && blockIdx.x == 0) Publish(params, sequence);
-  if (params.x_bytes > 0) {
+  const bool is_ok = !HasFailed(device);  // else the heap may be gone
+  if (is_ok && params.x_bytes > 0) {
     GridCopyBytes(OwnHeapAt<std::byte>(device, device.layout.stage_rows), call.x, params.x_bytes);
   }
-  if (params.weights_bytes > 0) {
+  if (is_ok && params.weights_bytes > 0) {
     GridCopyBytes(OwnHeapAt<std::byte>(device, device.layout.stage_weights),
                   reinterpret_cast<const std::byte*>(call.weights), params.weights_bytes);
   }
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
   constexpr uint32_t kInFlight = 4;
   const uint64_t step = static_cast<uint64_t>(gridDim.x) * kThreads;
   for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
-       first < call.recv_rows; first += kInFlight * step) {
+       is_ok && first < call.recv_rows; first += kInFlight * step) {
     int32_t srcs[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
@@ -125,6 +126,9 @@ const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t 
   if (call.weights != nullptr) {
     params.record.weights = place(call.weights, call.num_tokens * shape.top_k * sizeof(float),
                                   layout.stage_weights, &params.weights_bytes);
+  }
+  if (params.x_bytes + params.weights_bytes > 0) {
+    rank.staged_launches.fetch_add(1, std::memory_order_relaxed);
   }
   constexpr uint64_t kBytesPerBlock = uint64_t{64} << 10;
   const uint64_t wanted = std::max((call.recv_rows + kThreads - 1) / kThreads,

@@ -1,5 +1,10 @@
 // Byte layout of a GPU rank's heap, computed from the group's shape alone, so that all ranks agree
 // by construction. The host allocates it zero-initialised; kernels address it.
+//
+// A program that was captured in a graph can run after its group was closed: nobody on the host is
+// asked. So the first kept_bytes of a heap stay mapped for the life of the process, with
+// Control.failed set, and no kernel of a rank that has failed touches anything of any heap, stage
+// or ring but those. It writes its outputs (poison) and ends.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +28,7 @@ inline constexpr uint64_t kRowAlignBytes = 256;
 struct alignas(64) Control {
   uint64_t sequence;  // operations finished; the running one is sequence + 1
   uint32_t busy;      // 1 while an operation runs
-  uint32_t failed;    // sticky: 1 once this rank has given up
+  uint32_t failed;    // sticky: 1 once this rank has given up, or its group was closed
   uint32_t arrivals;  // blocks of the running kernel that are through
   // Work of the running combine that has been taken (without bulk copies: all of it is counted in
   // the first word); 0 between combines.
@@ -53,7 +58,8 @@ struct SetState {
   SlotSet sets[kMaxDepth];
 };
 
-inline constexpr uint64_t kNetStateBytes = 4096;  // room for NetState
+inline constexpr uint64_t kNetStateBytes = 4096;       // room for NetState
+inline constexpr uint64_t kDeviceNetworkBytes = 4096;  // room for DeviceNetwork
 
 // Most pieces that a pushed row is cut into; each has its own flag.
 inline constexpr uint64_t kMaxPieces = 16;
@@ -104,20 +110,28 @@ struct PlanSegment {
 
 struct GpuHeapLayout {
   uint64_t total_bytes = 0;
-  uint64_t control = 0;  // Control
+  // What a kernel may touch before it knows that its rank has not failed. Small: it outlives
+  // groups.
+  uint64_t kept_bytes = 0;
+  uint64_t control = 0;     // Control
+  uint64_t set_states = 0;  // SetState [kNumSetKinds]
+  // Groups of several nodes only.
+  uint64_t net_state = 0;       // NetState (network.h)
+  uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
   // Written by peers, by source rank.
-  uint64_t entry_flags = 0;  // u64 [N]: FlagValue of the newest operation that it entered
-  uint64_t tail_flags = 0;   // u64 [N]: of the newest dispatch that it is through with
-  uint64_t list_flags = 0;   // u64 [N]: of the newest plan whose list can be read
-  uint64_t peer_failed = 0;  // u32: 1 + a rank that has given up, 0: none
+  uint64_t entry_flags = 0;     // u64 [N]: FlagValue of the newest operation that it entered
+  uint64_t tail_flags = 0;      // u64 [N]: of the newest dispatch that it is through with
+  uint64_t list_flags = 0;      // u64 [N]: of the newest plan whose list can be read
+  uint64_t peer_failed = 0;     // u32: 1 + a rank that has given up, 0: none
+  uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
+  // From here on not kept. Written by peers, by source rank.
   uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
   uint64_t num_chunks = 0;
   uint64_t records = 0;      // DispatchRecord [N]
   HeapArea plan_counts;      // [2][N]: PlanHeader, i32 [E]
   uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
   uint64_t reduce_pitch = 0;
-  uint64_t reduce_rides = 0;    // f32 [N - 1][T][K]
-  uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
+  uint64_t reduce_rides = 0;  // f32 [N - 1][T][K]
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
   // tagged words (tagged_words.cuh), each block of a combine rides [T * K].
   PushArea ll_dispatch, ll_combine;
@@ -137,9 +151,7 @@ struct GpuHeapLayout {
   uint64_t block_drops = 0;    // i32 [kMaxPlanBlocks][2]: dropped, invalid
   uint64_t segments = 0;       // PlanSegment [E_l][N]
   uint64_t row_index = 0;      // u64 [N][T][K]: (tag << 32) | row
-  uint64_t set_states = 0;     // SetState [kNumSetKinds]
   // Groups of several nodes only.
-  uint64_t net_state = 0;        // NetState (network.h)
   HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
   uint64_t reduce_presence = 0;  // u32 [N - 1][T]: tag of the newest combine with a partial
 
@@ -178,6 +190,13 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.tail_flags = take(num_ranks * sizeof(uint64_t));
   layout.list_flags = take(num_ranks * sizeof(uint64_t));
   layout.peer_failed = take(sizeof(uint32_t));
+  layout.consumed_flags = take(kNumSetKinds * num_ranks * sizeof(uint64_t));
+  layout.set_states = take(kNumSetKinds * sizeof(SetState));
+  if (shape.num_nodes() > 1) {
+    layout.net_state = take(kNetStateBytes);
+    layout.device_network = take(kDeviceNetworkBytes);
+  }
+  layout.kept_bytes = end;
   layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
   layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
   layout.records = take(num_ranks * sizeof(DispatchRecord));
@@ -203,8 +222,6 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.segments = take(experts * sizeof(PlanSegment));
   layout.row_index = take(num_ranks * pairs * sizeof(uint64_t));
 
-  layout.set_states = take(kNumSetKinds * sizeof(SetState));
-  layout.consumed_flags = take(kNumSetKinds * num_ranks * sizeof(uint64_t));
   const uint64_t depth = shape.depth;
   const auto take_pushed = [&](uint64_t area_tokens, uint64_t head_bytes, uint64_t pitch) {
     PushArea area;
@@ -239,7 +256,6 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
       layout.dispatch_stage_weights + ht_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
   layout.dispatch_stage.offset = take(depth * layout.dispatch_stage.set_stride);
   if (shape.num_nodes() > 1) {
-    layout.net_state = take(kNetStateBytes);
     layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
     layout.remote_lists.offset =
         take((num_ranks - shape.node_size) * layout.remote_lists.peer_stride);

@@ -1,7 +1,9 @@
 // A rank's host-side state and the launchers behind the table of api.h, one file per operation.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 
 #include "kernels/gpu/api.h"
@@ -19,7 +21,11 @@ struct RankHandle {
   uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
   uint32_t piece_bytes = 0;             // most bytes of one bulk copy
   uint32_t ring_slots = 0;              // pieces in flight per warp
-  DeviceNetwork* network = nullptr;     // device memory, owned
+  // Held by a launcher: the kernels of an operation stand side by side on the stream, whatever
+  // other threads launch there.
+  std::mutex launching;
+  // Launches that had to copy an array of the caller to the stage first; relaxed: a statistic.
+  std::atomic<uint64_t> staged_launches{0};
 };
 
 // Word of the device between the start and the done that a whole call is made of in mode ll where
@@ -31,9 +37,15 @@ const char* KeepText(std::string text);
 // nullptr, or what the last launch of this thread said.
 const char* LaunchResult(const char* kernel);
 
-// Allows `kernel` its dynamic shared memory and loads it on the current device.
+// Allows `kernel` that much dynamic shared memory at least, as other groups of the process launch
+// it too, and loads it on the current device.
 const char* PrepareKernel(const void* kernel, uint32_t shared_bytes);
 
+// Whether the code that the current device runs has bulk copies in it. The device alone does not
+// say: a library without code for it runs what the driver makes of older PTX.
+const char* FindBulkCopies(bool* has_bulk_copies);
+
+const char* PrepareAbandonKernel(const RankHandle& rank);
 const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
@@ -43,6 +55,8 @@ const char* PrepareDispatchStartKernels(const RankHandle& rank);
 const char* PrepareLlDispatchKernels(const RankHandle& rank);
 const char* PreparePushCombineKernels(const RankHandle& rank);
 
+// Ends an operation of which only the first kernels could be launched.
+const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t stream);
 const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);
 // `epoch`: null, or that of the start whose slot set has the rows.
 const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const int32_t* epoch,

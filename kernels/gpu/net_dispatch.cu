@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
                             .epoch = epoch});
     }
   }
-  if (params.weights_bytes > 0) {
+  if (params.weights_bytes > 0 && !HasFailed(device)) {
     GridCopyBytes(stage + layout.rows_weights, from.weights, params.weights_bytes);
   }
   if (!LastToArrive(device, &word) || HasFailed(device) || WarpId() != 0) return;

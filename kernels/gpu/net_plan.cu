@@ -125,9 +125,11 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t epoch = NetStateOf(device)->plans + 1;
   const uint64_t parity = epoch % 2;
   std::byte* stage = OwnStage(device);
-  GridCopyBytes(stage + layout.list_send.At(parity),
-                OwnHeapAt<std::byte>(device, device.layout.plan_list),
-                params.num_pairs * sizeof(int32_t));
+  if (!HasFailed(device)) {
+    GridCopyBytes(stage + layout.list_send.At(parity),
+                  OwnHeapAt<std::byte>(device, device.layout.plan_list),
+                  params.num_pairs * sizeof(int32_t));
+  }
   if (!LastToArrive(device, &word) || HasFailed(device)) return;
   // Whole units of the wire: the words beside a part are the same for everyone.
   constexpr uint32_t kUnit = kWireUnitBytes / sizeof(int32_t);

@@ -91,7 +91,10 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t word;
   const DeviceRank& device = params.device;
   constexpr SetKind kKind = SetKind::kLlDispatch;
-  if (threadIdx.x == 0) slot = FindFreeSet(device, kKind, params.operation);
+  if (threadIdx.x == 0) {
+    slot = FindFreeSet(device, kKind, params.operation);
+    if (HasFailed(device)) slot.is_ok = 0;  // the stage may be gone
+  }
   SyncBlock();
   const uint64_t epoch = NetSetsOf(device, kKind).started + 1;
   if (slot.is_ok != 0 && BlockWaitRead(device, kKind, params.operation, slot, &word)) {

@@ -10,7 +10,7 @@
 
 namespace jax_ep::gpu {
 
-// In device memory, constant since creation.
+// In the rank's heap, constant since creation.
 struct DeviceNetwork {
   NetLayout layout;
   uint32_t num_rings;
@@ -47,5 +47,6 @@ struct NetState {
   RingCounters rings[kMaxNetworkRings];
 };
 static_assert(sizeof(NetState) <= kNetStateBytes);
+static_assert(sizeof(DeviceNetwork) <= kDeviceNetworkBytes);
 
 }  // namespace jax_ep::gpu

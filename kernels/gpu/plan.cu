@@ -27,11 +27,13 @@ using namespace planning;
 
 __global__ void __launch_bounds__(kThreads)
     CountPairs(const __grid_constant__ PlanKernelParams params) {
-  __shared__ uint32_t is_last;
+  __shared__ uint32_t word;
   const DeviceRank& device = params.device;
   if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
-  CountBlock(params);
-  if (!LastToArrive(device, &is_last) || HasFailed(device)) return;
+  if (threadIdx.x == kWarpSize) word = HasFailed(device) ? 0 : 1;  // one answer for the block
+  SyncBlock();
+  if (word != 0) CountBlock(params);  // else the heap may be gone
+  if (!LastToArrive(device, &word) || HasFailed(device)) return;
   PublishCounts(params, SequenceOf(device));
 }
 

@@ -154,7 +154,7 @@ __device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, Part part
     if (LaneId() == 0) call.read_by_mates = read;
   }
   SyncBlock();
-  SayWhatWasRead(rank, kind, part);
+  if (call.slot.is_ok != 0) SayWhatWasRead(rank, kind, part);
 }
 
 // All threads of the block; `word` is shared. True: the set may be written at every mate.

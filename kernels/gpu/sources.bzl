@@ -7,6 +7,7 @@ KERNELS_GPU = [
     "ll_combine.cu",
     "combine.cu",
     "net_combine.cu",
+    "abandon.cu",
     "api.cc",
     "combine_bulk.cu",
     "device_memory.cc",

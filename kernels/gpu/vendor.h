@@ -6,7 +6,6 @@
 #define JAX_EP_HIP 1
 #include <hip/hip_runtime.h>
 
-#define cudaDevAttrComputeCapabilityMajor hipDeviceAttributeComputeCapabilityMajor
 #define cudaDevAttrMaxSharedMemoryPerBlockOptin hipDeviceAttributeMaxSharedMemoryPerBlock
 #define cudaDevAttrMultiProcessorCount hipDeviceAttributeMultiprocessorCount
 #define cudaDeviceCanAccessPeer hipDeviceCanAccessPeer

@@ -101,6 +101,9 @@ def test_group_properties(implementation: str) -> None:
         group.check()
         assert jax_ep.block_until_ready({"a": jnp.ones(3)})["a"].shape == (3,)
     assert group.closed
+    if implementation == "native":
+        with pytest.raises(RuntimeError, match="is closed"):
+            group.check()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
 #include "tests/kernels_gpu/gpu_team.h"
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
+#include <thread>
+#include <utility>
 
 #include "kernels/gpu/heap_layout.h"
 #include "kernels/layout.h"
@@ -49,8 +53,16 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     rank.device = static_cast<int>(r) % NumDevices();
     UseDeviceOf(r);
     CheckCuda(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking), "stream");
-    CheckCuda(cudaMalloc(&rank.heap, heap_bytes), "heap");
-    CheckCuda(cudaMemset(rank.heap, 0, heap_bytes), "heap");
+    if (options_.maps_heaps) {
+      std::vector<int> devices(static_cast<size_t>(NumDevices()));
+      std::iota(devices.begin(), devices.end(), 0);
+      Must(api->memory->allocate(rank.device, heap_bytes, api->kept_bytes(&options_.shape),
+                                 devices.data(), NumDevices(), &rank.mapped));
+      rank.heap = rank.mapped.base;
+    } else {
+      CheckCuda(cudaMalloc(&rank.heap, heap_bytes), "heap");
+      CheckCuda(cudaMemset(rank.heap, 0, heap_bytes), "heap");
+    }
     const uint64_t sequence =
         gpu::GpuHeapLayout::Make(options_.shape).control + offsetof(gpu::Control, sequence);
     CheckCuda(cudaMemcpy(rank.heap + sequence, &options_.operations_before,
@@ -78,7 +90,10 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     config.shape = shape;
     config.rank = r;
     config.device = ranks_[r].device;
-    config.peers = peers.data() + r / shape.node_size * shape.node_size;
+    const auto has = [r](uint64_t bits) { return (bits >> r & 1) != 0; };
+    std::vector<gpu::PeerMemory> seen = peers;
+    if (has(options_.staged_ranks)) seen[r].arena = nullptr;
+    config.peers = seen.data() + r / shape.node_size * shape.node_size;
     gpu::NetworkConfig network;
     if (network_ != nullptr) {
       network = network_->ConfigOf(r);
@@ -86,8 +101,8 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     }
     config.status = ranks_[r].status;
     config.timeout_ns = options_.timeout_ns;
-    config.max_sms = options_.max_sms;
-    config.use_tma = options_.use_tma;
+    config.max_sms = has(options_.narrow_ranks) ? 1 : options_.max_sms;
+    config.use_tma = options_.use_tma && !has(options_.plain_ranks);
     config.debug = options_.debug;
     config.piece_bytes = options_.piece_bytes;
     config.ring_slots = options_.ring_slots;
@@ -96,16 +111,27 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
 }
 
 GpuTeam::~GpuTeam() {
-  Synchronize();
+  Close();
   for (uint32_t r = 0; r < num_ranks(); ++r) {
     UseDeviceOf(r);
     RankState& rank = ranks_[r];
-    jax_ep_gpu_api()->destroy(rank.handle);
     CheckCuda(cudaStreamDestroy(rank.stream), "stream");
-    CheckCuda(cudaFree(rank.heap), "free");
+    if (!options_.maps_heaps) CheckCuda(cudaFree(rank.heap), "free");
     CheckCuda(cudaFree(rank.arena), "free");
-    CheckCuda(cudaFreeHost(rank.status), "free");
   }
+}
+
+void GpuTeam::Close() {
+  if (ranks_[0].handle == nullptr) return;
+  Synchronize();
+  const gpu::GpuApi* api = jax_ep_gpu_api();
+  for (RankState& rank : ranks_) Must(api->destroy(std::exchange(rank.handle, nullptr)));
+  for (uint32_t r = 0; r < num_ranks(); ++r) {
+    UseDeviceOf(r);
+    Must(api->memory->retire(ranks_[r].mapped));
+    CheckCuda(cudaFreeHost(ranks_[r].status), "free");
+  }
+  network_.reset();
 }
 
 std::byte* GpuTeam::Allocate(uint32_t rank, uint64_t bytes, uint64_t misalignment) {
@@ -132,6 +158,22 @@ std::string GpuTeam::Run(const std::function<const char*(uint32_t rank)>& launch
   }
   Synchronize();
   return wrong;
+}
+
+void GpuTeam::SynchronizeOrDie() {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  for (uint32_t r = 0; r < num_ranks(); ++r) {
+    UseDeviceOf(r);
+    cudaError_t state = cudaErrorNotReady;
+    while ((state = cudaStreamQuery(ranks_[r].stream)) == cudaErrorNotReady) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        std::fprintf(stderr, "rank %u still runs after 20 s\n", r);
+        std::abort();
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    CheckCuda(state, "a stream");
+  }
 }
 
 void GpuTeam::Synchronize() {

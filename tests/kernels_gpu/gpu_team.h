@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "kernels/gpu/api.h"
+#include "kernels/gpu/device_memory.h"
 
 namespace jax_ep::testing {
 
@@ -36,6 +37,11 @@ struct GpuTeamOptions {
   uint32_t ring_slots = 0;
   uint64_t timeout_ns = 20'000'000'000;
   uint64_t arena_bytes = uint64_t{256} << 20;
+  // Heaps of DeviceMemoryApi, as groups have them; else of cudaMalloc, whose ends sanitizers know.
+  bool maps_heaps = false;
+  // Bits of ranks that differ from the others: their arrays go through the stage, they have no bulk
+  // copies, they have one SM.
+  uint64_t staged_ranks = 0, plain_ranks = 0, narrow_ranks = 0;
   uint64_t operations_before = 0;  // that the ranks count as theirs: the next one's number is + 1
   // Of a shape with several nodes.
   uint32_t num_rings = 1;
@@ -47,7 +53,7 @@ class GpuNetwork;  // between nodes: gpu_network.h
 class GpuTeam {
  public:
   explicit GpuTeam(const GpuTeamOptions& options);
-  ~GpuTeam();
+  ~GpuTeam();  // Close; no graph of the team's calls is replayed any more
   GpuTeam(const GpuTeam&) = delete;
   GpuTeam& operator=(const GpuTeam&) = delete;
 
@@ -62,15 +68,24 @@ class GpuTeam {
   std::byte* Allocate(uint32_t rank, uint64_t bytes, uint64_t misalignment = 0);
   void Reset();
 
+  // What GpuSession::Close does: from now on only graphs captured before may run on the streams.
+  // Arenas stay, as XLA's do.
+  void Close();
+  // Of a team that maps heaps.
+  gpu::DeviceRange mapped_heap(uint32_t rank) const { return ranks_[rank].mapped; }
+
   // launch(rank) returns an error text or null; then waits for all streams.
   std::string Run(const std::function<const char*(uint32_t rank)>& launch);
   void Synchronize();
+  // Ends the process if a stream is not idle within 20 s: what hangs cannot be torn down.
+  void SynchronizeOrDie();
 
  private:
   struct RankState {
     int device = 0;
     cudaStream_t stream = nullptr;
     std::byte* heap = nullptr;
+    gpu::DeviceRange mapped;  // the heap, if the team maps heaps
     std::byte* arena = nullptr;
     uint64_t arena_used = 0;
     gpu::RankStatus* status = nullptr;

@@ -8,12 +8,16 @@ TESTING = [
 ]
 
 TESTS = [
+    "closed_gpu_test.cc",
     "combine_tree_test.cc",
     "divisor_test.cc",
     "exchange_gpu_test.cc",
     "failure_gpu_test.cc",
     "few_sms_gpu_test.cc",
     "held_gpu_test.cc",
+    "large_gpu_test.cc",
+    "launch_gpu_test.cc",
+    "many_ranks_gpu_test.cc",
     "push_gpu_test.cc",
     "token_slices_test.cc",
     "wrap_gpu_test.cc",

@@ -1,0 +1,196 @@
+// Groups of many ranks with one SM and short rows each, so that they fit the GPUs of one machine;
+// and groups whose ranks differ. Bit for bit what the CPU makes of the same inputs.
+#include <gtest/gtest.h>
+
+#include <tuple>
+
+#include "tests/kernels_gpu/push_scenario.h"
+
+namespace jax_ep::testing {
+namespace {
+
+// Work of so many streams goes to a GPU side by side; of more, the kernels of one may stand behind
+// another's that waits for them. Read when the first context is made.
+constexpr uint32_t kStreamsOfAGpu = 32;
+[[maybe_unused]] const bool has_connections = [] {
+  return setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(kStreamsOfAGpu).c_str(), 1) == 0;
+}();
+
+uint32_t RanksOfAGpu(uint32_t num_ranks) {
+  const auto num_devices = static_cast<uint32_t>(NumDevices());
+  return (num_ranks + num_devices - 1) / num_devices;
+}
+
+GroupShape ShapeOf(uint32_t num_ranks, uint32_t node_size) {
+  GroupShape shape;
+  shape.num_ranks = num_ranks;
+  shape.node_size = node_size;
+  shape.num_experts = 2 * num_ranks;
+  shape.top_k = 8;
+  shape.align = 4;
+  shape.hidden = 64;
+  shape.max_tokens = shape.ll_tokens = 12;
+  shape.elem_type = ElemType::kBf16;
+  return shape;
+}
+
+struct Arrays {
+  std::vector<HostArrays> host;
+  std::vector<DeviceArrays> whole, planned;
+};
+
+Arrays Prepare(const Scenario& s, GpuTeam& team, uint32_t seed) {
+  Team cpu({.shape = s.shape});
+  std::mt19937 random(seed);
+  Arrays arrays{.host = RunOnCpu(s, cpu, random), .whole = {}, .planned = {}};
+  team.Reset();
+  for (uint32_t r = 0; r < team.num_ranks(); ++r) {
+    arrays.whole.push_back(Upload(s, team, r, arrays.host[r]));
+    arrays.planned.push_back(Upload(s, team, r, arrays.host[r]));
+  }
+  return arrays;
+}
+
+// One call on all ranks, to its end.
+template <typename Call>
+void Step(const Scenario& s, GpuTeam& team, Call&& call) {
+  std::string wrong;
+  for (uint32_t r = 0; r < team.num_ranks(); ++r) {
+    team.UseDeviceOf(r);
+    Calls calls(s, team, r);
+    call(r, calls);
+    if (calls.error() != nullptr) wrong += calls.error();
+  }
+  team.SynchronizeOrDie();
+  ASSERT_EQ(wrong, "");
+  ExpectNoFailure(team);
+}
+
+// Parameters: ranks, ranks of a node.
+class GpuManyRanks : public ::testing::TestWithParam<std::tuple<uint32_t, uint32_t>> {
+ protected:
+  void SetUp() override {
+    if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
+    shape_ = ShapeOf(std::get<0>(GetParam()), std::get<1>(GetParam()));
+    options_ = {.shape = shape_,
+                .max_sms = 1,
+                .timeout_ns = 10'000'000'000,
+                .arena_bytes = uint64_t{64} << 20};
+  }
+  // Calls of several kernels, of which one waits for peers before the last.
+  bool FitsCallsOfSeveralKernels() const { return RanksOfAGpu(shape_.num_ranks) <= kStreamsOfAGpu; }
+
+  GroupShape shape_;
+  GpuTeamOptions options_;
+};
+
+TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) {
+  if (shape_.num_nodes() > 1 && !FitsCallsOfSeveralKernels()) {
+    GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
+  }
+  GpuTeam team(options_);
+  for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertBatched, Layout::kRankMajor}) {
+    Scenario s{.shape = shape_, .mode = Mode::kLl, .layout = layout, .num_tokens = 12};
+    s.recv_rows = WorstRecvRows(shape_, layout, s.num_tokens);
+    SCOPED_TRACE(s.Name());
+    Arrays a = Prepare(s, team, 21);
+    Step(s, team, [&](uint32_t r, Calls& calls) { calls.LlDispatch(a.whole[r]); });
+    for (int i = 0; i < HostArrays::kCombines && !HasFailure(); ++i) {
+      Step(s, team, [&](uint32_t r, Calls& calls) { calls.Combine(a.whole[r], i); });
+    }
+    for (uint32_t r = 0; r < team.num_ranks() && !HasFailure(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      ExpectPlan(a.whole[r], a.host[r]);
+      ExpectDispatch(a.whole[r], a.host[r], 0);
+      for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(a.whole[r], a.host[r], i);
+    }
+    if (HasFailure()) return;
+  }
+}
+
+TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) {
+  if (!FitsCallsOfSeveralKernels()) GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
+  GpuTeam team(options_);
+  for (const Layout layout : {Layout::kExpertMajor, Layout::kRankMajor}) {
+    Scenario s{.shape = shape_, .mode = Mode::kHt, .layout = layout, .num_tokens = 12};
+    s.recv_rows = WorstRecvRows(shape_, layout, s.num_tokens);
+    SCOPED_TRACE(s.Name());
+    Arrays a = Prepare(s, team, 22);
+    Step(s, team, [&](uint32_t r, Calls& calls) { calls.Plan(a.planned[r]); });
+    for (int i = 0; i < HostArrays::kDispatches && !HasFailure(); ++i) {
+      Step(s, team, [&](uint32_t r, Calls& calls) { calls.Dispatch(a.planned[r], i); });
+    }
+    for (int i = 0; i < HostArrays::kCombines && !HasFailure(); ++i) {
+      Step(s, team, [&](uint32_t r, Calls& calls) { calls.Combine(a.planned[r], i); });
+    }
+    for (uint32_t r = 0; r < team.num_ranks() && !HasFailure(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      ExpectPlan(a.planned[r], a.host[r]);
+      for (int i = 0; i < HostArrays::kDispatches; ++i) ExpectDispatch(a.planned[r], a.host[r], i);
+      for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(a.planned[r], a.host[r], i);
+    }
+    if (HasFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Groups, GpuManyRanks,
+                         ::testing::Values(std::tuple(16u, 16u), std::tuple(32u, 32u),
+                                           std::tuple(48u, 48u), std::tuple(64u, 64u),
+                                           std::tuple(16u, 4u), std::tuple(32u, 8u)),
+                         [](const auto& info) {
+                           return std::to_string(std::get<0>(info.param)) + "_in_nodes_of_" +
+                                  std::to_string(std::get<1>(info.param));
+                         });
+
+// Ranks agree on what crosses the wire, not on how each of them moves it: JAX_EP_GPU_TMA, an arena
+// that only one has, JAX_EP_GPU_SMS.
+TEST(GpuMixedRanks, GiveTheBitsOfTheCpu) {
+  if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
+  constexpr uint64_t kEven = 0b0101, kLast = 0b1000, kFirst = 0b0001;
+  for (const uint64_t hidden : {256u, 7168u}) {
+    for (const Mode mode : {Mode::kLl, Mode::kHt}) {
+      Scenario s{.shape = ShapeOf(4, 4), .mode = mode, .layout = Layout::kExpertMajor};
+      s.shape.hidden = hidden;
+      s.shape.max_tokens = s.shape.ll_tokens = 128;
+      s.shape.depth = 3;
+      s.num_tokens = 128;
+      s.recv_rows = WorstRecvRows(s.shape, s.layout, s.num_tokens);
+      SCOPED_TRACE(s.Name());
+      GpuTeam team({.shape = s.shape,
+                    .max_sms = 16,
+                    .arena_bytes = uint64_t{2} << 30,
+                    .staged_ranks = kLast | kFirst,
+                    .plain_ranks = kEven,
+                    .narrow_ranks = kFirst});
+      Arrays a = Prepare(s, team, 23);
+      std::vector<DeviceArrays> halves, from;
+      std::vector<DeviceArray<int32_t>> epochs;
+      for (uint32_t r = 0; r < 4; ++r) {
+        halves.push_back(Upload(s, team, r, a.host[r]));
+        from.push_back(Upload(s, team, r, a.host[r]));
+        epochs.push_back(DeviceArray<int32_t>::Output(team, r, 2));
+      }
+      Step(s, team, [&](uint32_t r, Calls& calls) {
+        RunWhole(s, calls, a.whole[r], a.planned[r]);
+        RunHalves(s, calls, from[r], halves[r], epochs[r].data(), /*ends_in_order=*/false);
+      });
+      for (uint32_t r = 0; r < 4 && !::testing::Test::HasFailure(); ++r) {
+        SCOPED_TRACE("rank " + std::to_string(r));
+        ExpectPlan(a.whole[r], a.host[r]);
+        ExpectDispatch(a.whole[r], a.host[r], 0);
+        for (int i = 0; i < HostArrays::kDispatches; ++i) {
+          ExpectDispatch(a.planned[r], a.host[r], i);
+        }
+        for (int i = 0; i < HostArrays::kCombines; ++i) {
+          ExpectCombine(a.whole[r], a.host[r], i);
+          ExpectCombine(halves[r], a.host[r], i);
+        }
+        ExpectDispatch(halves[r], a.host[r], 0);
+      }
+      if (::testing::Test::HasFailure()) return;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jax_ep::testing
