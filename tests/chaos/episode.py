@@ -16,7 +16,8 @@ TOKENS, HIDDEN, TOP_K = 24, 64, 2
 PEER_TIMEOUT_S = 3.0
 TIMEOUT_S = 30.0
 
-# What the victim does. The first four cost the others an error that names it, the rest cost nothing.
+# What the victim does: the others get an error that names it, or notice nothing. (Of a rank that is
+# killed in close only those hear who still use the group.)
 FATAL = ("kill", "stop", "kill in create_group", "kill in close", "raise")
 HARMLESS = ("late close", "pause", "fork", "compile")
 EVENTS = FATAL + HARMLESS
@@ -148,7 +149,7 @@ class World:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def program(self, scale):
-        """x * scale to its experts and back, twice: exact in f32 where `scale` is a power of two."""
+        """x * scale to its experts and back, twice; exact in f32 for powers of two."""
         import jax
         from jax.sharding import PartitionSpec as P
 

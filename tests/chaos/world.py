@@ -23,7 +23,7 @@ import traceback
 import jax
 
 import jax_ep
-from jax_ep import _core  # noqa: F401  (loaded once, before the forks)
+from jax_ep import _core
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import episode as plays
