@@ -63,6 +63,10 @@ class CopyingTransport : public Transport {
     return count;
   }
 
+  void AppendState(std::string* text) const final {
+    *text += "    " + name_ + ": inbox of " + std::to_string(inbox_.num_slots()) + " slots\n";
+  }
+
  protected:
   static constexpr uint32_t kDefaultInboxSlots = 8192;
 

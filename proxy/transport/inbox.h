@@ -100,6 +100,8 @@ class Inbox {
     return head <= tail || head - tail < num_slots_;
   }
 
+  uint64_t num_slots() const { return num_slots_; }
+
   void Close() { header_->closed.store(1, std::memory_order_release); }
   bool closed() const { return header_->closed.load(std::memory_order_acquire) != 0; }
 

@@ -106,6 +106,14 @@ def test_group_properties(implementation: str) -> None:
             group.check()
 
 
+# CPU groups once left this variable unread.
+def test_the_environment_sets_the_inbox(native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_EP_INBOX_SLOTS", "32")
+    case = Case(ranks=2, tokens=16, node_size=1)
+    with jax_ep.create_group(mesh_of(2), "ep", case.config(), native) as group:
+        assert group.dump_state().count("inbox of 32 slots") == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "tokens", "rows"),
     [
