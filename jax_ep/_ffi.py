@@ -36,7 +36,7 @@ _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
 
-_call = _jax_compat.call_primitive("jax_ep_call", _lowering.attributes_at)
+_call = _jax_compat.call_primitive("jax_ep_call", _lowering.check, _lowering.module_key)
 
 _register_lock = threading.Lock()
 _registered: set[str] = set()

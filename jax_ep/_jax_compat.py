@@ -5,7 +5,7 @@ Everything else in jax_ep calls these functions and stays the same when JAX move
 
 from __future__ import annotations
 
-import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -90,32 +90,51 @@ def register_ffi(
         jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lowering:
-    """What is known where an operation is lowered.
+_lowered = threading.local()  # .module: that this thread lowers, if it has calls, and their key
 
-    Args:
-        module: the MLIR module; can be referred to weakly, equal for all of its operations.
-        module_name: its name, e.g. "jit_step".
-        mesh: the enclosing shard_map's mesh with the devices that will run it, or None if the
-            program does not say (abstract meshes, jax.export).
-        platforms: that it is lowered for.
-    """
 
-    module: Any
-    module_name: str
-    mesh: jax.sharding.Mesh | None
-    platforms: tuple[str, ...]
+def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
+    """When a module is complete, gives its calls their key (call_primitive)."""
+    del duration_secs
+    if "jaxpr_to_mlir_module" not in event:
+        return
+    found, _lowered.module = getattr(_lowered, "module", None), None
+    if found is None:
+        return
+    module, targets, module_key = found
+    key = module_key(str(module.operation.get_asm(large_elements_limit=16)))
+
+    def visit(operation: Any) -> Any:
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call":
+            target = mlir.ir.StringAttr(attributes["call_target_name"]).value
+            if target in targets:
+                config = attributes["mhlo.backend_config"]
+                entries = {config[i].name: config[i].attr for i in range(len(config))}
+                entries["module"] = mlir.ir.IntegerAttr.get(entries["module"].type, key)
+                attributes["mhlo.backend_config"] = mlir.ir.DictAttr.get(entries)
+        return mlir.ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(visit)
+
+
+jax.monitoring.register_event_duration_secs_listener(_note_lowered)
 
 
 def call_primitive(
-    name: str, attributes_at: Callable[[Lowering, Any], Mapping[str, Any]]
+    name: str,
+    check: Callable[[jax.sharding.Mesh | None, Any], None],
+    module_key: Callable[[str], int],
 ) -> Callable[..., Sequence[jax.Array]]:
-    """jax.ffi.ffi_call with attributes that are only known when it is lowered.
+    """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that says where.
 
     Args:
         name: of the primitive.
-        attributes_at: (Lowering, owner) to those attributes; may raise ValueError.
+        check: (mesh, owner), raises ValueError where the mesh of the enclosing shard_map will not
+            do. None if the program does not say on which devices (abstract meshes).
+        module_key: from the text of a whole lowered module (long constants left out) to the i64
+            that its calls carry.
 
     Returns:
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
@@ -128,19 +147,16 @@ def call_primitive(
     def lower(
         ctx: Any, *operands: Any, owner: Any, target: str, attributes: Any, **_: Any
     ) -> Sequence[Any]:
-        module = ctx.module_context.module
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        known = Lowering(
-            module=module,
-            module_name=str(module.operation.attributes["sym_name"]),
-            mesh=mesh if isinstance(mesh, jax.sharding.Mesh) else None,
-            platforms=tuple(ctx.module_context.platforms),
-        )
+        check(mesh if isinstance(mesh, jax.sharding.Mesh) else None, owner)
         rule: Any = jax.ffi.ffi_lowering(target)
-        lowered: Sequence[Any] = rule(
-            ctx, *operands, **dict(attributes), **attributes_at(known, owner)
-        )
-        return lowered
+        found: Any = getattr(_lowered, "module", None)
+        if found is None or found[0] is not ctx.module_context.module:
+            found = (ctx.module_context.module, set(), module_key)
+            _lowered.module = found
+        found[1].add(target)
+        results: Sequence[Any] = rule(ctx, *operands, **dict(attributes), module=np.int64(0))
+        return results
 
     mlir.register_lowering(primitive, lower)
 

@@ -5,8 +5,9 @@
 //
 // XLA instantiates the calls of a module once, in the order of its schedule, on one of its own
 // threads; modules that are compiled or loaded at the same time come interleaved. So each call
-// carries which module it was lowered into (jax_ep/_jax_compat.py module_key), and the n-th
-// instantiated call of a module is the n-th on every process that compiled the same module.
+// carries a key of the module that it was lowered into (jax_ep/_lowering.py), and the n-th
+// instantiated call of a module is the n-th on every process that compiled the same module. The
+// key is a hash of the lowered program: only equal programs share one.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +18,11 @@ namespace jax_ep {
 
 struct CallSite {
   uint64_t unique = 0;  // never repeats in this process
-  // Equal on all processes: the hash of the module's name, and this call's position in the module.
+  // Equal on all processes: the key of the module, and this call's position in it.
   uint64_t shared = 0;
 };
 
-// A module key: the hash of the module's name in the upper half; in the lower half a number that
-// tells lowered modules of one name apart in this process, and only there.
-//
-// Thread rule: any thread. The process has one.
+// Keys have zeros in their lower half. Thread rule: any thread. The process has one.
 class SiteNumbering {
  public:
   static SiteNumbering& Instance() {
@@ -41,7 +39,7 @@ class SiteNumbering {
 
   CallSite Next(uint64_t key) {
     std::lock_guard lock(mutex_);
-    return CallSite{.unique = next_unique_++, .shared = (key >> 32 << 32) | next_index_[key]++};
+    return CallSite{.unique = next_unique_++, .shared = key | next_index_[key]++};
   }
 
  private:

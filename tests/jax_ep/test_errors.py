@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -249,6 +250,65 @@ def test_an_op_on_another_mesh_is_refused(implementation: str) -> None:
     )
     with pytest.raises(ValueError, match=r"different mesh .* axis 'ep', expected \{'ep': 2\}"):
         jax.jit(step).trace(jnp.zeros((8, 2), jnp.int32))
+
+
+@pytest.mark.parametrize("order", ["reversed", "rolled"])
+def test_the_same_devices_in_another_order_are_refused(native: str, order: str) -> None:
+    group = group_of(CASE, native)
+    devices = group.mesh.devices
+    if devices.size < 2:
+        pytest.skip("one device has one order")
+    other = devices[::-1] if order == "reversed" else np.roll(devices, 1)
+    step = jax.shard_map(
+        lambda i: jax_ep.plan(group, i).send_slot,
+        mesh=jax.sharding.Mesh(other, ("ep",)),
+        in_specs=P("ep"),
+        out_specs=P("ep"),
+    )
+    ids = jnp.zeros((devices.size * CASE.tokens, CASE.top_k), jnp.int32)
+    with pytest.raises(
+        ValueError, match=r"are the devices \[\[.*expected \[\[0, 1.*create a group"
+    ):
+        jax.jit(step).lower(ids)
+
+
+def test_teams_may_change_places_but_not_their_ranks(native: str) -> None:
+    """Of a mesh with another axis: which team a device is in is its own, its rank must be kept."""
+    mesh = square(("dp", "ep"))
+    if mesh.devices.shape[0] < 2:
+        pytest.skip("one team cannot change places")
+    config = jax_ep.Config(num_experts=4, top_k=1, hidden=4, max_tokens=2)
+    ids = jnp.zeros((mesh.devices.size * 2, 1), jnp.int32)
+
+    def lower(devices: Any) -> None:
+        step = jax.shard_map(
+            lambda i: jax_ep.plan(group, i).send_slot,
+            mesh=jax.sharding.Mesh(devices, ("dp", "ep")),
+            in_specs=P(("dp", "ep")),
+            out_specs=P(("dp", "ep")),
+        )
+        jax.jit(step).lower(ids)
+
+    with jax_ep.create_group(mesh, "ep", config) as group:
+        lower(mesh.devices[::-1])
+        for wrong in (mesh.devices[:, ::-1], mesh.devices.T):
+            with pytest.raises(ValueError, match="create a group for this one"):
+                lower(wrong)
+
+
+def test_a_plan_of_a_group_with_other_max_tokens_is_refused(implementation: str) -> None:
+    small = group_of(CASE, implementation)
+    large = group_of(dataclasses.replace(CASE, max_tokens=2 * CASE.tokens), implementation)
+
+    def step(x: jax.Array, i: jax.Array) -> jax.Array:
+        return jax_ep.dispatch(large, x, plan=jax_ep.plan(small, i)).x
+
+    inputs = inputs_of(CASE)
+    with pytest.raises(
+        ValueError,
+        match=rf"max_tokens={CASE.tokens} in .*max_tokens={2 * CASE.tokens}; pass a plan",
+    ):
+        run(small, step, inputs.x, inputs.ids)
 
 
 def partly_manual(group: jax_ep.Group) -> Any:

@@ -78,6 +78,13 @@ def test_sixteen_independent_layers_a_thousand_times(processes, devices):
         assert done.value(process, "executions") == "1000"
 
 
+def test_programs_that_are_compiled_at_once():
+    done = launch("compile_at_once.py", processes=2, devices_per_process=2)
+    assert done.returncode == 0, done.text[-6000:]
+    for process in range(2):
+        assert done.value(process, "programs") == "6"
+
+
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 2)])
 def test_groups_on_crossing_axes_do_not_wait_for_each_other(processes, devices):
     done = launch("crossing_groups.py", processes=processes, devices_per_process=devices)
