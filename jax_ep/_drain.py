@@ -3,7 +3,8 @@
 XLA has no call for that: `synchronize_all_activity` knows what runs, and results may have been
 dropped. But XLA:CPU begins an execution on several devices of a process when the one before has
 ended, and those on a single device in the order in which a thread enqueued them. So a program
-without any work, enqueued last, ends last.
+without any work, enqueued last, ends last. On a single device other threads may have enqueued more:
+their results are waited for, as far as somebody keeps them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Drain:
 
     def __init__(self, devices: Sequence[Any]) -> None:
         """Compiles it, once per process and set of devices."""
-        self._run = _program(tuple(dict.fromkeys(devices)))
+        self._devices = tuple(dict.fromkeys(devices))
+        self._run = _program(self._devices)
 
     def run(self, give_up: Callable[[], bool]) -> bool:
         """Waits until everything that was enqueued has ended, or until `give_up` says so.
@@ -34,14 +36,26 @@ class Drain:
         Returns:
             Whether everything has ended.
         """
+        results = []
         with contextlib.suppress(Exception):  # of executions before: their callers see it
-            last = self._run()
-            pause = _FIRST_PAUSE_S
-            while not last.is_ready():
+            results = [self._run()]
+        if len(self._devices) == 1:
+            (device,) = self._devices
+            results += [array for array in jax.live_arrays() if device in array.devices()]
+        pause = _FIRST_PAUSE_S
+        for result in results:
+            while not _is_ready(result):
                 if give_up():
                     return False
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return True
+
+
+def _is_ready(array: Any) -> bool:
+    try:
+        return bool(array.is_ready())
+    except Exception:  # deleted or donated meanwhile
         return True
 
 

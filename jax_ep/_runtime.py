@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jax_ep._group import Group, Health
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
+_open_sessions: set[NativeSession] = set()  # a program may drop a Group that others still use
 _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
 _hooks_installed = False
 
@@ -44,6 +45,7 @@ class NativeSession:
         self.local_ranks: tuple[int, ...] = tuple(
             sorted({rank for _, _, rank in layout.local_ranks})
         )
+        _open_sessions.add(self)
         _sessions.add(self)
 
     @property
@@ -65,6 +67,7 @@ class NativeSession:
             self._closed = True
             self._wait_for_executions()
         self._session.close(program_ended)  # a second thread waits here for the first
+        _open_sessions.discard(self)
 
     def _wait_for_executions(self) -> None:
         for device in self._devices:
@@ -275,8 +278,9 @@ def _install_hooks() -> None:
 
 
 def _close_all() -> None:
-    for session in list(_sessions):
+    for session in list(_open_sessions):
         session.close(program_ended=True)
+    for session in list(_sessions):
         session.release()
 
 

@@ -72,7 +72,7 @@ std::string CommandText(uint64_t payload_word, uint64_t commit_word) {
 }  // namespace
 
 std::string Endpoint::Where() const {
-  return "rank " + std::to_string(rank_) + " of group \"" + group_name_ + "\"";
+  return "group " + group_name_ + ": rank " + std::to_string(rank_);
 }
 
 std::string Endpoint::DescribeFlow(uint32_t index) const {
@@ -105,7 +105,7 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
   for (uint32_t i = busiest; i < (first.peer + 1) * kNumChannels; ++i) {
     if (outstanding(i) > outstanding(busiest)) busiest = i;
   }
-  std::string text = "rank " + std::to_string(culprit.rank) + " of group \"" + group_name_ + "\" ";
+  std::string text = "group " + group_name_ + ": rank " + std::to_string(culprit.rank) + " ";
   if (first.is_lost) {
     text += "is gone: " + culprit.why_lost;
   } else {

@@ -246,8 +246,8 @@ void Proxy::Impl::Run(const std::stop_token& stop) {
   try {
     RunRounds(stop, lock);
   } catch (...) {
-    failure->Set(Internal("proxy of group \"" + options.group_name +
-                          "\": the thread ended with an exception (out of memory?)"));
+    failure->Set(Internal("group " + options.group_name +
+                          ": the proxy's thread ended with an exception (out of memory?)"));
     for (const auto& endpoint : endpoints) endpoint->RingDoorbell();
   }
   accepts_help = false;
@@ -288,7 +288,7 @@ void Proxy::Impl::RunRounds(const std::stop_token& stop, std::unique_lock<std::m
 
 Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch* failure) {
   const auto bad = [&options](const std::string& what) {
-    return InvalidArgument("proxy of group \"" + options.group_name + "\": " + what);
+    return InvalidArgument("group " + options.group_name + ": proxy: " + what);
   };
   if (failure == nullptr) return bad("no failure latch");
   if (options.window_messages == 0 || options.window_messages > kMaxWindowMessages) {

@@ -393,7 +393,11 @@ Status Session::SayGoodbye(Departure departure) {
     }
   }
   monitor_->Leave(departure);
-  return Barrier(options_.timeout);
+  // A program that has failed or ended is not to linger; who misses it here is told by the
+  // farewell.
+  return Barrier(departure == Departure::kProgramEnded
+                     ? std::min(options_.peer_timeout, options_.timeout)
+                     : options_.timeout);
 }
 
 void Session::Close(Departure departure) {

@@ -43,10 +43,11 @@ class Session {
   // Returns when every rank of every team has entered it, or with the reason why not.
   Status Barrier(std::chrono::nanoseconds limit);
   // Ends the calls that XLA has handed over, says good-bye to the other processes, and waits until
-  // all of them that live have said theirs (bounded by timeout): they may still read this process's
-  // memory, and a rank that is late with its own close finds nobody dead. `departure` is what those
-  // are told that call an operation after all. Then stops every thread and frees all memory,
-  // however long others keep this object. Whoever has failed leaves at once. Idempotent.
+  // all of them that live have said theirs (bounded by timeout, or by peer_timeout if the program
+  // ended): they may still read this process's memory, and a rank that is late with its own close
+  // finds nobody dead. `departure` is what those are told that call an operation after all. Then
+  // stops every thread and frees all memory, however long others keep this object. Whoever has
+  // failed leaves at once. Idempotent.
   void Close(Departure departure = Departure::kClosed);
 
   // Held by who uses an Executor of this session.

@@ -62,8 +62,8 @@ Operation::Operation(Rank& rank, std::string_view name)
     : rank_(rank), name_(name), deadline_(Deadline::After(rank.timeout)) {}
 
 std::string Operation::Where() const {
-  std::string where = "group '" + rank_.group_name + "', rank " + std::to_string(rank_.rank) +
-                      ", " + std::string(name_);
+  std::string where = "group " + rank_.group_name + ": rank " + std::to_string(rank_.rank) + ", " +
+                      std::string(name_);
   if (epoch_ != 0) where += " epoch " + std::to_string(epoch_);
   return where;
 }

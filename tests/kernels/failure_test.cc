@@ -85,7 +85,7 @@ TEST(Failure, AMissingRankIsNamedWithinTheTimeout) {
     EXPECT_TRUE(team.failure().failed());
     const std::string first = team.failure().status().message();
     EXPECT_EQ(team.failure().status().code(), StatusCode::kDeadlineExceeded);
-    for (const char* part : {"group 'test'", "plan epoch 1", "waiting for rank 1", "signal 1",
+    for (const char* part : {"group test: rank", "plan epoch 1", "waiting for rank 1", "signal 1",
                              "arrived 0", "timeout_s"}) {
       EXPECT_NE(first.find(part), std::string::npos) << first << " lacks " << part;
     }

@@ -238,7 +238,7 @@ TEST(BadCommand, is_latched_with_the_rank_and_reaches_the_peers) {
     ProxyWorld world(options);
     world.Start();
     world.Push(0, command);
-    EXPECT_TRUE(Contains(AwaitFailure(world, 0), "rank 0 of group \"test\""));
+    EXPECT_TRUE(Contains(AwaitFailure(world, 0), "group test: rank 0"));
     EXPECT_EQ(world.failure(0).status().code(), StatusCode::kInvalidArgument)
         << world.failure(0).status().message();
     const std::string told = AwaitFailure(world, 1);
@@ -362,7 +362,7 @@ TEST(PeerDeath, is_reported_by_every_survivor_with_the_dead_ranks_name_in_time) 
     const std::string message = AwaitFailure(world, rank);
     EXPECT_EQ(world.failure(rank).status().code(), StatusCode::kUnavailable);
     EXPECT_TRUE(Contains(message, "rank 2")) << message;
-    EXPECT_TRUE(Contains(message, "group \"test\"")) << message;
+    EXPECT_TRUE(Contains(message, "group test: ")) << message;
   }
   EXPECT_LT(steady_clock::now() - begin, 3 * options.proxy.peer_timeout);
   EXPECT_FALSE(AwaitFailure(world, 2).empty());  // it hears nobody
@@ -379,7 +379,7 @@ TEST(PeerDeath, is_noticed_by_an_idle_group_too) {
   ProxyWorld world(options);
   world.Start();
   const std::string message = AwaitFailure(world, 0);
-  EXPECT_TRUE(Contains(message, "rank 1 of group \"test\" stopped answering: no heartbeat for"))
+  EXPECT_TRUE(Contains(message, "group test: rank 1 stopped answering: no heartbeat for"))
       << message;
   world.Stop();
 }
