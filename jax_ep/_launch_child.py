@@ -61,6 +61,13 @@ def _run_script(command: list[str]) -> int:
     return 0
 
 
+def _close_groups() -> None:
+    """What the exit hook does, before process 0 waits for processes that wait for its close."""
+    runtime = sys.modules.get("jax_ep._runtime")
+    if runtime is not None:
+        runtime._close_all()
+
+
 def _wait_until_alone(control: socket.socket) -> None:
     """Process 0 hosts JAX's coordinator: leaving before the others would abort them."""
     with contextlib.suppress(OSError, KeyboardInterrupt):
@@ -101,6 +108,7 @@ def main() -> int:
         sys.stderr.flush()
     with contextlib.suppress(OSError):
         control.send(f"exit {exit_code}\n".encode())
+    _close_groups()
     if spec["index"] == 0:
         _wait_until_alone(control)
     return exit_code

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.multiprocess
 def test_a_rank_leaves_in_peace_and_is_named_where_it_is_missed():
     done = launch("leave.py", processes=2)
     assert done.returncode == 0, done.text[-6000:]
+    assert "has not arrived within" not in done.text, done.text[-6000:]  # at the end of the program
     for name in ("mates", "nodes"):
         for process in range(2):
             assert done.value(process, f"{name}_late") == "ok", done.text[-6000:]

@@ -103,3 +103,7 @@ for name, changes in (("mates", {}), ("nodes", {"node_size": 1, "transport": "sh
         print(f"{name}_error {str(error).splitlines()[0]}", flush=True)
     print(f"{name}_seconds {time.monotonic() - begin}", flush=True)
     meet(f"{name} end")
+
+# A program that ends right after an asynchronous step, without a close.
+group, step = make()
+step()
