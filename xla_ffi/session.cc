@@ -7,33 +7,18 @@
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
 #include "proxy/base/env.h"
-#include "proxy/base/log.h"
+#include "xla_ffi/session_member.h"
 
 namespace jax_ep {
 namespace {
 
 constexpr uint64_t kBlobVersion = 2;
-// Looks at calls that end soon; nobody rings for them.
-constexpr std::chrono::milliseconds kDrainPeriod{1};
 
 double Seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
 }  // namespace
-
-struct Session::Member {
-  LocalRank id;
-  SharedMemory heap;
-  std::vector<SharedMemory> imported;  // node-mates' heaps of other processes
-  std::vector<MonitorOptions::Peer> watched;
-  std::unique_ptr<WorkerPool> pool;
-  int endpoint = -1;           // of the proxy; -1 in a group of one node
-  std::unique_ptr<Rank> rank;  // until Start gives it to the executor
-  std::unique_ptr<Executor> executor;
-
-  ControlBlock* control() { return reinterpret_cast<ControlBlock*>(heap.bytes().data()); }
-};
 
 struct Session::PeerRecord {
   uint64_t pid = 0;
@@ -45,22 +30,6 @@ Session::Session(SessionOptions options)
     : options_(std::move(options)),
       failure_(std::make_unique<FailureLatch>()),
       layout_(HeapLayout::Make(options_.shape)) {}
-
-Session::~Session() {
-  if (lifecycle_.is_forked()) {
-    Abandon();
-  } else {
-    Close();
-  }
-}
-
-// The threads are the parent's: there is nothing to join, and the memory is not for us to touch.
-void Session::Abandon() {
-  (void)new std::vector<std::unique_ptr<Member>>(std::move(members_));
-  (void)watch_.release();
-  (void)proxy_.release();
-  (void)monitor_.release();
-}
 
 Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
@@ -305,128 +274,6 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
     }
   }
   return Status::Ok();
-}
-
-Farewell& Session::FarewellOf(std::byte* heap, uint32_t source) const {
-  return *reinterpret_cast<Farewell*>(heap + layout_.farewell_offset(source));
-}
-
-Status Session::CheckFarewells() const {
-  const uint64_t epoch = barrier_epoch_.load(std::memory_order_acquire);
-  for (const auto& member : members_) {
-    const uint64_t needed = member->executor->num_needed();
-    if (needed == 0) continue;
-    std::byte* heap = member->heap.bytes().data();
-    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
-      // it wrote before.
-      const auto* flag = reinterpret_cast<const std::atomic<uint64_t>*>(
-          heap + layout_.flag_offset(Channel::kBarrier, peer));
-      if (flag->load(std::memory_order_acquire) <= epoch) continue;
-      const Farewell& farewell = FarewellOf(heap, peer);
-      if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
-      return PeerHasLeft(options_.name, peer, farewell.departure.load(std::memory_order_relaxed));
-    }
-  }
-  return Status::Ok();
-}
-
-Status Session::EndCalls() {
-  const Deadline balance = Deadline::After(options_.peer_timeout);
-  while (!IsBalanced()) {
-    if (failure_->failed()) return failure_->status();
-    if (balance.expired()) {
-      std::string text = "group " + options_.name +
-                         " was closed while a call had reached some ranks of this process only (";
-      for (const auto& member : members_) {
-        text += "rank " + std::to_string(member->id.rank) + ": " +
-                std::to_string(member->executor->num_enqueued()) + " calls; ";
-      }
-      return FailedPrecondition(text + "wait for the results before close)");
-    }
-    std::this_thread::sleep_for(kDrainPeriod);
-  }
-  for (const auto& member : members_) member->executor->Refuse(GroupIsClosed(options_.name));
-  const Deadline deadline = Deadline::After(options_.timeout);
-  for (const auto& member : members_) {
-    while (member->executor->num_needed() != 0) {
-      if (failure_->failed()) return failure_->status();
-      if (deadline.expired()) {
-        return DeadlineExceeded("group " + options_.name + " was closed while call " +
-                                std::to_string(member->executor->num_needed()) + " of rank " +
-                                std::to_string(member->id.rank) +
-                                " ran; it did not end within timeout_s");
-      }
-      std::this_thread::sleep_for(kDrainPeriod);
-    }
-  }
-  return failure_->status();
-}
-
-Status Session::SayGoodbye(Departure departure) {
-  const uint64_t epoch =
-      barrier_epoch_.load(std::memory_order_relaxed) + 1;  // of the barrier below
-  for (const auto& member : members_) {
-    const Rank& rank = member->executor->rank();
-    const uint64_t num_calls = member->executor->num_executed();
-    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] == nullptr) continue;
-      Farewell& farewell = FarewellOf(rank.heaps[peer], rank.rank);
-      farewell.num_calls.store(num_calls, std::memory_order_relaxed);
-      farewell.departure.store(departure, std::memory_order_relaxed);
-    }
-    // The barrier's signal comes behind it.
-    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] != nullptr) continue;
-      const uint64_t offset = layout_.farewell_offset(rank.rank);
-      JAX_EP_RETURN_IF_ERROR(Push(rank,
-                                  Command{.op = Op::kWrite,
-                                          .dst_rank = peer,
-                                          .length_bytes = sizeof(Farewell),
-                                          .local_region = 0,
-                                          .remote_region = 0,
-                                          .local_offset = offset,
-                                          .remote_offset = offset,
-                                          .channel = Channel::kBarrier,
-                                          .epoch = epoch},
-                                  Deadline::After(options_.timeout)));
-    }
-  }
-  monitor_->Leave(departure);
-  // A program that has failed or ended is not to linger; who misses it here is told by the
-  // farewell.
-  return Barrier(departure == Departure::kProgramEnded
-                     ? std::min(options_.peer_timeout, options_.timeout)
-                     : options_.timeout);
-}
-
-void Session::Close(Departure departure) {
-  if (!lifecycle_.BeginClose()) return;
-  if (started_) {
-    if (Status ended = EndCalls(); !ended.ok() && failure_->Set(ended)) {
-      LogError(ended.message());  // and whoever waits for those calls is woken
-    }
-    last_failure_ = failure_->status().message();
-    is_leaving_.store(true, std::memory_order_release);
-    if (!failure_->failed()) {
-      if (const Status all_left = SayGoodbye(departure); !all_left.ok()) {
-        LogWarning("group " + options_.name +
-                   " was closed without waiting for all ranks: " + all_left.message());
-      }
-    }
-    last_flows_ = flow_stats();
-  }
-  lifecycle_.Seal();
-  for (const auto& member : members_) {
-    if (member->executor != nullptr) member->executor->Stop(GroupIsClosed(options_.name));
-  }
-  if (proxy_ != nullptr) proxy_->Stop();
-  if (monitor_ != nullptr) monitor_->Stop();
-  monitor_.reset();
-  proxy_.reset();  // before the memory that it has registered
-  members_.clear();
-  watch_.reset();
-  lifecycle_.EndClose();
 }
 
 Executor* Session::FindExecutor(int64_t device_ordinal) {

@@ -9,6 +9,7 @@ SESSION = [
     "monitor.cc",
     "order.cc",
     "session.cc",
+    "session_close.cc",
     "session_options.cc",
     "worker_pool.cc",
 ]
