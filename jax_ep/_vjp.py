@@ -152,8 +152,7 @@ def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 
     Then a remat policy that keeps the plan has one to keep: a recomputed dispatch follows it.
     """
-    arrays, recv_x, recv_weights = _primitive.ll_dispatch(call, x, weights, topk_idx)
-    return name_plan(arrays), recv_x, recv_weights
+    return _primitive.ll_dispatch(call, x, weights, topk_idx)
 
 
 def name_plan(arrays: PlanArrays) -> PlanArrays:

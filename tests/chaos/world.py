@@ -186,7 +186,7 @@ def _judge(episode, ranks):
 
 
 # Who passed the news on is no culprit.
-_MESSENGER = re.compile(r"rank \d+ (?:\(pid \d+\) )?failed first:")
+_MESSENGER = re.compile(r"rank \d+ (?:\(pid \d+\) )?(?:failed first:|reported a failure of)")
 
 
 def _judge_error(episode, me, error):

@@ -79,7 +79,8 @@ def test_a_closed_group_holds_nothing_and_answers() -> None:
     assert group.health().ok
     assert group.stats()["plans"] == 4
     assert group.stats()["flows"]
-    group.check()
+    with pytest.raises(RuntimeError, match="is closed"):
+        group.check()
     group.close()
 
 
