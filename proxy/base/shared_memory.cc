@@ -84,6 +84,20 @@ Status TooLittleMemory(size_t num_bytes, const std::string& reason) {
                            "; lower max_tokens, recv_rows or hidden, or use fewer ranks per host");
 }
 
+// posix_fallocate of [0, num_bytes). A signal ends it with EINTR and gives back what it has, so it
+// goes in pieces that are short enough to get through.
+int Reserve(int fd, size_t num_bytes) {
+  constexpr size_t kPieceBytes = size_t{2} << 20;
+  for (size_t done = 0; done < num_bytes;) {
+    const size_t piece = std::min(kPieceBytes, num_bytes - done);
+    const int error = posix_fallocate(fd, static_cast<off_t>(done), static_cast<off_t>(piece));
+    if (error == EINTR) continue;
+    if (error != 0) return error;
+    done += piece;
+  }
+  return 0;
+}
+
 void* Map(size_t num_bytes, int flags, int fd) {
   void* address = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, fd, 0);
   if (address == MAP_FAILED) return nullptr;
@@ -144,8 +158,12 @@ Result<SharedMemory> SharedMemory::Create(size_t num_bytes, bool shareable) {
     return ResourceExhausted("shared memory: memfd_create says " + ErrnoText(errno) +
                              "; raise the limit of open files (ulimit -n) or create fewer groups");
   }
-  const int error = posix_fallocate(memory.fd_, 0, static_cast<off_t>(memory.mapped_bytes_));
-  if (error != 0) {
+  // A memfd is made with mode 0777. Other users cannot open it through /proc anyway; nor shall they
+  // if they come by a path to it.
+  if (fchmod(memory.fd_, S_IRUSR | S_IWUSR) != 0) {
+    return Internal("shared memory: fchmod says " + ErrnoText(errno));
+  }
+  if (const int error = Reserve(memory.fd_, memory.mapped_bytes_); error != 0) {
     return TooLittleMemory(num_bytes, "reserving it failed with: " + ErrnoText(error));
   }
   void* address = Map(memory.mapped_bytes_, MAP_SHARED, memory.fd_);

@@ -1,7 +1,10 @@
 // Environment, blobs, shared memory, heartbeat watch: the small parts below the proxy.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -154,6 +157,33 @@ TEST(SharedMemory, too_much_is_refused_with_both_numbers) {
   EXPECT_NE(memory.status().message().find("needs 1073741824.0 MiB"), std::string::npos);
   EXPECT_NE(memory.status().message().find("available"), std::string::npos);
   EXPECT_FALSE(SharedMemory::Create(0, true).ok());
+}
+
+TEST(SharedMemory, is_its_owners_alone) {
+  const Result<SharedMemory> memory = SharedMemory::Create(100, /*shareable=*/true);
+  ASSERT_TRUE(memory.ok());
+  const std::string exported = memory->Export();
+  BlobReader reader(exported);
+  reader.U64();
+  reader.U64();
+  struct stat file{};
+  ASSERT_EQ(fstat(static_cast<int>(reader.U64()), &file), 0);
+  EXPECT_EQ(file.st_mode & 0777, 0600u);
+}
+
+// A profiler's timer, say: the kernel gives up to reserve memory when a signal comes.
+TEST(SharedMemory, signals_do_not_keep_it_from_being_reserved) {
+  struct sigaction ignore{}, before{};
+  ignore.sa_handler = [](int) {};
+  ASSERT_EQ(sigaction(SIGALRM, &ignore, &before), 0);
+  const itimerval often{.it_interval = {.tv_sec = 0, .tv_usec = 2000},
+                        .it_value = {.tv_sec = 0, .tv_usec = 2000}};
+  ASSERT_EQ(setitimer(ITIMER_REAL, &often, nullptr), 0);
+  const Status status = SharedMemory::Create(size_t{128} << 20, /*shareable=*/true).status();
+  const itimerval never{};
+  setitimer(ITIMER_REAL, &never, nullptr);
+  sigaction(SIGALRM, &before, nullptr);
+  EXPECT_TRUE(status.ok()) << status.message();
 }
 
 TEST(SharedMemory, garbage_and_dead_exporters_are_errors) {
