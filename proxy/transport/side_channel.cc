@@ -17,6 +17,7 @@
 
 #include "proxy/base/blob.h"
 #include "proxy/base/log.h"
+#include "proxy/base/thread.h"
 
 namespace jax_ep {
 namespace {
@@ -171,7 +172,8 @@ Result<std::unique_ptr<SideListener>> SideListener::Create(const std::string& ad
   side->port_ = ntohs(reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);
   side->stop_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (side->stop_fd_ < 0) return Internal(Errno("eventfd"));
-  side->thread_ = std::thread([listener = side.get()] { listener->Run(); });
+  JAX_EP_ASSIGN_OR_RETURN(side->thread_,
+                          StartThread("jax_ep side", [listener = side.get()] { listener->Run(); }));
   return side;
 }
 
@@ -232,7 +234,8 @@ bool SideListener::AcceptAll(std::vector<Connection>* connections) {
   const auto is_stranger = [](const Connection& connection) {
     return connection.state == Connection::State::kToken;
   };
-  while (true) {
+  // No more than can wait at once: who goes on connecting keeps this thread from nothing else.
+  for (int i = 0; i < kBacklog; ++i) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED)) return true;
     const auto num_strangers = std::count_if(connections->begin(), connections->end(), is_stranger);
@@ -246,6 +249,7 @@ bool SideListener::AcceptAll(std::vector<Connection>* connections) {
     // Most have sent all by now.
     if (!Advance(&connections->back())) connections->pop_back();
   }
+  return true;
 }
 
 bool SideListener::Advance(Connection* connection) {

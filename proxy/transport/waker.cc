@@ -9,6 +9,8 @@
 #include <string>
 #include <utility>
 
+#include "proxy/base/thread.h"
+
 namespace jax_ep {
 namespace {
 
@@ -20,13 +22,14 @@ constexpr timespec kNap{.tv_sec = 0, .tv_nsec = 50'000};
 Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, std::vector<int> fds) {
   const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (stop_fd < 0) return Internal(std::string("eventfd: ") + strerror(errno));
-  return std::unique_ptr<Waker>(new Waker(bell, std::move(fds), stop_fd));
+  std::unique_ptr<Waker> waker(new Waker(bell, std::move(fds), stop_fd));
+  JAX_EP_ASSIGN_OR_RETURN(waker->thread_,
+                          StartThread("jax_ep waker", [w = waker.get()] { w->Run(); }));
+  return waker;
 }
 
 Waker::Waker(Doorbell* bell, std::vector<int> fds, int stop_fd)
-    : bell_(bell), fds_(std::move(fds)), stop_fd_(stop_fd) {
-  thread_ = std::thread([this] { Run(); });
-}
+    : bell_(bell), fds_(std::move(fds)), stop_fd_(stop_fd) {}
 
 Waker::~Waker() {
   state_.store(kStopped, std::memory_order_release);
@@ -34,7 +37,7 @@ Waker::~Waker() {
   const uint64_t one = 1;
   // It cannot fail: the counter of an eventfd that is written once does not overflow.
   [[maybe_unused]] const ssize_t num_written = write(stop_fd_, &one, sizeof(one));
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   close(stop_fd_);
 }
 

@@ -18,6 +18,7 @@ class Waker {
  public:
   // Rings `bell` when one of `fds` becomes readable; with `fds` empty (the library has none) a
   // short nap after each Arm.
+  // \error kResourceExhausted  no thread
   static Result<std::unique_ptr<Waker>> Create(Doorbell* bell, std::vector<int> fds);
   ~Waker();
   Waker(const Waker&) = delete;

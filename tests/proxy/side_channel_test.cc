@@ -15,6 +15,8 @@
 
 #include "proxy/base/blob.h"
 #include "proxy/transport/interfaces.h"
+#include "proxy/transport/waker.h"
+#include "tests/proxy/no_threads.h"
 
 namespace jax_ep {
 namespace {
@@ -171,6 +173,17 @@ TEST_F(SideChannel, garbage_blobs_and_absent_peers_are_errors) {
   const std::string old = listener->Blob();
   listener.reset();
   EXPECT_EQ(AskPeer(old, "x", Soon()).status().code(), StatusCode::kUnavailable);
+}
+
+// An exception on the way would end the process.
+TEST(NetworkThreads, that_cannot_start_are_errors) {
+  Doorbell bell{};
+  const NoThreads none;
+  const auto listener = SideListener::Create("127.0.0.1", [](std::string_view question) {
+    return Result<std::string>(std::string(question));
+  });
+  EXPECT_EQ(listener.status().code(), StatusCode::kResourceExhausted);
+  EXPECT_EQ(Waker::Create(&bell, {}).status().code(), StatusCode::kResourceExhausted);
 }
 
 TEST(Interfaces, loopback_comes_last_and_unknown_names_are_explained) {
