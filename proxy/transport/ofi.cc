@@ -361,8 +361,9 @@ class OfiTransport : public Transport {
     auto* const operation = static_cast<OfiOperation*>(error.op_context);
     const std::string what = rail.DescribeError(error);
     if (operation == nullptr || operation->is_receive) {
-      // No write of ours: what a stranger sent, with a wrong key or too long, or a connection that
-      // broke. It must not end the group; the receive is posted again.
+      // What a stranger sent, with a wrong key or too long, or a connection that broke. It must not
+      // end the group; the receive is posted again. Injected writes have no operation either: they
+      // fail with their connection, which the next write or the peer's silence tells.
       num_foreign_errors_.store(num_foreign_errors_.load(std::memory_order_relaxed) + 1,
                                 std::memory_order_relaxed);
       LogDebug("ofi: " + what);
@@ -390,7 +391,7 @@ class OfiTransport : public Transport {
   SentQueue sent_;  // of writes that needed no completion
   size_t next_rail_ = 0;
   size_t first_polled_rail_ = 0;
-  std::atomic<uint64_t> num_foreign_errors_{0};  // errors that belong to no write of ours
+  std::atomic<uint64_t> num_foreign_errors_{0};  // in TakeError
   std::unique_ptr<Waker> waker_;                 // last: its thread uses the rails' descriptors
 };
 
