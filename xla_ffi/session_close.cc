@@ -54,28 +54,31 @@ Status Session::CheckFarewells() const {
 }
 
 Status Session::EndCalls() {
+  const auto unbalanced = [this] {
+    std::string text = "group " + options_.name +
+                       " was closed while a call had reached some ranks of this process only (";
+    for (const auto& member : members_) {
+      text += "rank " + std::to_string(member->id.rank) + ": " +
+              std::to_string(member->executor->num_enqueued()) + " calls; ";
+    }
+    return FailedPrecondition(text + "wait for the results before close)");
+  };
   const Deadline balance = Deadline::After(options_.peer_timeout);
   while (!IsBalanced()) {
     if (failure_->failed()) return failure_->status();
-    if (balance.expired()) {
-      std::string text = "group " + options_.name +
-                         " was closed while a call had reached some ranks of this process only (";
-      for (const auto& member : members_) {
-        text += "rank " + std::to_string(member->id.rank) + ": " +
-                std::to_string(member->executor->num_enqueued()) + " calls; ";
-      }
-      return FailedPrecondition(text + "wait for the results before close)");
-    }
+    if (balance.expired()) return unbalanced();
     std::this_thread::sleep_for(kDrainPeriod);
   }
   for (const auto& member : members_) member->executor->Refuse(GroupIsClosed(options_.name));
+  // A call that came in between was taken on some ranks and refused on others: it cannot end.
+  if (!IsBalanced()) return unbalanced();
   const Deadline deadline = Deadline::After(options_.timeout);
   for (const auto& member : members_) {
-    while (member->executor->num_needed() != 0) {
+    while (const uint64_t needed = member->executor->num_needed()) {
       if (failure_->failed()) return failure_->status();
       if (deadline.expired()) {
         return DeadlineExceeded("group " + options_.name + " was closed while call " +
-                                std::to_string(member->executor->num_needed()) + " of rank " +
+                                std::to_string(needed) + " of rank " +
                                 std::to_string(member->id.rank) +
                                 " ran; it did not end within timeout_s");
       }

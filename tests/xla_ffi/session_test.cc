@@ -3,11 +3,11 @@
 #include "xla_ffi/session.h"
 
 #include <gtest/gtest.h>
-#include <pthread.h>
 #include <sys/wait.h>
 
 #include <array>
 #include <atomic>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -15,6 +15,8 @@
 #include <string>
 #include <thread>
 #include <vector>
+
+#include "tests/proxy/no_threads.h"
 
 namespace jax_ep {
 namespace {
@@ -285,6 +287,44 @@ TEST(Session, a_call_on_some_ranks_of_a_process_ends_with_its_close) {
   EXPECT_TRUE(Contains(group.sessions[0]->FailureText(), "rank 1: 1 calls"));
 }
 
+// What comes between the last look and the refusal is taken by some ranks only, and cannot end.
+TEST(Session, a_call_that_races_with_close_does_not_hold_it_up) {
+  for (int round = 0; round < 10; ++round) {
+    Group group({.ranks_per_process = 2});
+    Session& session = *group.sessions[0];
+    std::atomic<int> num_calls{0};
+    std::deque<PlanCall> calls;
+    std::thread caller([&] {
+      for (int i = 0; i < 100; ++i) {
+        for (const int64_t device : {0, 1}) calls.emplace_back(2).Enqueue(session, device);
+        num_calls.fetch_add(1);
+        num_calls.notify_all();
+      }
+    });
+    num_calls.wait(0);
+    session.Close();
+    caller.join();
+    for (PlanCall& call : calls) (void)call.Wait();
+    EXPECT_FALSE(Contains(session.FailureText(), "did not end within")) << session.FailureText();
+  }
+}
+
+// By the control block to node-mates, by the proxy to other nodes.
+TEST(Session, all_processes_blame_whom_the_first_to_fail_blames) {
+  for (const uint32_t node_size : {4u, 2u, 1u}) {
+    Group group({.num_processes = 4, .node_size = node_size});
+    group.sessions[0]->failure().Set(Unavailable("group test: rank 3 is gone"), /*blamed=*/3);
+    for (const auto& session : group.sessions) {
+      const Deadline deadline = Deadline::After(seconds(20));
+      while (!session->failure().failed() && !deadline.expired()) {
+        std::this_thread::sleep_for(milliseconds(1));
+      }
+      EXPECT_EQ(session->failure().blamed_rank(), 3) << session->FailureText();
+      EXPECT_TRUE(Contains(session->FailureText(), "rank 3")) << session->FailureText();
+    }
+  }
+}
+
 TEST(Session, a_forked_child_touches_nothing) {
   Group group({.num_processes = 2});
   group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
@@ -305,26 +345,6 @@ TEST(Session, a_forked_child_touches_nothing) {
     session.Close();
   });
 }
-
-// While it lives the system gives no thread: each asks for a stack that no address space has.
-class NoThreads {
- public:
-  NoThreads() {
-    pthread_getattr_default_np(&saved_);
-    pthread_attr_t huge;
-    pthread_getattr_default_np(&huge);
-    pthread_attr_setstacksize(&huge, size_t{1} << 60);
-    pthread_setattr_default_np(&huge);
-    pthread_attr_destroy(&huge);
-  }
-  ~NoThreads() {
-    pthread_setattr_default_np(&saved_);
-    pthread_attr_destroy(&saved_);
-  }
-
- private:
-  pthread_attr_t saved_;
-};
 
 TEST(Session, a_thread_that_cannot_start_is_an_error_and_leaves_nothing) {
   const size_t threads = NumThreads();
