@@ -28,8 +28,8 @@ struct MonitorOptions {
     ControlBlock* control = nullptr;
   };
   std::vector<Peer> peers;
-  // Looked at with every heartbeat while the group works: an error fails it. May be empty.
-  std::function<Status()> check = {};
+  // Called with every heartbeat while the group works: latches what it finds. May be empty.
+  std::function<void()> check = {};
 };
 
 // "group NAME: rank 3 closed it: its program ended", or "... closed the group while ...".

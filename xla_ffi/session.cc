@@ -211,7 +211,7 @@ Status Session::Start() {
     monitor.own.push_back(member->control());
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
-  monitor.check = [this] { return CheckFarewells(); };
+  monitor.check = [this] { CheckFarewells(); };
   JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
   started_ = true;
   return Status::Ok();

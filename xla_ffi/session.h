@@ -86,8 +86,8 @@ class Session {
   Status EndCalls();
   // Writes this process's farewells and waits for those of the others.
   Status SayGoodbye(Departure departure);
-  // For the monitor: an error if a call needs a rank that has said good-bye.
-  Status CheckFarewells() const;
+  // For the monitor: fails the group if a call needs a rank that has said good-bye.
+  void CheckFarewells() const;
   void Abandon();
   uint32_t process_of(uint32_t team, uint32_t rank) const {
     return options_.team_processes[team][rank];

@@ -33,7 +33,7 @@ Farewell& Session::FarewellOf(std::byte* heap, uint32_t source) const {
   return *reinterpret_cast<Farewell*>(heap + layout_.farewell_offset(source));
 }
 
-Status Session::CheckFarewells() const {
+void Session::CheckFarewells() const {
   const uint64_t epoch = barrier_epoch_.load(std::memory_order_acquire);
   for (const auto& member : members_) {
     const uint64_t needed = member->executor->num_needed();
@@ -47,10 +47,11 @@ Status Session::CheckFarewells() const {
       if (flag->load(std::memory_order_acquire) <= epoch) continue;
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
-      return PeerHasLeft(options_.name, peer, farewell.departure.load(std::memory_order_relaxed));
+      const Departure departure = farewell.departure.load(std::memory_order_relaxed);
+      failure_->Set(PeerHasLeft(options_.name, peer, departure), peer);
+      return;
     }
   }
-  return Status::Ok();
 }
 
 Status Session::EndCalls() {

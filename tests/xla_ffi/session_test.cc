@@ -271,6 +271,7 @@ TEST(Session, a_call_that_needs_a_rank_which_has_left_is_told_so_at_once) {
                                        : "group test: rank 1 closed the group while this process";
       EXPECT_TRUE(Contains(status.message(), expected)) << status.message();
       EXPECT_TRUE(group.sessions[0]->FailureText().starts_with(expected));
+      EXPECT_EQ(group.sessions[0]->failure().blamed_rank(), 1);
       first.join();  // the failure ends its wait
       EXPECT_EQ(group.sessions[1]->FailureText(), "");
     }
