@@ -9,6 +9,7 @@ their results are waited for, as far as somebody keeps them.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import time
@@ -61,6 +62,13 @@ def _is_ready(array: Any) -> bool:
 
 @functools.cache
 def _program(devices: tuple[Any, ...]) -> Callable[[], Any]:
+    # On a thread of its own: JAX's contexts are of a thread, and none of the caller's (jax.set_mesh,
+    # a trace, a transfer guard) is meant for this program.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_compiled, devices).result()
+
+
+def _compiled(devices: tuple[Any, ...]) -> Callable[[], Any]:
     mesh = jax.sharding.Mesh(np.array(devices), ("devices",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
     ones = jax.device_put(np.ones(len(devices), np.int32), split)
