@@ -53,7 +53,7 @@ class _Calls:
     def next(self, devices: str) -> int:
         with self._lock:
             self._counts[devices] += 1
-            return self._counts[devices] - 1
+            return self._counts[devices]
 
     def published(self, devices: str) -> list[str]:
         """Keys that this process has in the store for `devices`, oldest first."""
@@ -87,7 +87,7 @@ class Exchange:
         self.me = me
         self.processes = sorted({int(device.process_index) for device in devices})
         self.alone = len(self.processes) == 1
-        self.number = _calls.next(key)  # of this call on these devices, from 0
+        self.number = _calls.next(key)  # of this call on these devices, from 1
         self._prefix = f"jax_ep/{key}.{self.number}"
         self._published = _calls.published(key)
         self._round = 0
@@ -176,7 +176,7 @@ class Exchange:
             if time.monotonic() >= deadline:
                 raise BootstrapError(
                     f"{self.label}: process {process} did not reach stage {stage!r} of "
-                    f"create_group within {self.timeout_s:g} s (call {self.number + 1} on these "
+                    f"create_group within {self.timeout_s:g} s (call {self.number} on these "
                     "devices); every process of the mesh must call create_group, with the same "
                     "arguments and in the same order"
                 ) from None
@@ -190,7 +190,7 @@ class Exchange:
         if "error" in message:
             raise BootstrapError(
                 f"{self.label}: process {process} failed: {message['error']} (call "
-                f"{self.number + 1} on these devices; to try again, call create_group again in "
+                f"{self.number} on these devices; to try again, call create_group again in "
                 "every process)"
             )
         return message["record"], bytes.fromhex(message["blob"])

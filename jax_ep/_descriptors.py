@@ -78,6 +78,8 @@ def fetch(address: str, pid: int, timeout_s: float) -> list[int]:
     if not message:
         raise PermissionError(f"process {pid} gives no descriptors to this process ({os.getpid()})")
     if len(message) != 1 or message[0] != len(descriptors):
+        for descriptor in descriptors:
+            os.close(descriptor)
         raise OSError(f"got {len(descriptors)} descriptors from {address}, expected {message!r}")
     return list(descriptors)
 

@@ -62,8 +62,8 @@ def _is_ready(array: Any) -> bool:
 
 @functools.cache
 def _program(devices: tuple[Any, ...]) -> Callable[[], Any]:
-    # On a thread of its own: JAX's contexts are of a thread, and none of the caller's (jax.set_mesh,
-    # a trace, a transfer guard) is meant for this program.
+    # On a thread of its own: JAX's contexts belong to a thread, and the caller's (jax.set_mesh, a
+    # trace, a transfer guard) is not meant for this program.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(_compiled, devices).result()
 

@@ -145,6 +145,11 @@ class Group:
         return self._closed
 
     @property
+    def label(self) -> str:
+        """How messages and the log quote it, before its number: its axes and ranks."""
+        return f"{'/'.join(self.axes)}[{self.num_ranks}]"
+
+    @property
     def session_id(self) -> int:
         """Signed 64-bit id, equal on all processes and in every run of the same program."""
         text = f"{self._session_key}#{self.session_number}"
@@ -356,15 +361,13 @@ def create_group(
         if exchange is not None:
             try:
                 group._start(exchange)
-            except NotImplementedError as error:
-                if implementation == "native":
+            except BaseException as error:
+                if not isinstance(error, NotImplementedError) or implementation == "native":
+                    _groups_created.give_back(group._counted_as, group.session_number)
                     raise
                 exchange.fail(error)
                 group.native = False
                 warnings.warn(f"{error}; using implementation='xla'", RuntimeWarning, stacklevel=2)
-            except BaseException:
-                _groups_created.give_back(group._counted_as, group.session_number)
-                raise
     except BaseException as error:
         if exchange is not None:
             exchange.fail(error)
@@ -387,7 +390,8 @@ def _summary(group: Group) -> str:
     details = dict(group.health().details)
     if group.platform == "gpu" and "data_path" in details:
         parts.append(f"rows travel {details['data_path']}")
-    return f"group {'/'.join(group.axes)}[{group.num_ranks}]: " + ", ".join(parts)
+    name = group.label if group._handle is None else group._handle.name
+    return f"group {name}: " + ", ".join(parts)
 
 
 def _ffi_platform(mesh: Any) -> str:

@@ -65,7 +65,10 @@ def _close_groups() -> None:
     """What the exit hook does, before process 0 waits for processes that wait for its close."""
     runtime = sys.modules.get("jax_ep._runtime")
     if runtime is not None:
-        runtime._close_all()
+        try:
+            runtime.close_all()
+        except BaseException:  # Ctrl-C: process 0 waits for the others even so
+            traceback.print_exc()
 
 
 def _wait_until_alone(control: socket.socket) -> None:

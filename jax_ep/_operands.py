@@ -5,14 +5,13 @@ Everything here happens at trace time, outside of the custom VJPs, so casts diff
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _config, _primitive, _sharding, _vjp
+from jax_ep import _config, _env, _primitive, _sharding, _vjp
 from jax_ep._call import Call
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
@@ -57,7 +56,7 @@ def check_ids(group: Group, operation: str, topk_idx: Any) -> jax.Array:
         if limits.min < 0:
             ids = jnp.clip(ids, min=-1)
     ids = ids.astype(jnp.int32)
-    if os.environ.get("JAX_EP_DEBUG", "") not in ("", "0"):
+    if _env.flag("JAX_EP_DEBUG"):
         jax.debug.callback(
             _raise_invalid_ids, jnp.max(ids, initial=-1), config.num_experts, operation
         )

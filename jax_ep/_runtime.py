@@ -30,10 +30,10 @@ _hooks_installed = False
 class NativeSession:
     """The native side of one allocated Group in this process."""
 
-    def __init__(self, session: Any, group: Group, layout: _Layout, transport: str):
-        """Wraps a started `_core.Session`."""
+    def __init__(self, session: Any, name: str, group: Group, layout: _Layout, transport: str):
+        """Wraps a started `_core.Session` of that name."""
         self._session = session
-        self._label = repr(group)
+        self.name = name
         self._pid = os.getpid()
         self._closed = False
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
@@ -65,7 +65,15 @@ class NativeSession:
             return
         if not self._closed:
             self._closed = True
-            self._wait_for_executions()
+            try:
+                self._wait_for_executions()
+            except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
+                process = self._devices[0].process_index
+                self._session.abort(
+                    f"group {self.name}: process {process} was interrupted by a signal"
+                )
+                _open_sessions.discard(self)
+                raise
         self._session.close(program_ended)  # a second thread waits here for the first
         _open_sessions.discard(self)
 
@@ -100,7 +108,7 @@ class NativeSession:
         if text:
             raise RuntimeError(text)
         if self._closed:
-            raise RuntimeError(f"jax_ep: {self._label} is closed; create a new one")
+            raise RuntimeError(f"group {self.name} is closed; create a new one")
 
     def health(self) -> Health:
         """State of the group as this process sees it."""
@@ -274,10 +282,11 @@ def _install_hooks() -> None:
     _hooks_installed = True
     # After this, before JAX's own exit handlers: a process that ends while others still use the
     # group must say good-bye, or they take it for dead.
-    atexit.register(_close_all)
+    atexit.register(close_all)
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Closes what the program has left open, and lets go of native objects; again is harmless."""
     for session in list(_open_sessions):
         session.close(program_ended=True)
     for session in list(_sessions):
@@ -297,7 +306,8 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
     _install_hooks()
     if group.platform == "cpu":
         _warn_about_small_pool()
-    exchange.label = repr(group)
+    name = f"{group.label}#{exchange.number}"
+    exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
     me = exchange.me
     teams = _sharding.teams(group.mesh, group.axes)
@@ -314,7 +324,7 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
         "cpus": sorted(os.sched_getaffinity(0)),
     }
     greetings = {process: record for process, (record, _) in exchange.share("hello", hello).items()}
-    _check_greetings(group, greetings, me)
+    _check_greetings(exchange.label, greetings, me)
     group.agree_on_number(max(record["number"] for record in greetings.values()))
     exchange.watch(
         {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
@@ -342,7 +352,7 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
     )
     options = _core.SessionOptions(
         session_id=group.session_id,
-        name=f"{'/'.join(group.axes)}[{group.num_ranks}]#{exchange.number}",
+        name=name,
         shape=_core.GroupShape(**shape_arguments(group, node_size)),
         team_processes=team_processes,
         local_ranks=layout.local_ranks,
@@ -366,18 +376,22 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
         )
     else:
         session = _start_on_cpu(_core.Session(options), exchange)
-    exchange.clean_up()
-    return NativeSession(session, group, layout, transport)
+    try:
+        exchange.clean_up()
+        return NativeSession(session, name, group, layout, transport)
+    except BaseException as error:
+        session.abort(f"process {me} failed in create_group: {error!r}")
+        raise
 
 
-def _check_greetings(group: Group, greetings: dict[int, Any], me: int) -> None:
+def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
     """Raises ValueError unless all processes have called create_group alike."""
     own = greetings[me]
     for process, record in greetings.items():
         for field in ("version", "mesh", "devices", "axis", "config"):
             if record.get(field) != own[field]:
                 raise ValueError(
-                    f"{group!r}: process {process} called create_group with {field} "
+                    f"{label}: process {process} called create_group with {field} "
                     f"{record.get(field)}, this process ({me}) with {own[field]}; all processes "
                     "must pass the same"
                 )

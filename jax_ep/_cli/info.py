@@ -144,5 +144,6 @@ def _problem(name: str) -> str:
         if name in _env.NAMES:
             _env.NAMES[name](name)
     except ValueError as error:
-        problem = str(error)
+        # C++ looks at all that it reads at once, and names the first that is wrong.
+        problem = str(error) if name in str(error) else ""
     return f" ({problem})" if problem else ""

@@ -53,6 +53,15 @@ def test_ctrl_c_ends_a_wait_in_close():
     assert interrupted.startswith("KeyboardInterrupt")
 
 
+def test_ctrl_c_ends_a_wait_in_close_for_what_was_enqueued():
+    # Two devices a process: on one, XLA runs so small a step before it returns.
+    done = launch("interrupt_close.py", processes=2, devices_per_process=2)
+    assert done.returncode == 0, done.text[-6000:]
+    assert done.value(0, "close") == "KeyboardInterrupt"
+    assert done.value(0, "heap_bytes") == "0"
+    assert "process 0 was interrupted by a signal" in done.value(1, "told")
+
+
 def test_another_job_secret_is_refused_on_both_sides():
     for process, message in enumerate(_errors("secret")):
         assert f"the record of process {1 - process} is refused" in message, message

@@ -77,7 +77,7 @@ for name, changes in (("mates", {}), ("nodes", {"node_size": 1, "transport": "sh
         child = os.fork()
         if child == 0:
             group.close()
-            _runtime._close_all()  # what runs at exit
+            _runtime.close_all()  # what runs at exit
             told = group.dump_state()
             group.health()
             os._exit(0 if "group" in told else 1)
