@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -66,8 +65,14 @@ def _later(delay_s, do):
     threading.Thread(target=run, daemon=True).start()
 
 
-def _signal_self(number):
-    return lambda: os.kill(os.getpid(), number)
+def _struck(report, number):
+    """Sends this process the signal; `report` tells when."""
+
+    def strike():
+        report("struck_at", time.monotonic())  # one clock for all processes of a host
+        os.kill(os.getpid(), number)
+
+    return strike
 
 
 def _pause_self():
@@ -78,6 +83,8 @@ def _pause_self():
 
 def _fork_children(group):
     """Children that leave in the ways of a data loader, and meddle with the group."""
+    from jax_ep import _runtime
+
     for how in ("exit", "close", "_exit"):
         child = os.fork()
         if child == 0:
@@ -87,11 +94,7 @@ def _fork_children(group):
                     group.dump_state()
                     group.close()
                 if how == "exit":
-                    sys.exit(0)
-            except SystemExit:
-                import atexit
-
-                atexit._run_exitfuncs()
+                    _runtime.close_all()  # our hook; JAX's own may hang in a child (docs/errors.md)
             except BaseException:
                 code = 3
             os._exit(code)
@@ -193,13 +196,12 @@ def play(episode, me, report, await_word):
     meet = _jax_compat.distributed_client().wait_at_barrier
     meet("begin", 60_000)
     if is_victim and episode.event == "kill in create_group":
-        _later(episode.delay_s, _signal_self(signal.SIGKILL))
-    begin = time.monotonic()
+        _later(episode.delay_s, _struck(report, signal.SIGKILL))
     try:
         world.create()
         if is_victim and episode.event == "kill in create_group":
             time.sleep(TIMEOUT_S)  # it will not return
-        _steps(episode, world, is_victim, meet)
+        _steps(episode, world, is_victim, meet, report)
         report("error", None)
     except AssertionError as error:
         report("wrong", str(error))
@@ -212,22 +214,22 @@ def play(episode, me, report, await_word):
 
             atexit._run_exitfuncs()  # what the interpreter would do now
             return
+        report("failed_at", time.monotonic())
         report("error", str(error))
-    report("seconds", time.monotonic() - begin)
     if world.group is not None:
         _close(episode, world, is_victim, report)
     report("done", True)
     await_word()  # rank 0 takes JAX's coordination service along
 
 
-def _steps(episode, world, is_victim, meet):
+def _steps(episode, world, is_victim, meet, report):
     program = world.program(1.0)
     world.run(program, 1.0)
     meet("warm", 60_000)
     count = episode.step + 8
     for step in range(count):
         if is_victim and step == episode.step:
-            _strike(episode, world)
+            _strike(episode, world, report)
         if episode.event == "compile" and step == episode.step:
             _compile_at_once(world, is_victim)
         world.run(program, 1.0)
@@ -236,17 +238,18 @@ def _steps(episode, world, is_victim, meet):
             world.run(program, 1.0)
 
 
-def _strike(episode, world):
+def _strike(episode, world, report):
     if episode.event == "kill":
-        _later(episode.delay_s, _signal_self(signal.SIGKILL))
+        _later(episode.delay_s, _struck(report, signal.SIGKILL))
     elif episode.event == "stop":
-        _later(episode.delay_s, _signal_self(signal.SIGSTOP))
+        _later(episode.delay_s, _struck(report, signal.SIGSTOP))
     elif episode.event == "pause":
         _later(episode.delay_s, _pause_self)
     elif episode.event == "fork":
         _fork_children(world.group)
     elif episode.event == "raise":
         time.sleep(episode.delay_s)
+        report("struck_at", time.monotonic())
         raise ValueError("the victim's program raises")
 
 
@@ -275,7 +278,7 @@ def _close(episode, world, is_victim, report):
     if is_victim and episode.event == "late close":
         time.sleep(PEER_TIMEOUT_S * 1.3)
     if is_victim and episode.event == "kill in close":
-        _later(episode.delay_s, _signal_self(signal.SIGKILL))
+        _later(episode.delay_s, _struck(report, signal.SIGKILL))
         time.sleep(episode.delay_s * 0.9)
     world.group.close()
     if is_victim and episode.event == "kill in close":

@@ -7,6 +7,7 @@ A fork after `import jax` and before any backend saves each rank its seconds of 
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import pathlib
@@ -22,7 +23,7 @@ import traceback
 
 import jax
 
-import jax_ep
+import jax_ep  # noqa: F401  # before the forks, which save each rank its seconds
 from jax_ep import _core
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
@@ -144,15 +145,20 @@ def play(episode):
         hung = _watch(episode, ranks)
         for rank in sorted(ranks, key=lambda rank: -rank.index):  # rank 0 last
             if rank.index in hung or (rank.index == episode.victim and episode.is_fatal):
-                os.kill(rank.pid, signal.SIGKILL)
+                os.killpg(rank.pid, signal.SIGKILL)  # its children hold pipes of other ranks
+            with contextlib.suppress(BrokenPipeError):
+                os.write(rank.word, b".")  # not its end alone, which others may hold open
             os.close(rank.word)
             _, rank.status = os.waitpid(rank.pid, 0)
             os.close(rank.reports)
         faults = [f"rank {index} hung" for index in hung]
         faults += _judge(episode, ranks)
         left = {path.name for path in SHARED_MEMORY.iterdir()} - shared_before
-        mine = {f"{rank.pid}" for rank in ranks}
-        faults += [f"left behind: /dev/shm/{name}" for name in left if name.split(":")[0] in mine]
+        # Other programs use the folder too: of ours is what has a rank's pid in its name.
+        mine = {str(rank.pid) for rank in ranks}
+        faults += [
+            f"left behind: /dev/shm/{name}" for name in left if mine & set(re.findall(r"\d+", name))
+        ]
         if faults:
             for rank in ranks:
                 text = rank.log.read_text(errors="replace")
@@ -180,8 +186,15 @@ def _judge(episode, ranks):
         # Who is stopped or gone is noticed within peer_timeout_s; close waits no longer for it.
         if episode.event != "late close" and closed_s > plays.PEER_TIMEOUT_S + SLACK_S:
             faults.append(f"rank {rank.index} closed after {closed_s:.1f} s")
-        if episode.event in ("kill", "stop", "raise", "kill in create_group"):
-            faults += _judge_error(episode, rank.index, error)
+        if episode.is_fatal and error is not None:
+            faults += _judge_blame(episode, rank.index, error)
+        elif episode.is_fatal and episode.event != "kill in close":
+            faults.append(f"rank {rank.index} did not notice that rank {episode.victim} was lost")
+        struck_at = ranks[episode.victim].said.get("struck_at")
+        if struck_at is not None and error is not None:
+            late_s = rank.said["failed_at"] - struck_at
+            if late_s > plays.PEER_TIMEOUT_S + SLACK_S:
+                faults.append(f"rank {rank.index} noticed it after {late_s:.1f} s: {error}")
     return faults
 
 
@@ -189,9 +202,7 @@ def _judge(episode, ranks):
 _MESSENGER = re.compile(r"rank \d+ (?:\(pid \d+\) )?(?:failed first:|reported a failure of)")
 
 
-def _judge_error(episode, me, error):
-    if error is None:
-        return [f"rank {me} did not notice that rank {episode.victim} was lost"]
+def _judge_blame(episode, me, error):
     blamed = {int(n) for n in re.findall(r"(?:rank|process) (\d+)", _MESSENGER.sub("", error))}
     if blamed - {me} != {episode.victim}:
         return [f"rank {me} blames {sorted(blamed - {me})}, not rank {episode.victim}: {error}"]
@@ -224,5 +235,4 @@ def main():
 
 
 if __name__ == "__main__":
-    assert jax_ep.__name__
     sys.exit(main())
