@@ -502,7 +502,7 @@ std::string Scenario::Name() const {
        << " " << capacities[static_cast<int>(capacity)] << " " << DrawName(draw)
        << (mode == Mode::kLl ? " ll" : " ht") << (shape.f32_partials ? "" : " dtype_partials")
        << (in_process ? "" : " staged") << (in_halves ? " halves " : " ") << faulty_spec << " seed"
-       << seed;
+       << seed << " after " << first_epoch;
   return name.str();
 }
 
@@ -528,6 +528,7 @@ std::vector<std::byte> RunScenario(const Scenario& scenario) {
   options.in_process = scenario.in_process;
   options.threads_per_rank = scenario.threads_per_rank;
   options.faulty_spec = scenario.faulty_spec;
+  options.first_epoch = scenario.first_epoch;
   Team team(options);
   std::vector<std::byte> sums;
   for (int i = 0; i < scenario.num_rounds; ++i) {

@@ -27,6 +27,7 @@ struct Scenario {
   bool in_halves = false;                // start/done with two in flight
   int num_rounds = 3;
   uint32_t seed = 1;
+  uint64_t first_epoch = 0;  // TeamOptions
 
   std::string Name() const;
 };

@@ -49,12 +49,29 @@ Team::Team(const TeamOptions& options)
       rank.in_process.push_back(is_mate && (peer == r || options_.in_process));
     }
   }
-  if (shape.num_nodes() > 1) {
+  for (Rank& rank : ranks_) PretendCalls(rank);
+  if (shape.num_nodes() > 1) {  // proxies count on from the flags
     network_ = Network::Create(ranks_, options_.faulty_spec, &failure_);
   }
 }
 
 Team::~Team() = default;
+
+void Team::PretendCalls(Rank& rank) {
+  const uint64_t first = options_.first_epoch;
+  rank.epochs = {first, first, first, first, first, first, first, first, first};
+  for (Rank::SlotSets* sets :
+       {&rank.dispatch_sets, &rank.combine_sets, &rank.ll_dispatch_sets, &rank.ll_combine_sets}) {
+    for (Rank::SlotSet& set : *sets) set = {.epoch = first, .done_seq = first};
+  }
+  for (uint32_t channel = 0; channel < kNumChannels; ++channel) {
+    if (static_cast<Channel>(channel) == Channel::kBarrier) continue;
+    for (uint32_t source = 0; source < num_ranks(); ++source) {
+      const uint64_t offset = rank.layout.flag_offset(static_cast<Channel>(channel), source);
+      reinterpret_cast<std::atomic<uint64_t>*>(rank.heaps[rank.rank] + offset)->store(first);
+    }
+  }
+}
 
 std::vector<Status> Team::Run(const std::function<Status(Rank&)>& body) {
   std::vector<Status> statuses(ranks_.size());

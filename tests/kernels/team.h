@@ -24,6 +24,7 @@ struct TeamOptions {
   int threads_per_rank = 1;  // of parallel_for
   std::string faulty_spec;
   std::chrono::nanoseconds timeout = std::chrono::seconds(60);
+  uint64_t first_epoch = 0;  // calls of every kind that the team seems to have behind it
 };
 
 class Team {
@@ -41,6 +42,8 @@ class Team {
   std::vector<Status> Run(const std::function<Status(Rank&)>& body);
 
  private:
+  void PretendCalls(Rank& rank);  // options_.first_epoch of each kind
+
   struct HeapDeleter {
     void operator()(std::byte* heap) const;
   };
