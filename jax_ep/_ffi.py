@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _jax_compat, _lowering
+from jax_ep import _jax_compat, _lowering, _sharding
 from jax_ep._call import Call
 from jax_ep._types import PlanArrays, Route
 
@@ -198,7 +198,14 @@ def _invoke(
         "layout": _LAYOUT_CODES[call.layout],
     }
     encoded = {name: np.int64(value) for name, value in (common | attributes).items()}
-    return _call(*args, owner=call.group, target=target, results=tuple(results), attributes=encoded)
+    return _call(
+        _sharding.position(call.group),
+        *args,
+        owner=call.group,
+        target=target,
+        results=tuple(results),
+        attributes=encoded,
+    )
 
 
 def _empty(like: jax.Array, dtype: Any) -> jax.Array:

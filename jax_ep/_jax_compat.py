@@ -124,7 +124,7 @@ jax.monitoring.register_event_duration_secs_listener(_note_lowered)
 
 def call_primitive(
     name: str,
-    check: Callable[[jax.sharding.Mesh | None, Any], None],
+    check: Callable[[jax.sharding.Mesh | None, Any], bool],
     module_key: Callable[[str], int],
 ) -> Callable[..., Sequence[jax.Array]]:
     """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that says where.
@@ -132,7 +132,9 @@ def call_primitive(
     Args:
         name: of the primitive.
         check: (mesh, owner), raises ValueError where the mesh of the enclosing shard_map will not
-            do. None if the program does not say on which devices (abstract meshes).
+            do. None if the program does not say on which devices (abstract meshes, jax.export).
+            Returns whether the call shall carry its position, the first operand; else that is
+            replaced by one of no elements.
         module_key: from the text of a whole lowered module (long constants left out) to the i64
             that its calls carry.
 
@@ -148,7 +150,11 @@ def call_primitive(
         ctx: Any, *operands: Any, owner: Any, target: str, attributes: Any, **_: Any
     ) -> Sequence[Any]:
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
-        check(mesh if isinstance(mesh, jax.sharding.Mesh) else None, owner)
+        known = isinstance(mesh, jax.sharding.Mesh) and not _is_for_export(ctx)
+        if not check(mesh if known else None, owner):
+            nowhere = np.zeros(0, np.int32)
+            operands = (mlir.ir_constant(nowhere), *operands[1:])
+            ctx = ctx.replace(avals_in=[jax.typeof(nowhere), *ctx.avals_in[1:]])
         rule: Any = jax.ffi.ffi_lowering(target)
         found: Any = getattr(_lowered, "module", None)
         if found is None or found[0] is not ctx.module_context.module:
@@ -177,6 +183,10 @@ def call_primitive(
         return bound
 
     return call
+
+
+def _is_for_export(ctx: Any) -> bool:
+    return bool(ctx.module_context.lowering_parameters.for_export)
 
 
 def all_gather(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from jax_ep._group import Group
 
 
-def check(mesh: jax.sharding.Mesh | None, group: Group) -> None:
+def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
     """Raises unless every device of `mesh` has the rank that create_group gave it.
 
     Args:
         mesh: around the operation that is lowered; None if its devices are not known yet.
         group: the operation's.
+
+    Returns:
+        Whether the handler must compare positions instead, as the devices are not known yet. On
+        GPUs it cannot: a position would be a word of device memory.
     """
-    if not group.native or mesh is None:
-        return
+    if not group.native:
+        return False
+    if mesh is None:
+        return group.platform == "cpu"
     expected = _sharding.teams(group.mesh, group.axes)
     got = _sharding.teams(mesh, group.axes)
     if {tuple(team) for team in got} == {tuple(team) for team in expected}:
-        return
+        return False
     raise ValueError(
         f"jax_ep: got a program over a mesh whose ranks along {group.axis!r} are the devices "
         f"{_ids(got)}, expected {_ids(expected)} as in the mesh of {group!r}; pass that mesh to "
@@ -41,7 +47,7 @@ def module_key(text: str) -> int:
     else this process has lowered.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    key = int.from_bytes(digest, "little", signed=True) << 32
+    key = (int.from_bytes(digest, "little", signed=True) or 1) << 32
     core = _core()
     if core is not None:
         core.begin_module(key)

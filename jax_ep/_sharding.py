@@ -37,6 +37,14 @@ def rank_index(group: Group) -> jax.Array:
     return lax.axis_index(group.axes)
 
 
+def position(group: Group) -> jax.Array:
+    """Where this device stands in the group's mesh, i32[1]: team * N + rank, as in `teams`."""
+    mesh = _jax_compat.context_mesh()
+    manual = _jax_compat.manual_axes(mesh)
+    others = (name for name in mesh.axis_names if name not in group.axes and name in manual)
+    return lax.axis_index((*others, *group.axes)).reshape(1)
+
+
 def check_call(group: Group, operation: str) -> None:
     """Raises unless `operation` may be traced here: open group, its axis, its mesh, Manual axes."""
     if group.closed:

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "xla_ffi/epoch.h"
 #include "xla_ffi/error.h"
 #include "xla_ffi/session.h"
 #include "xla_ffi/signatures.h"
@@ -44,20 +45,13 @@ ffi::Future Failed(const Status& status) {
   return future;
 }
 
-// Epochs travel through XLA as i32; the counter they belong to is 64 bits wide.
-uint64_t ExtendEpoch(const int32_t* low, uint64_t newest) {
-  const auto difference =
-      static_cast<int32_t>(static_cast<uint32_t>(*low) - static_cast<uint32_t>(newest));
-  return newest + static_cast<uint64_t>(static_cast<int64_t>(difference));
-}
-
 // Runs a Start half and hands its epoch to XLA.
 template <typename Params>
 Status Start(Rank& rank, const Params& params, int32_t* epoch_out,
              Status (*start)(Rank&, const Params&, uint64_t*)) {
   uint64_t epoch = 0;
   Status status = start(rank, params, &epoch);
-  *epoch_out = static_cast<int32_t>(static_cast<uint32_t>(epoch));
+  *epoch_out = TruncateEpoch(epoch);
   return status;
 }
 
@@ -72,13 +66,38 @@ Status FailOnInvalidIds(const Rank& rank, uint64_t found, const char* operation)
                          "router, or unset JAX_EP_DEBUG to have them dropped and counted");
 }
 
+// A program that was lowered without its devices (abstract meshes, jax.export) may run on any order
+// of them: rows would go to other ranks than it means.
+Status CheckPosition(const Session& session, int32_t device, const Arg& position,
+                     const char* operation) {
+  if (position.element_count() == 0) return Status::Ok();
+  Checker check(operation);
+  check.Require("position", position, kI32, 1);
+  JAX_EP_RETURN_IF_ERROR(check.status());
+  const int64_t got = In<int32_t>(position)[0];
+  const LocalRank& local = *session.FindLocalRank(device);
+  const int64_t num_ranks = session.options().shape.num_ranks;
+  const int64_t expected = local.team * num_ranks + local.rank;
+  if (got == expected) return Status::Ok();
+  const auto name = [&](int64_t place) {
+    const std::string rank = "rank " + std::to_string(place % num_ranks);
+    if (session.options().team_processes.size() == 1) return rank;
+    return rank + " of team " + std::to_string(place / num_ranks);
+  };
+  return InvalidArgument("group " + session.options().name + ": " + operation +
+                         " got a program in which device " + std::to_string(device) + " is " +
+                         name(got) + ", expected " + name(expected) +
+                         " as in the group's mesh; call the program with arrays over that mesh "
+                         "(its devices in the same order), or create a group for this order");
+}
+
 struct CpuPlatform {
   using Context = CpuContext;
   using Outcome = ffi::Future;
 
   template <typename Make, typename Run>
-  static Outcome Submit(const Context& context, int64_t session_id, const char* operation,
-                        Make make, Run run) {
+  static Outcome Submit(const Context& context, int64_t session_id, const Arg& position,
+                        const char* operation, Make make, Run run) {
     const CallSite& site = context.state->site;
     Result<std::shared_ptr<Session>> session = SessionTable<Session>::Instance().Find(session_id);
     if (!session.ok()) return Failed(session.status());
@@ -92,31 +111,44 @@ struct CpuPlatform {
           std::to_string(context.device) +
           ", which is not in the group's mesh; use the mesh that create_group got"));
     }
+    const bool is_local = (*session)->IsTeamLocal(context.device);
+    if (!is_local && !site.has_key()) {
+      return Failed(FailedPrecondition(
+          "group " + options.name + ": " + operation +
+          " got a program without a key, by which processes find each other's calls: this version "
+          "of JAX does not say when a program is lowered; use one that jax_ep supports"));
+    }
+    if (Status status = CheckPosition(**session, context.device, position, operation);
+        !status.ok()) {
+      // Some ranks may stand where they should, and would wait for this one.
+      (*session)->failure().Set(status);
+      return Failed(status);
+    }
     auto params = make(options.shape);
     if (!params.ok()) return Failed(params.status());
     ffi::Promise promise;
     ffi::Future future(promise);
-    executor->Enqueue(
-        Call{.key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
-                     .site = (*session)->IsTeamLocal(context.device) ? site.unique : site.shared},
-             .operation = operation,
-             .run = [run, params = std::move(params.value()), operation,
-                     debug = options.debug](Rank& rank) -> Status {
-               const auto& invalid_ids = rank.counters->invalid_ids;
-               const uint64_t before = invalid_ids.load(std::memory_order_relaxed);
-               JAX_EP_RETURN_IF_ERROR(run(rank, params));
-               if (!debug) return Status::Ok();
-               const uint64_t found = invalid_ids.load(std::memory_order_relaxed) - before;
-               return FailOnInvalidIds(rank, found, operation);
-             },
-             .complete =
-                 [promise](Status status) mutable {
-                   if (status.ok()) {
-                     promise.SetAvailable();
-                   } else {
-                     promise.SetError(ToFfiError(status));
-                   }
-                 }});
+    executor->Enqueue(Call{.key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
+                                   .site = is_local ? site.unique : site.shared},
+                           .operation = operation,
+                           .run = [run, params = std::move(params.value()), operation,
+                                   debug = options.debug](Rank& rank) -> Status {
+                             const auto& invalid_ids = rank.counters->invalid_ids;
+                             const uint64_t before = invalid_ids.load(std::memory_order_relaxed);
+                             JAX_EP_RETURN_IF_ERROR(run(rank, params));
+                             if (!debug) return Status::Ok();
+                             const uint64_t found =
+                                 invalid_ids.load(std::memory_order_relaxed) - before;
+                             return FailOnInvalidIds(rank, found, operation);
+                           },
+                           .complete =
+                               [promise](Status status) mutable {
+                                 if (status.ok()) {
+                                   promise.SetAvailable();
+                                 } else {
+                                   promise.SetError(ToFfiError(status));
+                                 }
+                               }});
     return future;
   }
 
@@ -149,7 +181,7 @@ struct CpuPlatform {
     Status operator()(Rank& rank, const DispatchParams& p) const {
       const uint64_t newest =
           p.mode == Mode::kLl ? rank.epochs.ll_dispatch_started : rank.epochs.dispatch_started;
-      return jax_ep::FinishDispatch(rank, p, ExtendEpoch(epoch, newest));
+      return jax_ep::FinishDispatch(rank, p, ExtendEpoch(*epoch, newest));
     }
   };
   struct StartLlDispatch {
@@ -162,7 +194,7 @@ struct CpuPlatform {
     const int32_t* epoch;
     Status operator()(Rank& rank, const LlDispatchParams& p) const {
       const uint64_t newest = rank.epochs.ll_dispatch_started;
-      return jax_ep::FinishLlDispatch(rank, p, ExtendEpoch(epoch, newest));
+      return jax_ep::FinishLlDispatch(rank, p, ExtendEpoch(*epoch, newest));
     }
   };
   struct StartCombine {
@@ -176,7 +208,7 @@ struct CpuPlatform {
     Status operator()(Rank& rank, const CombineParams& p) const {
       const uint64_t newest =
           p.mode == Mode::kLl ? rank.epochs.ll_combine_started : rank.epochs.combine_started;
-      return jax_ep::FinishCombine(rank, p, ExtendEpoch(epoch, newest));
+      return jax_ep::FinishCombine(rank, p, ExtendEpoch(*epoch, newest));
     }
   };
 };

@@ -36,8 +36,8 @@ struct GpuPlatform {
   using Outcome = ffi::Error;
 
   template <typename Make, typename Run>
-  static Outcome Submit(const Context& context, int64_t session_id, const char* operation,
-                        Make make, Run run) {
+  static Outcome Submit(const Context& context, int64_t session_id, const Arg& /*position*/,
+                        const char* operation, Make make, Run run) {
     Result<std::shared_ptr<GpuSession>> session =
         SessionTable<GpuSession>::Instance().Find(session_id);
     if (!session.ok()) return ToFfiError(session.status());

@@ -4,10 +4,10 @@
 //   using Context    what XLA gives a call besides arguments (decoded by the signature)
 //   using Outcome    what a handler returns
 //   template <typename Make, typename Run>
-//   static Outcome Submit(const Context&, int64_t session_id, const char* operation, Make make,
-//                         Run run)
-//       finds the session, calls make(shape) -> Result<Params> and runs `run` with the parameters,
-//       now or later; a failure of either becomes the outcome.
+//   static Outcome Submit(const Context&, int64_t session_id, const Arg& position,
+//                         const char* operation, Make make, Run run)
+//       finds the session, looks at `position` if it can, calls make(shape) -> Result<Params> and
+//       runs `run` with the parameters, now or later; a failure of either becomes the outcome.
 //   struct RunPlan, RunDispatch, RunLlDispatch, RunCombine, StartDispatch, FinishDispatch, ...
 //       callables for each operation, made from the device or host word of the epoch in halves.
 #pragma once
@@ -24,20 +24,20 @@ struct Operations {
   using Outcome = typename Platform::Outcome;
 
   static Outcome Plan(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                      int64_t layout, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5,
-                      Ret r6, Ret r7, Ret r8) {
+                      int64_t layout, Arg position, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3,
+                      Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
       return MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8});
     };
-    return Platform::Submit(context, session, "plan", make, typename Platform::RunPlan{});
+    return Platform::Submit(context, session, position, "plan", make, typename Platform::RunPlan{});
   }
 
   static Outcome Dispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                          int64_t layout, int64_t pad, Arg x, Arg weights, Arg send_slot,
-                          Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights, Ret recv_x,
-                          Ret recv_weights, Ret recv_dots) {
+                          int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
+                          Arg send_slot, Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights,
+                          Ret recv_x, Ret recv_weights, Ret recv_dots) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch");
@@ -53,13 +53,14 @@ struct Operations {
                            .recv_weights = &recv_weights,
                            .recv_dots = &recv_dots});
     };
-    return Platform::Submit(context, session, "dispatch", make, typename Platform::RunDispatch{});
+    return Platform::Submit(context, session, position, "dispatch", make,
+                            typename Platform::RunDispatch{});
   }
 
   static Outcome LlDispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                            int64_t layout, int64_t pad, Arg x, Arg weights, Arg topk_idx, Ret r0,
-                            Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8,
-                            Ret recv_x, Ret recv_weights) {
+                            int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
+                            Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6,
+                            Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch (ll)");
@@ -73,13 +74,13 @@ struct Operations {
               {.x = &x, .weights = &weights, .recv_x = &recv_x, .recv_weights = &recv_weights}));
       return params;
     };
-    return Platform::Submit(context, session, "dispatch (ll)", make,
+    return Platform::Submit(context, session, position, "dispatch (ll)", make,
                             typename Platform::RunLlDispatch{});
   }
 
   static Outcome Combine(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                         int64_t layout, Arg y, Arg row_weights, Arg ride, Arg send_slot,
-                         Arg recv_src, Ret out, Ret ride_out) {
+                         int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
+                         Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine");
@@ -92,12 +93,13 @@ struct Operations {
                           .out = &out,
                           .ride_out = &ride_out});
     };
-    return Platform::Submit(context, session, "combine", make, typename Platform::RunCombine{});
+    return Platform::Submit(context, session, position, "combine", make,
+                            typename Platform::RunCombine{});
   }
 
   static Outcome DispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                               int64_t layout, Arg x, Arg weights, Arg send_slot, Arg recv_src,
-                               Arg recv_topk_idx, Ret epoch) {
+                               int64_t layout, Arg position, Arg x, Arg weights, Arg send_slot,
+                               Arg recv_src, Arg recv_topk_idx, Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_start");
@@ -110,13 +112,13 @@ struct Operations {
                            .recv_src = &recv_src,
                            .recv_topk_idx = &recv_topk_idx});
     };
-    return Platform::Submit(context, session, "dispatch_start", make,
+    return Platform::Submit(context, session, position, "dispatch_start", make,
                             typename Platform::StartDispatch{Out<int32_t>(epoch).data()});
   }
 
   static Outcome DispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                              int64_t layout, int64_t pad, int64_t /*has_weights*/, Arg epoch,
-                              Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret recv_x,
+                              int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
+                              Arg epoch, Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret recv_x,
                               Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
@@ -129,12 +131,13 @@ struct Operations {
                            .recv_x = &recv_x,
                            .recv_weights = &recv_weights});
     };
-    return Platform::Submit(context, session, "dispatch_done", make,
+    return Platform::Submit(context, session, position, "dispatch_done", make,
                             typename Platform::FinishDispatch{In<int32_t>(epoch).data()});
   }
 
   static Outcome LlDispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                                 int64_t layout, Arg x, Arg weights, Arg topk_idx, Ret epoch) {
+                                 int64_t layout, Arg position, Arg x, Arg weights, Arg topk_idx,
+                                 Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_start (ll)");
@@ -154,14 +157,14 @@ struct Operations {
                                            /*pad=*/0, {.x = &x, .weights = &weights}));
       return params;
     };
-    return Platform::Submit(context, session, "dispatch_start (ll)", make,
+    return Platform::Submit(context, session, position, "dispatch_start (ll)", make,
                             typename Platform::StartLlDispatch{Out<int32_t>(epoch).data()});
   }
 
   static Outcome LlDispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                                int64_t layout, int64_t pad, int64_t /*has_weights*/, Arg epoch,
-                                Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5,
-                                Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
+                                int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
+                                Arg epoch, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4,
+                                Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_done (ll)");
@@ -175,13 +178,13 @@ struct Operations {
                        {.recv_x = &recv_x, .recv_weights = &recv_weights}));
       return params;
     };
-    return Platform::Submit(context, session, "dispatch_done (ll)", make,
+    return Platform::Submit(context, session, position, "dispatch_done (ll)", make,
                             typename Platform::FinishLlDispatch{In<int32_t>(epoch).data()});
   }
 
   static Outcome CombineStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                              int64_t layout, Arg y, Arg row_weights, Arg ride, Arg send_slot,
-                              Arg recv_src, Ret epoch) {
+                              int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
+                              Arg send_slot, Arg recv_src, Ret epoch) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_start");
@@ -193,13 +196,13 @@ struct Operations {
                           .send_slot = &send_slot,
                           .recv_src = &recv_src});
     };
-    return Platform::Submit(context, session, "combine_start", make,
+    return Platform::Submit(context, session, position, "combine_start", make,
                             typename Platform::StartCombine{Out<int32_t>(epoch).data()});
   }
 
   static Outcome CombineDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
-                             int64_t layout, int64_t /*has_ride*/, Arg epoch, Arg send_slot,
-                             Arg recv_src, Ret out, Ret ride_out) {
+                             int64_t layout, Arg position, int64_t /*has_ride*/, Arg epoch,
+                             Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
     const CallKind call = Kind(mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_done");
@@ -208,7 +211,7 @@ struct Operations {
           call, shape, check,
           {.send_slot = &send_slot, .recv_src = &recv_src, .out = &out, .ride_out = &ride_out});
     };
-    return Platform::Submit(context, session, "combine_done", make,
+    return Platform::Submit(context, session, position, "combine_done", make,
                             typename Platform::FinishCombine{In<int32_t>(epoch).data()});
   }
 

@@ -283,14 +283,19 @@ Executor* Session::FindExecutor(int64_t device_ordinal) {
   return nullptr;
 }
 
-bool Session::IsTeamLocal(int64_t device_ordinal) const {
-  for (const auto& member : members_) {
-    if (member->id.device_ordinal != device_ordinal) continue;
-    const auto& processes = options_.team_processes[member->id.team];
-    return std::all_of(processes.begin(), processes.end(),
-                       [&](uint32_t process) { return process == options_.process_index; });
+const LocalRank* Session::FindLocalRank(int64_t device_ordinal) const {
+  for (const LocalRank& local : options_.local_ranks) {
+    if (local.device_ordinal == device_ordinal) return &local;
   }
-  return false;
+  return nullptr;
+}
+
+bool Session::IsTeamLocal(int64_t device_ordinal) const {
+  const LocalRank* const local = FindLocalRank(device_ordinal);
+  if (local == nullptr) return false;
+  const auto& processes = options_.team_processes[local->team];
+  return std::all_of(processes.begin(), processes.end(),
+                     [&](uint32_t process) { return process == options_.process_index; });
 }
 
 bool Session::IsBalanced() const {

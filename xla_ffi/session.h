@@ -58,6 +58,8 @@ class Session {
   // Whether the ranks of each team in this process have been given the same number of calls: else
   // some device has still to reach a call that another one is in.
   bool IsBalanced() const;
+  // The rank on `device_ordinal`, or null. At any time.
+  const LocalRank* FindLocalRank(int64_t device_ordinal) const;
   // True if every rank of that device's team lives in this process (see CallSite).
   bool IsTeamLocal(int64_t device_ordinal) const;
 

@@ -20,9 +20,13 @@ struct CallSite {
   uint64_t unique = 0;  // never repeats in this process
   // Equal on all processes: the key of the module, and this call's position in it.
   uint64_t shared = 0;
+
+  // False if the module was lowered unseen: then `shared` means nothing.
+  bool has_key() const { return shared >> 32 != 0; }
 };
 
-// Keys have zeros in their lower half. Thread rule: any thread. The process has one.
+// Keys have zeros in their lower half, not in the upper one. Thread rule: any thread. The process
+// has one.
 class SiteNumbering {
  public:
   static SiteNumbering& Instance() {

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import Case, group_of, inputs_of, mesh_of, per_rank, put, run
+from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -270,6 +272,41 @@ def test_the_same_devices_in_another_order_are_refused(native: str, order: str) 
         ValueError, match=r"are the devices \[\[.*expected \[\[0, 1.*create a group"
     ):
         jax.jit(step).lower(ids)
+
+
+@pytest.mark.parametrize("kind", ["abstract", "exported"])
+def test_programs_without_devices_are_right_or_refused_on_another_order(
+    native: str, kind: str
+) -> None:
+    """Lowering sees no order of devices, so that the program carries its own to the handler."""
+    if jax.default_backend() != "cpu":
+        pytest.skip("on GPUs the handler cannot read a position: docs/gpu.md says so")
+    devices = np.array(jax.devices()[:3])  # reversed, the second keeps its rank
+    config = jax_ep.Config(
+        num_experts=3, top_k=1, hidden=4, max_tokens=2, dtype=jnp.float32, timeout_s=60
+    )
+    x, ids = np.arange(24, dtype=np.float32).reshape(6, 4), np.array([[0], [1], [2], [2], [0], [1]])
+
+    def arguments(order: Any) -> tuple[jax.Array, ...]:
+        sharding = NamedSharding(jax.sharding.Mesh(order, ("ep",)), P("ep"))
+        return jax.device_put((x, ids.astype(np.int32)), sharding)
+
+    with jax_ep.create_group(jax.sharding.Mesh(devices, ("ep",)), "ep", config, native) as group:
+        scale = jnp.array([1.0, 2.0, 3.0])  # of each expert
+
+        def layer(x: jax.Array, ids: jax.Array) -> jax.Array:
+            recv = jax_ep.dispatch(group, x, ids)
+            return jax_ep.combine(group, recv.x * scale[lax.axis_index("ep")], recv.plan)
+
+        mesh = group.mesh.abstract_mesh if kind == "abstract" else group.mesh
+        step = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+        if kind == "exported":
+            checks = jax_ep.export_checks()
+            exported = jax.export.export(step, disabled_checks=checks)(*arguments(devices))
+            step = jax.jit(exported.call)
+        np.testing.assert_array_equal(step(*arguments(devices)), x * (1 + ids))
+        with pytest.raises(Exception, match=r"device \d is rank \d, expected rank \d as in the"):
+            jax.block_until_ready(step(*arguments(devices[::-1])))
 
 
 def test_teams_may_change_places_but_not_their_ranks(native: str) -> None:

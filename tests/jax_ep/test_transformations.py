@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -453,6 +454,19 @@ def test_lowering_needs_no_hardware(platform: str) -> None:
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     assert ("jax_ep_dispatch" in text) == (platform != "tpu")
     assert ("all_gather" in text) == (platform == "tpu")
+
+
+def test_every_call_carries_the_key_of_its_module(native: str) -> None:
+    """JAX says when a module is complete (_jax_compat): if it stops, this fails first."""
+    group = group_of(CASE, native)
+    inputs = inputs_of(CASE)
+    args = put(group, (inputs.x, inputs.ids, inputs.weights))
+    texts = [
+        per_rank(group, lambda *a, f=f: layer(group, *a) * f).lower(*args).as_text() for f in (1, 2)
+    ]
+    keys = [set(re.findall(r"module = (-?\d+) : i64", text)) for text in texts]
+    assert [len(found) for found in keys] == [1, 1] and "0" not in keys[0] | keys[1]
+    assert keys[0] != keys[1]
 
 
 def test_native_lowers_for_no_other_platform() -> None:

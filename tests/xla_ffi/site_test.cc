@@ -44,6 +44,12 @@ TEST(SiteNumbering, programs_within_one_module_have_names_of_their_own) {
   EXPECT_EQ(sites.Next(kEval).shared, kEval);
 }
 
+TEST(SiteNumbering, a_module_without_a_key_says_so) {
+  SiteNumbering sites;
+  EXPECT_TRUE(sites.Next(kStep).has_key());
+  for (int i = 0; i < 2; ++i) EXPECT_FALSE(sites.Next(0).has_key());
+}
+
 TEST(SiteNumbering, unique_numbers_never_repeat) {
   SiteNumbering sites;
   const uint64_t first = sites.Next(kStep).unique;

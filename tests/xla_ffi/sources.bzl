@@ -2,6 +2,7 @@
 
 # One executable each.
 TESTS = [
+    "epoch_test.cc",
     "executor_test.cc",
     "session_options_test.cc",
     "session_test.cc",
