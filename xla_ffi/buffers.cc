@@ -89,6 +89,7 @@ Result<PlanParams> MakePlan(const CallKind& call, const GroupShape& shape, Check
   if (!check.status().ok()) return check.status();
   return PlanParams{.mode = call.mode,
                     .layout = call.layout,
+                    .program = call.program,
                     .num_tokens = num_tokens,
                     .recv_rows = rows,
                     .topk_idx = In<int32_t>(topk_idx),
@@ -114,6 +115,7 @@ Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shap
   const int64_t num_weights = rank_major ? num_ranks * num_pairs : rows;
   DispatchParams params{.mode = call.mode,
                         .layout = call.layout,
+                        .program = call.program,
                         .zero_padding = pad == 0,
                         .num_tokens = num_tokens,
                         .recv_rows = rows};
@@ -170,8 +172,11 @@ Result<CombineParams> MakeCombine(const CallKind& call, const GroupShape& shape,
   const int64_t num_tokens = TokensOf(*b.send_slot, shape);
   const int64_t num_pairs = num_tokens * shape.top_k;
   const auto rows = static_cast<int64_t>(b.recv_src->element_count());
-  CombineParams params{
-      .mode = call.mode, .layout = call.layout, .num_tokens = num_tokens, .recv_rows = rows};
+  CombineParams params{.mode = call.mode,
+                       .layout = call.layout,
+                       .program = call.program,
+                       .num_tokens = num_tokens,
+                       .recv_rows = rows};
   CheckTokens(check, shape, call.mode, num_tokens);
   check.Require("send_slot", *b.send_slot, kI32, num_pairs);
   check.Require("recv_src", *b.recv_src, kI32, ExpectedRows(shape, call.layout, num_tokens, rows));

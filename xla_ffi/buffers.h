@@ -62,6 +62,7 @@ class Checker {
 struct CallKind {
   Mode mode;
   Layout layout;
+  uint32_t program;  // PlanParams.program
 };
 
 // T from a [T, K] array.

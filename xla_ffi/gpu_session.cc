@@ -465,9 +465,12 @@ std::string GpuSession::Describe(const Member& member) const {
              ": another call of the group was running on this device; calls of one group must not "
              "run at the same time (concurrent command buffers, compute_on streams)";
     case gpu::FailureKind::kWrongOrder:
-      return text + ": " + peer + " is in another operation (value " +
+      return text + ": " + peer +
+             " is in another operation, or in a call of another program (value " +
              std::to_string(status.actual) + ", expected " + std::to_string(status.expected) +
-             "); all ranks must run the same program";
+             "); all ranks must run the same programs in the same order, which several threads "
+             "that "
+             "use one group do not promise";
     case gpu::FailureKind::kTooManyOpen:
       return text + ": more than max_in_flight starts before a done";
     case gpu::FailureKind::kStaleEpoch:

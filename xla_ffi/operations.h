@@ -23,10 +23,10 @@ struct Operations {
   using Context = typename Platform::Context;
   using Outcome = typename Platform::Outcome;
 
-  static Outcome Plan(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome Plan(Context context, int64_t session, int64_t module, int64_t mode,
                       int64_t layout, Arg position, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3,
                       Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
       return MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8});
@@ -34,11 +34,11 @@ struct Operations {
     return Platform::Submit(context, session, position, "plan", make, typename Platform::RunPlan{});
   }
 
-  static Outcome Dispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome Dispatch(Context context, int64_t session, int64_t module, int64_t mode,
                           int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
                           Arg send_slot, Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights,
                           Ret recv_x, Ret recv_weights, Ret recv_dots) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch");
       return MakeDispatch(call, shape, check, TokensOf(send_slot, shape), RowsOf(recv_src), pad,
@@ -57,11 +57,11 @@ struct Operations {
                             typename Platform::RunDispatch{});
   }
 
-  static Outcome LlDispatch(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome LlDispatch(Context context, int64_t session, int64_t module, int64_t mode,
                             int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
                             Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6,
                             Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch (ll)");
       LlDispatchParams params;
@@ -78,10 +78,10 @@ struct Operations {
                             typename Platform::RunLlDispatch{});
   }
 
-  static Outcome Combine(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome Combine(Context context, int64_t session, int64_t module, int64_t mode,
                          int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
                          Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine");
       return MakeCombine(call, shape, check,
@@ -97,10 +97,10 @@ struct Operations {
                             typename Platform::RunCombine{});
   }
 
-  static Outcome DispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome DispatchStart(Context context, int64_t session, int64_t module, int64_t mode,
                                int64_t layout, Arg position, Arg x, Arg weights, Arg send_slot,
                                Arg recv_src, Arg recv_topk_idx, Ret epoch) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_start");
       check.Require("epoch", epoch, kI32, 1);
@@ -116,11 +116,11 @@ struct Operations {
                             typename Platform::StartDispatch{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome DispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome DispatchDone(Context context, int64_t session, int64_t module, int64_t mode,
                               int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
                               Arg epoch, Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret recv_x,
                               Ret recv_weights) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_done");
       check.Require("epoch", epoch, kI32, 1);
@@ -135,10 +135,10 @@ struct Operations {
                             typename Platform::FinishDispatch{In<int32_t>(epoch).data()});
   }
 
-  static Outcome LlDispatchStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome LlDispatchStart(Context context, int64_t session, int64_t module, int64_t mode,
                                  int64_t layout, Arg position, Arg x, Arg weights, Arg topk_idx,
                                  Ret epoch) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_start (ll)");
       check.Require("epoch", epoch, kI32, 1);
@@ -147,6 +147,7 @@ struct Operations {
       LlDispatchParams params;
       params.plan = {.mode = call.mode,
                      .layout = call.layout,
+                     .program = call.program,
                      .num_tokens = num_tokens,
                      .recv_rows = 0,
                      .topk_idx = In<int32_t>(topk_idx),
@@ -161,11 +162,11 @@ struct Operations {
                             typename Platform::StartLlDispatch{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome LlDispatchDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome LlDispatchDone(Context context, int64_t session, int64_t module, int64_t mode,
                                 int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
                                 Arg epoch, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4,
                                 Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_done (ll)");
       check.Require("epoch", epoch, kI32, 1);
@@ -182,10 +183,10 @@ struct Operations {
                             typename Platform::FinishLlDispatch{In<int32_t>(epoch).data()});
   }
 
-  static Outcome CombineStart(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome CombineStart(Context context, int64_t session, int64_t module, int64_t mode,
                               int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
                               Arg send_slot, Arg recv_src, Ret epoch) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_start");
       check.Require("epoch", epoch, kI32, 1);
@@ -200,10 +201,10 @@ struct Operations {
                             typename Platform::StartCombine{Out<int32_t>(epoch).data()});
   }
 
-  static Outcome CombineDone(Context context, int64_t session, int64_t /*module*/, int64_t mode,
+  static Outcome CombineDone(Context context, int64_t session, int64_t module, int64_t mode,
                              int64_t layout, Arg position, int64_t /*has_ride*/, Arg epoch,
                              Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
-    const CallKind call = Kind(mode, layout);
+    const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_done");
       check.Require("epoch", epoch, kI32, 1);
@@ -216,8 +217,11 @@ struct Operations {
   }
 
  private:
-  static CallKind Kind(int64_t mode, int64_t layout) {
-    return {static_cast<Mode>(mode), static_cast<Layout>(layout)};
+  // The upper half of a module's key is a hash of the lowered program (site.h).
+  static CallKind Kind(int64_t module, int64_t mode, int64_t layout) {
+    constexpr uint32_t kHashShift = 32;
+    return {static_cast<Mode>(mode), static_cast<Layout>(layout),
+            static_cast<uint32_t>(static_cast<uint64_t>(module) >> kHashShift)};
   }
   static int64_t RowsOf(const Arg& recv_src) {
     return static_cast<int64_t>(recv_src.element_count());

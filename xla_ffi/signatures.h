@@ -20,7 +20,7 @@ auto Leading() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
       .template Attr<int64_t>("session")
-      .template Attr<int64_t>("module")  // site.h: read when the call is instantiated
+      .template Attr<int64_t>("module")  // site.h; on GPUs PlanParams.program
       .template Attr<int64_t>("mode")    // kernels/layout.h Mode
       .template Attr<int64_t>("layout")  // kernels/layout.h Layout
       // position i32[1]: where the program holds this device to stand in the group's mesh, as

@@ -314,11 +314,15 @@ const char* RunPushCombine(RankHandle& rank, const CombineParams& call, Part par
                            static_cast<cudaStream_t>(stream));
 }
 
-// Runs a launcher under the rank's lock. If it could launch only some kernels of the operation, the
-// rank fails: nobody will end what they have begun.
-template <typename Launch>
-const char* Locked(RankHandle* rank, Operation operation, Stream stream, Launch&& launch) {
+// Runs the launcher of a call under the rank's lock: its kernels carry the call's fingerprint. If
+// it could launch only some kernels of the operation, the rank fails: nobody will end what they
+// have begun.
+template <typename Params, typename Launch>
+const char* Locked(RankHandle* rank, Operation operation, const Params& params, Stream stream,
+                   Launch&& launch) {
   const std::lock_guard lock(rank->launching);
+  rank->device.program = FingerprintOf(operation, params.program, params.mode, params.layout,
+                                       params.num_tokens, params.recv_rows);
   num_launched = 0;
   const char* error = launch();
   if (error == nullptr || num_launched == 0) return error;
@@ -330,17 +334,17 @@ const char* Locked(RankHandle* rank, Operation operation, Stream stream, Launch&
 }
 
 const char* Plan(RankHandle* rank, const PlanParams* params, Stream stream) {
-  return Locked(rank, Operation::kPlan, stream,
+  return Locked(rank, Operation::kPlan, *params, stream,
                 [&] { return LaunchPlan(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
 const char* Dispatch(RankHandle* rank, const DispatchParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatch, stream, [&] {
+    return Locked(rank, Operation::kLlDispatch, *params, stream, [&] {
       return RunLlDispatch(*rank, nullptr, *params, Part::kWhole, nullptr, nullptr, stream);
     });
   }
-  return Locked(rank, Operation::kDispatch, stream, [&] {
+  return Locked(rank, Operation::kDispatch, *params, stream, [&] {
     return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
   });
 }
@@ -348,14 +352,14 @@ const char* Dispatch(RankHandle* rank, const DispatchParams* params, Stream stre
 const char* DispatchStart(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
                           Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatchStart, stream, [&] {
+    return Locked(rank, Operation::kLlDispatchStart, *params, stream, [&] {
       return RunLlDispatch(*rank, nullptr, *params, Part::kStart, nullptr, epoch, stream);
     });
   }
   if (std::string wrong = CheckStart(rank->device.shape, *params); !wrong.empty()) {
     return KeepText("dispatch_start: " + std::move(wrong));
   }
-  return Locked(rank, Operation::kDispatchStart, stream, [&] {
+  return Locked(rank, Operation::kDispatchStart, *params, stream, [&] {
     return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
   });
 }
@@ -363,17 +367,17 @@ const char* DispatchStart(RankHandle* rank, const DispatchParams* params, int32_
 const char* DispatchDone(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
                          Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatchDone, stream, [&] {
+    return Locked(rank, Operation::kLlDispatchDone, *params, stream, [&] {
       return RunLlDispatch(*rank, nullptr, *params, Part::kDone, epoch, nullptr, stream);
     });
   }
-  return Locked(rank, Operation::kDispatchDone, stream, [&] {
+  return Locked(rank, Operation::kDispatchDone, *params, stream, [&] {
     return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
   });
 }
 
 const char* LlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream stream) {
-  return Locked(rank, Operation::kLlDispatch, stream, [&] {
+  return Locked(rank, Operation::kLlDispatch, params->plan, stream, [&] {
     return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kWhole, nullptr, nullptr,
                          stream);
   });
@@ -381,7 +385,7 @@ const char* LlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream 
 
 const char* LlDispatchStart(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
                             Stream stream) {
-  return Locked(rank, Operation::kLlDispatchStart, stream, [&] {
+  return Locked(rank, Operation::kLlDispatchStart, params->plan, stream, [&] {
     return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kStart, nullptr, epoch,
                          stream);
   });
@@ -389,7 +393,7 @@ const char* LlDispatchStart(RankHandle* rank, const LlDispatchParams* params, in
 
 const char* LlDispatchDone(RankHandle* rank, const LlDispatchParams* params, const int32_t* epoch,
                            Stream stream) {
-  return Locked(rank, Operation::kLlDispatchDone, stream, [&] {
+  return Locked(rank, Operation::kLlDispatchDone, params->plan, stream, [&] {
     return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kDone, epoch, nullptr,
                          stream);
   });
@@ -397,11 +401,11 @@ const char* LlDispatchDone(RankHandle* rank, const LlDispatchParams* params, con
 
 const char* Combine(RankHandle* rank, const CombineParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlCombine, stream, [&] {
+    return Locked(rank, Operation::kLlCombine, *params, stream, [&] {
       return RunPushCombine(*rank, *params, Part::kWhole, nullptr, nullptr, stream);
     });
   }
-  return Locked(rank, Operation::kCombine, stream,
+  return Locked(rank, Operation::kCombine, *params, stream,
                 [&] { return LaunchCombine(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
@@ -409,7 +413,7 @@ const char* CombineStart(RankHandle* rank, const CombineParams* params, int32_t*
                          Stream stream) {
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
-  return Locked(rank, operation, stream, [&] {
+  return Locked(rank, operation, *params, stream, [&] {
     return RunPushCombine(*rank, *params, Part::kStart, nullptr, epoch, stream);
   });
 }
@@ -418,7 +422,7 @@ const char* CombineDone(RankHandle* rank, const CombineParams* params, const int
                         Stream stream) {
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
-  return Locked(rank, operation, stream, [&] {
+  return Locked(rank, operation, *params, stream, [&] {
     return RunPushCombine(*rank, *params, Part::kDone, epoch, nullptr, stream);
   });
 }

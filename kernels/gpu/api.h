@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 3;
+inline constexpr uint32_t kAbiVersion = 4;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -50,7 +50,7 @@ enum class FailureKind : uint32_t {
   kPeerFailed = 2,    // `peer` said that it gave up
   kAborted = 3,       // RankStatus.abort
   kBusy = 4,          // a second call of the group ran at the same time on this device
-  kWrongOrder = 5,    // `peer` is in another operation: programs differ between ranks
+  kWrongOrder = 5,    // `peer` is in another operation, or in a call of another program
   kTooManyOpen = 6,   // more than max_in_flight starts before a done
   kStaleEpoch = 7,    // a done's slot set holds another start by now
   kInvalidId = 8,     // debug: an expert id was out of range

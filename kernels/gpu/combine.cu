@@ -68,7 +68,7 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
                          TeamTasks& tasks) {
   const uint32_t warp = WarpId() % kTeamWarps;
   const DeviceRank& device = params.device;
-  const uint64_t value = FlagValue(sequence, Operation::kCombine);
+  const uint64_t value = FlagValue(sequence, Operation::kCombine, device.program);
   const RowIndex index(device, sequence, params.num_tokens);
   uint32_t dealt = 0;
   for (uint32_t num_done = 0;;) {
@@ -100,7 +100,7 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
 // of those that the others are through with.
 __device__ void DealTasks(const CombineKernelParams& params, uint64_t sequence, TeamTasks& tasks) {
   const DeviceRank& device = params.device;
-  const uint64_t value = FlagValue(sequence, Operation::kCombine);
+  const uint64_t value = FlagValue(sequence, Operation::kCombine, device.program);
   uint32_t num_dealt = 0;
   for (uint32_t num_sent = 0;; ++num_sent) {
     for (; num_dealt < num_sent + TeamTasks::kAhead; ++num_dealt) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint64_t sequence = SequenceOf(device);
   if (threadIdx.x < kTeams) tasks[threadIdx.x] = {};
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine), &word)) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
     if (WarpId() < kSumWarps) {
       RunTasks<Sums<Elem, Partial, kIsVectorised, kLevels>>(params, sequence, local[WarpId()],
                                                             tasks[WarpId() / kTeamWarps]);

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   // By their own order: nothing says which blocks of a grid run first.
   if (threadIdx.x == kWarpSize) order = atomicAdd(&ControlOf(device)->blocks_started, 1u);
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine), &word)) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
     if (warp < params.summers) {
       Summer<Elem, Partial, kLaneElems, kDepth>(params, team, warp).Run();
     } else if (warp == params.summers) {

@@ -149,7 +149,7 @@ class Scout {
   // Sums wait for the peers' partials; what is known of their pairs comes meanwhile.
   __device__ bool Wait(const Work& work) const {
     if (work.kind != Kind::kSums) return true;
-    return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine),
+    return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine, device_.program),
                      [&](uint32_t peer) { return ChunkFlag(device_, peer, work.chunk); });
   }
 

@@ -219,7 +219,7 @@ class Summer {
 // summed by then: of what the summers stored, and the scout's rides, as their arrivals came before.
 __device__ inline void SendFlags(const CombineKernelParams& params, uint64_t sequence,
                                  TeamState& team) {
-  const uint64_t value = FlagValue(sequence, Operation::kCombine);
+  const uint64_t value = FlagValue(sequence, Operation::kCombine, params.device.program);
   RingPosition at;
   for (bool is_over = false; !is_over;) {
     RingPosition end = at;

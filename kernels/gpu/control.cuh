@@ -2,7 +2,9 @@
 // tells its peers and the host, and stays failed.
 //
 // Operations of a rank run one after the other on its stream and are numbered alike on all ranks.
-// A flag carries the number and the kind of the operation that wrote it.
+// A flag carries the number of the operation that wrote it, its kind, and a fingerprint of the
+// program that it is a call of (FlagValue): a peer in the same operation of another program has a
+// flag that is neither older nor newer nor equal, and the wait ends with kWrongOrder.
 #pragma once
 
 #include <cstdint>
@@ -91,6 +93,8 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
         break;
     }
     if (spins % kSpinsPerCheck != 0) continue;
+    // Before all that follows: a closed group's kernels (heap_layout.h) must see that they have
+    // failed and touch neither the host's status word, which is freed by then, nor a peer.
     if (HasFailed(rank)) return false;
     // Any peer: one that gave up may have sent the flag that is waited for.
     if (const uint32_t failed = LoadRelaxedSys(peer_failed); failed != 0) {
@@ -117,9 +121,8 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
 __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
                                 Operation operation, uint64_t wanted) {
   return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
-    if (seen >> kOperationBits < wanted >> kOperationBits) return Seen::kTooEarly;
-    return seen >> kOperationBits > wanted >> kOperationBits || seen == wanted ? Seen::kThere
-                                                                               : Seen::kWrong;
+    if (seen >> kCallBits < wanted >> kCallBits) return Seen::kTooEarly;
+    return seen >> kCallBits > wanted >> kCallBits || seen == wanted ? Seen::kThere : Seen::kWrong;
   });
 }
 
@@ -129,7 +132,7 @@ __device__ inline bool WaitExactFlag(const DeviceRank& rank, const uint64_t* fla
                                      Operation operation, uint64_t wanted) {
   return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
     if (seen == wanted) return Seen::kThere;
-    return seen >> kOperationBits < wanted >> kOperationBits ? Seen::kTooEarly : Seen::kWrong;
+    return seen >> kCallBits < wanted >> kCallBits ? Seen::kTooEarly : Seen::kWrong;
   });
 }
 

@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch), &word) &&
+                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
       CheckRecords(params, &word)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() >= num_warps) {

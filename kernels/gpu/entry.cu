@@ -24,7 +24,8 @@ struct EntryKernelParams {
 __device__ DispatchRecord StagedRecord(const DeviceRank& device, int32_t epoch) {
   const CallSlot slot = FindOpenSet(device, SetKind::kDispatch, Operation::kDispatchDone, epoch);
   const uint64_t stage = device.layout.dispatch_stage.At(slot.set);
-  return {stage << 1, (stage + device.layout.dispatch_stage_weights) << 1};
+  return {stage << 1, (stage + device.layout.dispatch_stage_weights) << 1,
+          StartFlag(slot, Operation::kDispatchStart)};
 }
 
 __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
@@ -36,7 +37,7 @@ __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   }
   SyncBlock();
   if (HasFailed(device)) return;
-  const uint64_t value = FlagValue(sequence, params.call.operation);
+  const uint64_t value = FlagValue(sequence, params.call.operation, device.program);
   for (uint32_t peer = device.node_begin + threadIdx.x; peer < MatesEnd(device); peer += kThreads) {
     if (params.has_record) {
       HeapAt<DispatchRecord>(device, peer, device.layout.records)[device.rank] = record;

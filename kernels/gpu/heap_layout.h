@@ -51,7 +51,8 @@ inline constexpr uint64_t kNumSetKinds = 4;
 struct SlotSet {
   uint64_t started;  // that used it last
   uint64_t done;     // that read it last
-  uint64_t is_open;  // 1: begun, not yet done
+  uint32_t is_open;  // 1: begun, not yet done
+  uint32_t program;  // fingerprint of the call that used it last
 };
 struct SetState {
   uint64_t last_done;  // newest operation that read a set of the kind
@@ -80,7 +81,7 @@ struct PushHeader {
     kRecvRows,  // 0 if a start says it, which does not know
     kLayout,
     kHasIds,  // 1: a plan is made from the ids that follow
-    kOperation,
+    kCall,    // CallWord
     kNumWords
   };
   int32_t words[kNumWords];
@@ -90,6 +91,7 @@ struct PushHeader {
 struct DispatchRecord {
   uint64_t x;
   uint64_t weights;
+  uint64_t started;  // of a dispatch_done: StartFlag of its start, equal on all ranks; else 0
 };
 
 // First 16 bytes of a source's counts; counts [E] follow. All but the first must agree.
@@ -97,7 +99,8 @@ struct PlanHeader {
   int32_t num_locally_dropped;
   int32_t num_tokens;
   int32_t recv_rows;
-  int32_t layout;
+  uint16_t layout;
+  uint16_t program;  // FingerprintOf; flags of other nodes do not have it
 };
 
 // Pairs of one source for one local expert.

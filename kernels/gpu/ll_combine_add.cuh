@@ -170,7 +170,7 @@ class LlCombineAdder {
     if (holder != kNobody && holder != in_room_) holders |= uint64_t{1} << holder;
     return WarpOr(holders);
   }
-  __device__ uint64_t Value() const { return FlagValue(slot_.started, call_.start_operation); }
+  __device__ uint64_t Value() const { return StartFlag(slot_, call_.start_operation); }
   // One warp: until all peers are in this operation.
   __device__ bool WaitBegun() const {
     return WarpWaitFlags(call_.device, call_.area.meta_flags.At(slot_.set), 0,

@@ -45,7 +45,7 @@ class LlCombineSender {
     } else if (blockIdx.x == 0 && warp == params_.num_send_warps + kFlagPublishers) {
       const DeviceRank& device = call_.device;
       WarpSignalMates(device, call_.area.meta_flags.At(slot_.set),
-                      FlagValue(slot_.started, call_.operation));
+                      StartFlag(slot_, call_.operation));
     }
   }
 
@@ -131,7 +131,7 @@ class LlCombineSender {
       StoreRelaxedSys(
           HeapAt<uint64_t>(device, unit.owner,
                            PieceFlag(call_.area, slot_.set, device.rank, unit.token, unit.piece)),
-          FlagValue(slot_.started, call_.operation));
+          StartFlag(slot_, call_.operation));
     }
   }
 

@@ -227,15 +227,16 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
 
   if (has_network && is_start) {
-    const SendRecordsParams records{.device = rank.device,
-                                    .operation = params.operation,
-                                    .is_routed = params.is_routed,
-                                    .num_tokens = planner.num_tokens,
-                                    .header = HeaderOf(params, params.operation),
-                                    .row_bytes = row_bytes,
-                                    .x = params.has_rows ? params.x : nullptr,
-                                    .ids = params.is_routed ? params.topk_idx : params.given_slots,
-                                    .weights = params.has_weights ? params.weights : nullptr};
+    const SendRecordsParams records{
+        .device = rank.device,
+        .operation = params.operation,
+        .is_routed = params.is_routed,
+        .num_tokens = planner.num_tokens,
+        .header = HeaderOf(params, params.operation, rank.device.program),
+        .row_bytes = row_bytes,
+        .x = params.has_rows ? params.x : nullptr,
+        .ids = params.is_routed ? params.topk_idx : params.given_slots,
+        .weights = params.has_weights ? params.weights : nullptr};
     if (const char* error = LaunchSendRecords(rank, records, stream)) return error;
   }
   if (has_network && part == Part::kDone) {

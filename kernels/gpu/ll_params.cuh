@@ -44,12 +44,12 @@ struct LlDispatchKernelParams {
 
 extern __shared__ __align__(128) int32_t shared_ints[];
 
-// What this rank says of its part `operation` of the call.
+// What this rank says of its part `operation` of the call; program: its fingerprint.
 __host__ __device__ inline PushHeader HeaderOf(const LlDispatchKernelParams& params,
-                                               Operation operation) {
+                                               Operation operation, uint32_t program) {
   return {{static_cast<int32_t>(params.plan.num_tokens), params.plan.recv_rows,
            static_cast<int32_t>(params.plan.layout), params.is_routed ? 1 : 0,
-           static_cast<int32_t>(operation)}};
+           static_cast<int32_t>(CallWord(operation, program))}};
 }
 
 // Words of a range that a warp has in hand, kCount of each lane.

@@ -100,7 +100,7 @@ __device__ inline bool WaitPieces(const LlDispatchKernelParams& params, const Ca
   for (uint32_t piece = begin + LaneId(); piece < end; piece += kWarpSize) {
     const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, source, token, piece);
     is_ok &= WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), source, params.operation,
-                           FlagValue(slot.started, params.start_operation));
+                           StartFlag(slot, params.start_operation));
   }
   return AllHaveWaited(is_ok);
 }

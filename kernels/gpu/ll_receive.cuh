@@ -9,10 +9,10 @@
 namespace jax_ep::gpu::ll {
 
 // All threads of one block: fails the rank if a peer runs another call.
-__device__ inline void CheckHeaders(const LlDispatchKernelParams& params,
+__device__ inline void CheckHeaders(const LlDispatchKernelParams& params, const CallSlot& slot,
                                     const SourceWords& words) {
   const DeviceRank& device = params.device;
-  const PushHeader expected = HeaderOf(params, params.start_operation);
+  const PushHeader expected = HeaderOf(params, params.start_operation, slot.program);
   const uint32_t count = device.shape.num_ranks * PushHeader::kNumWords;
   for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
     const uint32_t source = i / PushHeader::kNumWords;
@@ -92,7 +92,7 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
                          .warp = (WarpId() - first) * num_blocks + deal.block};
     FillUnused<Word>(params, share, is_used);
   };
-  if (deal.writes_totals) CheckHeaders(params, words);
+  if (deal.writes_totals) CheckHeaders(params, slot, words);
   if (params.is_routed) {
     __shared__ LlPlanTotals totals;
     const auto plan = [&](auto planner) {

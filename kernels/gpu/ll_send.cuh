@@ -47,8 +47,7 @@ __device__ inline void PublishPiece(const LlDispatchKernelParams& params, const 
   SyncWarp();
   for (uint32_t dest = LaneId(); dest < device.shape.num_ranks; dest += kWarpSize) {
     if ((dests >> dest & 1) == 0) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag),
-                    FlagValue(slot.started, params.operation));
+    StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag), StartFlag(slot, params.operation));
   }
 }
 

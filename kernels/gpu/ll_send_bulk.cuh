@@ -136,7 +136,7 @@ class BulkSender {
     const DeviceRank& device = params_.device;
     const uint32_t num_ranks = device.shape.num_ranks;
     const uint32_t pieces = params_.pieces.count;
-    const uint64_t value = FlagValue(slot.started, params_.operation);
+    const uint64_t value = StartFlag(slot, params_.operation);
     for (uint32_t i = LaneId(); i < num_warps_ * num_ranks * pieces; i += kWarpSize) {
       const uint32_t warp = i / (num_ranks * pieces);
       const uint32_t dest = i / pieces % num_ranks;

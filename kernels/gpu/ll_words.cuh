@@ -104,7 +104,7 @@ __device__ inline void SendWords(const LlDispatchKernelParams& params, const Cal
   const DeviceRank& device = params.device;
   const uint64_t block = device.layout.ll_dispatch.blocks.At(slot.set, device.rank);
   if (item == 0) {
-    const PushHeader header = HeaderOf(params, params.operation);
+    const PushHeader header = HeaderOf(params, params.operation, slot.program);
     uint32_t word = 0;
 #pragma unroll
     for (uint32_t i = 0; i < PushHeader::kNumWords; ++i) {

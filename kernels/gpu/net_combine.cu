@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (BlockWaitMates(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine), &word)) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
     const RowIndex index(device, sequence, params.num_tokens);
     const uint32_t num_owners = device.shape.num_ranks - 1;
     const uint64_t num_items = static_cast<uint64_t>(params.num_tokens) * num_owners;
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads)
     // Own partials for other nodes' tokens are among these: the last owner is not this rank.
   }
   if (!LastToArrive(device, &word) || HasFailed(device)) return;
-  BlockSignalMates(device, device.layout.tail_flags, FlagValue(sequence, Operation::kCombine));
+  BlockSignalMates(device, device.layout.tail_flags,
+                   FlagValue(sequence, Operation::kCombine, device.program));
 }
 
 // One warp: the mates that have a partial of a token of `owner`, by local rank.
@@ -124,8 +125,9 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t num_others = shape.num_nodes() - 1;
   const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
   const uint64_t ride_bytes = static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
-  bool is_ok = BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
-                              FlagValue(SequenceOf(device), Operation::kCombine), &word);
+  bool is_ok =
+      BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
+                     FlagValue(SequenceOf(device), Operation::kCombine, device.program), &word);
   for (uint32_t item = blockIdx.x * kWarps + WarpId(); is_ok && item < num_items;
        item += gridDim.x * kWarps) {
     const uint32_t other = item % num_others;

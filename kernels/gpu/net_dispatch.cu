@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   const NetLayout& layout = device.network->layout;
   NetState* state = NetStateOf(device);
   const uint32_t parity = NextSet(state->dispatches);
-  const uint64_t value = FlagValue(SequenceOf(device), Operation::kDispatch);
+  const uint64_t value = FlagValue(SequenceOf(device), Operation::kDispatch, device.program);
   auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t number = threadIdx.x; number < NumRemotes(device); number += kThreads) {
     const uint32_t source = RemoteRank(device, number);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const uint64_t rows = layout.rows_recv.At(
         parity, OtherNode(shape.num_nodes(), NodeOf(device), source / shape.node_size));
-    records[source] = {rows << 1, (rows + layout.rows_weights) << 1};
+    records[source] = {rows << 1, (rows + layout.rows_weights) << 1, records[device.rank].started};
     OwnHeapAt<uint64_t>(device, device.layout.entry_flags)[source] = value;
   }
   SyncBlock();

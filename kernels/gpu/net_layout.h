@@ -37,7 +37,7 @@ struct NetLayout {
   HeapArea sums_recv;  // [2][O]
   uint64_t sums_pitch = 0;
   uint64_t sums_rides = 0;
-  // LL, by slot set. A record is followed by a u64 tag, the FlagValue of its start, because a count
+  // LL, by slot set. A record is followed by a u64 tag, the StartFlag of its call, because a count
   // says how many records have come and not which.
   HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
   HeapArea ll_rows_recv;  // [depth][R]: the same

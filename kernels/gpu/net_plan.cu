@@ -48,7 +48,7 @@ __device__ inline void BlockCopyInts(int32_t* to, const int32_t* from, uint32_t 
 template <typename Copy>
 __device__ void TakeFromRemotes(const DeviceRank& device, uint64_t signal, uint64_t flags_offset,
                                 uint32_t* is_ok, Copy&& copy) {
-  const uint64_t value = FlagValue(SequenceOf(device), Operation::kPlan);
+  const uint64_t value = FlagValue(SequenceOf(device), Operation::kPlan, device.program);
   for (uint32_t number = 0; number < NumRemotes(device); ++number) {
     const uint32_t source = RemoteRank(device, number);
     if (threadIdx.x == 0) {

@@ -74,7 +74,7 @@ __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, u
   WarpCopyBytes(record, params.x + token * params.row_bytes, params.row_bytes);
   if (LaneId() == 0) {
     *reinterpret_cast<uint64_t*>(record + layout.ll_row_tag) =
-        FlagValue(slot.started, Operation::kLlDispatchStart);
+        StartFlag(slot, Operation::kLlDispatchStart);
   }
   CountSent(device, dests);
   SyncWarp();
@@ -139,7 +139,7 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
   const NetLayout& layout = device.network->layout;
   const RecordPlaces places = PlacesOf(device, params.kind);
   const bool is_dispatch = params.kind == SetKind::kLlDispatch;
-  const uint64_t value = FlagValue(slot.started, params.start_operation);
+  const uint64_t value = StartFlag(slot, params.start_operation);
   const std::byte* from =
       OwnStage(device) + places.stage.At(slot.set, RemoteIndex(shape, NodeOf(device), source));
   auto* block = OwnHeapAt<std::byte>(device, places.area.blocks.At(slot.set, source));
@@ -161,7 +161,13 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
        token += num_parts * kWarps) {
     const std::byte* record = from + places.head_bytes + token * places.pitch;
     // Relaxed: the count came after it.
-    if (*reinterpret_cast<const volatile uint64_t*>(record + places.tag) != value) continue;
+    const uint64_t tag = *reinterpret_cast<const volatile uint64_t*>(record + places.tag);
+    if (tag != value) {
+      if (LaneId() == 0 && tag >> kCallBits == value >> kCallBits) {
+        Fail(device, FailureKind::kWrongOrder, params.operation, source, value, tag);
+      }
+      continue;
+    }
     if (params.has_rows) {
       WarpCopyBytes(block + places.area.rows + token * places.area.pitch, record, places.row_bytes);
     }

@@ -44,14 +44,15 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t sequence = SequenceOf(device);
   ExpertTables tables(shared_ints, device.shape.num_experts);
   bool is_ok = BlockWaitPeers(device, device.layout.entry_flags, Operation::kPlan,
-                              FlagValue(sequence, Operation::kPlan), &word);
+                              FlagValue(sequence, Operation::kPlan, device.program), &word);
   if (is_ok) is_ok = BuildTables(params, sequence, tables);
   if (is_ok) {
     if (blockIdx.x < params.num_blocks) PlaceBlock(params, tables);
     if (blockIdx.x == gridDim.x - 1) WriteCounts(params, sequence, tables);
   }
   if (!LastToArrive(device, &word) || HasFailed(device)) return;
-  BlockSignalMates(device, device.layout.list_flags, FlagValue(sequence, Operation::kPlan));
+  BlockSignalMates(device, device.layout.list_flags,
+                   FlagValue(sequence, Operation::kPlan, device.program));
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (BlockWaitPeers(device, device.layout.list_flags, Operation::kPlan,
-                     FlagValue(sequence, Operation::kPlan), &word)) {
+                     FlagValue(sequence, Operation::kPlan, device.program), &word)) {
     params.layout == Layout::kRankMajor ? FillRankMajor(params) : FillFromLists(params);
   }
   if (!LastToArrive(device, &word)) return;

@@ -161,13 +161,15 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
            static_cast<uint64_t>(num_invalid));
     }
     const PlanHeader header = {num_dropped, static_cast<int32_t>(params.num_tokens),
-                               params.recv_rows, static_cast<int32_t>(params.layout)};
+                               params.recv_rows, static_cast<uint16_t>(params.layout),
+                               static_cast<uint16_t>(device.program)};
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
       *HeapAt<PlanHeader>(device, peer, counts_offset) = header;
     }
   }
   SyncBlock();
-  BlockSignalMates(device, device.layout.entry_flags, FlagValue(sequence, Operation::kPlan));
+  BlockSignalMates(device, device.layout.entry_flags,
+                   FlagValue(sequence, Operation::kPlan, device.program));
 }
 
 }  // namespace jax_ep::gpu::planning

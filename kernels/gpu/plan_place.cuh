@@ -83,12 +83,13 @@ __device__ inline bool BuildTables(const PlanKernelParams& params, uint64_t sequ
     const auto& header = *OwnHeapAt<PlanHeader>(device, CountsOf(device, sequence, source));
     if (header.num_tokens == static_cast<int32_t>(params.num_tokens) &&
         header.recv_rows == params.recv_rows &&
-        header.layout == static_cast<int32_t>(params.layout)) {
+        header.layout == static_cast<uint16_t>(params.layout) && header.program == device.program) {
       continue;
     }
     is_same_plan = 0;
     Fail(device, FailureKind::kWrongOrder, Operation::kPlan, source,
-         static_cast<uint64_t>(params.recv_rows), static_cast<uint64_t>(header.recv_rows));
+         FlagValue(sequence, Operation::kPlan, device.program),
+         FlagValue(sequence, Operation::kPlan, header.program));
   }
   for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
     int32_t demand = 0;

@@ -18,7 +18,8 @@ __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint
   return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
 }
 
-// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped.
+// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped,
+// or rows of another program's start.
 __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
@@ -31,6 +32,11 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
            (place >> 1) + num_bytes);
       *is_ok = 0;
     };
+    if (params.epoch != nullptr && records[peer].started != records[device.rank].started) {
+      Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, peer,
+           records[device.rank].started, records[peer].started);
+      *is_ok = 0;
+    }
     if (params.recv_x != nullptr) check(records[peer].x, params.num_tokens * params.row_bytes);
     if (params.recv_weights != nullptr) {
       check(records[peer].weights, params.num_tokens * device.shape.top_k * sizeof(float));
@@ -298,7 +304,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.row_bytes);
   }
   if (!params.slice.IsLast() || !LastToArrive(device, word)) return;
-  const uint64_t value = FlagValue(sequence, Operation::kDispatch);
+  const uint64_t value = FlagValue(sequence, Operation::kDispatch, device.program);
   if (!LeaveTogether(device, value, word)) {
     const uint64_t rows = params.recv_rows;
     const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
@@ -328,7 +334,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
   const uint32_t num_warps = blockDim.x / kWarpSize - 1;
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch), &word) &&
+                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
       CheckRecords(params, &word)) {
     if (WarpId() == num_warps) {
       FillRest(params, 0, 1, [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });

@@ -163,7 +163,7 @@ __device__ void Receive(const PushCombineParams& params, const CallSlot& slot, L
                 return source == device.rank && token % num_blocks == block;
               });
   }
-  const uint64_t value = FlagValue(slot.started, params.start_operation);
+  const uint64_t value = StartFlag(slot, params.start_operation);
   if (!BlockWaitPeers(device, params.area.meta_flags.At(slot.set), params.operation, value, word)) {
     return;
   }

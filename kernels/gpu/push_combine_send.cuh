@@ -45,7 +45,7 @@ __device__ void SendPiece(const PushCombineParams& params, const CallSlot& slot,
                     block + params.area.rows + token * params.area.pitch);
   }
   WarpPublish(device, owner, PieceFlag(params.area, slot.set, device.rank, token, piece),
-              FlagValue(slot.started, params.operation));
+              StartFlag(slot, params.operation));
 }
 
 // One warp: the whole partial, to a rank of another node.
@@ -66,8 +66,7 @@ __device__ void SendRecord(const PushCombineParams& params, const CallSlot& slot
     WritePartial<T>(params, local, count, {0, params.row_words}, record);
   }
   if (LaneId() == 0) {
-    *reinterpret_cast<uint64_t*>(record + layout.ll_sum_tag) =
-        FlagValue(slot.started, params.operation);
+    *reinterpret_cast<uint64_t*>(record + layout.ll_sum_tag) = StartFlag(slot, params.operation);
   }
   CountSent(device, uint64_t{1} << owner);
   SyncWarp();
@@ -91,7 +90,7 @@ __device__ void Send(const PushCombineParams& params, const CallSlot& slot, Loca
   const uint32_t num_owners = num_ranks - first_step;
   if (blockIdx.x == 0) {
     BlockSignalMates(device, params.area.meta_flags.At(slot.set),
-                     FlagValue(slot.started, params.operation));
+                     StartFlag(slot, params.operation));
   }
   if (num_owners == 0) return;
   const uint32_t num_items = params.num_tokens * num_owners;

@@ -19,9 +19,20 @@ namespace jax_ep::gpu {
 struct CallSlot {
   uint32_t is_ok;
   uint32_t set;
+  uint32_t program;      // fingerprint of the call that began it
   uint64_t started;      // number of the operation that began it
   uint64_t reusable_at;  // operation whose reading of the set must be over, 0: none
 };
+
+// Flag of what the call's first part, `operation`, has put into the set. A done may belong to
+// another program than its start, so the start's is kept beside the set.
+__device__ inline uint64_t StartFlag(const CallSlot& slot, Operation operation) {
+  return FlagValue(slot.started, operation, slot.program);
+}
+// Consumed flag: sets are read in turn by calls of any program.
+__device__ inline uint64_t ReadFlag(uint64_t sequence) {
+  return FlagValue(sequence, Operation{}, 0);
+}
 
 __device__ inline SetState* StateOf(const DeviceRank& rank, SetKind kind) {
   return OwnHeapAt<SetState>(rank, rank.layout.set_states) + static_cast<uint32_t>(kind);
@@ -40,9 +51,10 @@ __device__ inline int32_t EpochOf(uint64_t sequence) {
 // One thread. The set that a start or whole call takes; fails the rank if all are open.
 __device__ inline CallSlot FindFreeSet(const DeviceRank& rank, SetKind kind, Operation operation) {
   const SetState* state = StateOf(rank, kind);
-  CallSlot slot{.is_ok = 0, .set = 0, .started = SequenceOf(rank), .reusable_at = 0};
+  CallSlot slot{
+      .is_ok = 0, .set = 0, .program = rank.program, .started = SequenceOf(rank), .reusable_at = 0};
   uint64_t done[kMaxDepth];
-  uint64_t is_open[kMaxDepth];
+  uint32_t is_open[kMaxDepth];
 #pragma unroll
   for (uint32_t set = 0; set < kMaxDepth; ++set) {  // all loads at once
     done[set] = state->sets[set].done;
@@ -73,17 +85,21 @@ __device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Ope
     const SlotSet& candidate = state->sets[set];
     newest = candidate.started > newest ? candidate.started : newest;
     if (candidate.is_open == 0 || EpochOf(candidate.started) != epoch) continue;
-    return {.is_ok = 1, .set = set, .started = candidate.started, .reusable_at = 0};
+    return {.is_ok = 1,
+            .set = set,
+            .program = candidate.program,
+            .started = candidate.started,
+            .reusable_at = 0};
   }
   Fail(rank, FailureKind::kStaleEpoch, operation, rank.rank, static_cast<uint32_t>(epoch), newest);
-  return {.is_ok = 0, .set = 0, .started = 0, .reusable_at = 0};
+  return {.is_ok = 0, .set = 0, .program = 0, .started = 0, .reusable_at = 0};
 }
 
 // Threads of one block. Says to all peers that this rank has read the sets of the kind up to the
 // operation `done`.
 __device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_t done) {
   if (done == 0) return;
-  BlockSignalMates(rank, ConsumedOffset(rank, kind), FlagValue(done, Operation{}));
+  BlockSignalMates(rank, ConsumedOffset(rank, kind), ReadFlag(done));
 }
 
 // What the warps of a block do at the beginning of an operation with a set, besides the first ones,
@@ -111,7 +127,7 @@ __device__ inline void SayWhatWasRead(const DeviceRank& rank, SetKind kind, Part
        peer += kWarpSize) {
     if (peer == rank.rank) continue;
     StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
-                    FlagValue(done, Operation{}));
+                    ReadFlag(done));
   }
 }
 
@@ -122,8 +138,8 @@ __device__ inline uint64_t ReadByMates(const DeviceRank& rank, SetKind kind) {
   const uint32_t peer = rank.node_begin + LaneId();
   uint64_t read = ~uint64_t{0};
   if (LaneId() < rank.shape.node_size && peer != rank.rank) {
-    read = LoadAcquireSys(OwnHeapAt<uint64_t>(rank, ConsumedOffset(rank, kind)) + peer) >>
-           kOperationBits;
+    read =
+        LoadAcquireSys(OwnHeapAt<uint64_t>(rank, ConsumedOffset(rank, kind)) + peer) >> kCallBits;
   }
   for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
     const uint64_t other = FromLaneXor(read, mask);
@@ -162,7 +178,7 @@ __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operat
                                     const BlockCall& call, uint32_t* word) {
   if (call.slot.reusable_at <= call.read_by_mates) return true;
   return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
-                        FlagValue(call.slot.reusable_at, Operation{}), word);
+                        ReadFlag(call.slot.reusable_at), word);
 }
 
 // One thread of the last block, at the end of the operation `sequence` with a set.
@@ -172,6 +188,7 @@ __device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, Part part
   SetState* state = StateOf(rank, kind);
   SlotSet& set = state->sets[slot.set];
   set.started = slot.started;
+  set.program = slot.program;
   set.is_open = part == Part::kStart ? 1 : 0;
   if (part == Part::kStart) return;
   set.done = sequence;

@@ -20,11 +20,12 @@ __device__ __noinline__ inline uint32_t WaitTagged(const DeviceRank& rank, const
                                                    uint64_t sequence, uint32_t peer,
                                                    Operation operation) {
   uint64_t there = 0;
-  const bool is_here = SpinOn(rank, word, peer, operation, FlagValue(sequence, operation),
-                              FailureKind::kTimeout, [&](uint64_t seen) {
-                                there = seen;
-                                return IsOf(seen, sequence) ? Seen::kThere : Seen::kTooEarly;
-                              });
+  const bool is_here =
+      SpinOn(rank, word, peer, operation, FlagValue(sequence, operation, rank.program),
+             FailureKind::kTimeout, [&](uint64_t seen) {
+               there = seen;
+               return IsOf(seen, sequence) ? Seen::kThere : Seen::kTooEarly;
+             });
   return is_here ? static_cast<uint32_t>(there) : ~0u;
 }
 

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
   FenceProxyAsyncShared();  // the zeroes, before bulk stores read them
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch), &word) &&
+                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
       CheckRecords(params, &word)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() == num_warps) {

@@ -304,7 +304,10 @@ TEST_F(GpuHeld, ASourceThatGaveUpBehindItsTailFlagIsNotBelieved) {
     Enqueue(1, held_case.call);
     const uint64_t flag =
         gpu::GpuHeapLayout::Make(s_.shape).tail_flags + 1 * sizeof(uint64_t);  // of rank 1
-    const uint64_t wanted = gpu::FlagValue(2, gpu::Operation::kDispatch);      // after the plan
+    const uint64_t wanted =
+        gpu::FlagValue(2, gpu::Operation::kDispatch,  // after the plan
+                       gpu::FingerprintOf(gpu::Operation::kDispatch, /*program=*/0, s_.mode,
+                                          s_.layout, s_.num_tokens, s_.recv_rows));
     uint64_t seen = 0;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (seen != wanted && std::chrono::steady_clock::now() < deadline) {

@@ -295,7 +295,7 @@ TEST_F(GpuPushFailure, NewerFlagsOfASetAreNotTaken) {
   const auto forge = [&](const HeapArea& flags) {
     constexpr uint64_t kNewer = 9;
     const std::vector<uint64_t> words(flags.set_stride * s_.shape.depth / sizeof(uint64_t),
-                                      gpu::FlagValue(kNewer, gpu::Operation::kLlCombine));
+                                      gpu::FlagValue(kNewer, gpu::Operation::kLlCombine, 0));
     CheckCuda(cudaMemcpy(team_->heap(0) + flags.offset, words.data(),
                          words.size() * sizeof(uint64_t), cudaMemcpyHostToDevice),
               "forge");

@@ -16,28 +16,31 @@ class Calls {
   Calls(const Scenario& scenario, GpuTeam& team, uint32_t rank)
       : scenario_(scenario), team_(team), rank_(rank) {}
 
+  // The calls from now on belong to that program (PlanParams.program).
+  void UseProgram(uint32_t program) { program_ = program; }
+
   const char* error() const { return error_.empty() ? nullptr : error_.c_str(); }
 
   void Plan(DeviceArrays& to) {
-    const PlanParams params = PlanOf(scenario_, to);
+    const PlanParams params = Of(PlanOf(scenario_, to));
     Check(Api().plan(handle(), &params, stream()));
   }
   void LlDispatch(DeviceArrays& to) {
-    const LlDispatchParams params = LlDispatchOf(scenario_, to);
+    const LlDispatchParams params = LlOf(to);
     Check(Api().ll_dispatch(handle(), &params, stream()));
   }
   void Dispatch(DeviceArrays& to, int number) {
-    const DispatchParams params = DispatchOf(scenario_, to, number);
+    const DispatchParams params = Of(DispatchOf(scenario_, to, number));
     Check(Api().dispatch(handle(), &params, stream()));
   }
   void Combine(DeviceArrays& to, int number) {
-    const CombineParams params = CombineOf(scenario_, to, number);
+    const CombineParams params = Of(CombineOf(scenario_, to, number));
     Check(Api().combine(handle(), &params, stream()));
   }
 
   // Halves: a start reads `from`, a done writes `to` and gets no address of what a start reads.
   void LlDispatchStart(DeviceArrays& from, int32_t* epoch) {
-    LlDispatchParams params = LlDispatchOf(scenario_, from);
+    LlDispatchParams params = LlOf(from);
     params.dispatch.recv_x = nullptr;
     params.dispatch.recv_weights = {};
     params.plan.out = {};
@@ -45,31 +48,31 @@ class Calls {
     Check(Api().ll_dispatch_start(handle(), &params, epoch, stream()));
   }
   void LlDispatchDone(DeviceArrays& to, const int32_t* epoch) {
-    LlDispatchParams params = LlDispatchOf(scenario_, to);
+    LlDispatchParams params = LlOf(to);
     params.dispatch.x = nullptr;
     params.dispatch.weights = {};
     Check(Api().ll_dispatch_done(handle(), &params, epoch, stream()));
   }
   void DispatchStart(DeviceArrays& from, int number, int32_t* epoch) {
-    DispatchParams params = DispatchOf(scenario_, from, number);
+    DispatchParams params = Of(DispatchOf(scenario_, from, number));
     params.recv_x = nullptr;
     params.recv_weights = {};
     Check(Api().dispatch_start(handle(), &params, epoch, stream()));
   }
   void DispatchDone(DeviceArrays& to, int number, const int32_t* epoch) {
-    DispatchParams params = DispatchOf(scenario_, to, number);
+    DispatchParams params = Of(DispatchOf(scenario_, to, number));
     params.x = nullptr;
     params.weights = {};
     Check(Api().dispatch_done(handle(), &params, epoch, stream()));
   }
   void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
-    CombineParams params = CombineOf(scenario_, from, number);
+    CombineParams params = Of(CombineOf(scenario_, from, number));
     params.out = nullptr;
     params.ride_out = {};
     Check(Api().combine_start(handle(), &params, epoch, stream()));
   }
   void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
-    CombineParams params = CombineOf(scenario_, to, number);
+    CombineParams params = Of(CombineOf(scenario_, to, number));
     params.y = nullptr;
     params.ride = {};
     params.row_weights = {};
@@ -83,6 +86,16 @@ class Calls {
   }
 
  private:
+  template <typename Params>
+  Params Of(Params params) const {
+    params.program = program_;
+    return params;
+  }
+  LlDispatchParams LlOf(DeviceArrays& arrays) const {
+    LlDispatchParams params = LlDispatchOf(scenario_, arrays);
+    params.plan.program = params.dispatch.program = program_;
+    return params;
+  }
   gpu::RankHandle* handle() { return team_.handle(rank_); }
   cudaStream_t stream() { return team_.stream(rank_); }
   void Check(const char* error) {
@@ -92,6 +105,7 @@ class Calls {
   const Scenario& scenario_;
   GpuTeam& team_;
   uint32_t rank_;
+  uint32_t program_ = 0;
   std::string error_;
 };
 

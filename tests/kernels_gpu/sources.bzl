@@ -18,6 +18,7 @@ TESTS = [
     "large_gpu_test.cc",
     "launch_gpu_test.cc",
     "many_ranks_gpu_test.cc",
+    "programs_gpu_test.cc",
     "push_gpu_test.cc",
     "token_slices_test.cc",
     "wrap_gpu_test.cc",
