@@ -271,6 +271,12 @@ class Group:
         """
         self._close(program_ended=False)
 
+    def __del__(self) -> None:
+        """Says that only `close` frees: other processes may still use what this one holds."""
+        handle = getattr(self, "_handle", None)
+        if handle is not None and not handle.closed:
+            warnings.warn(f"{self!r} was dropped, not closed", ResourceWarning, source=self)
+
     def _close(self, *, program_ended: bool) -> None:
         self._closed = True
         if self._handle is not None:

@@ -185,6 +185,12 @@ def call_primitive(
     return call
 
 
+def stores_programs() -> bool:
+    """Whether JAX keeps compiled programs on disk (its persistent compilation cache)."""
+    config: Any = jax.config
+    return bool(config.jax_enable_compilation_cache and config.jax_compilation_cache_dir)
+
+
 def _is_for_export(ctx: Any) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 

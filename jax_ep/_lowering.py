@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_ep import _sharding
+from jax_ep import _jax_compat, _sharding
 
 if TYPE_CHECKING:
     from jax_ep._group import Group
@@ -27,6 +27,7 @@ def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
     """
     if not group.native:
         return False
+    _refuse_stored_programs(group)
     if mesh is None:
         return group.platform == "cpu"
     expected = _sharding.teams(group.mesh, group.axes)
@@ -38,6 +39,22 @@ def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
         f"{_ids(got)}, expected {_ids(expected)} as in the mesh of {group!r}; pass that mesh to "
         "jax.shard_map, or create a group for this one"
     )
+
+
+def _refuse_stored_programs(group: Group) -> None:
+    """On CPUs ranks of several processes meet by XLA's run ids, which one that is loaded has not.
+
+    JAX stores what process 0 has compiled, and only there: the next time process 0 loads it and the
+    others compile, and each waits for the other until timeout_s.
+    """
+    processes = {device.process_index for device in group.mesh.devices.flat}
+    if group.platform == "cpu" and len(processes) > 1 and _jax_compat.stores_programs():
+        raise ValueError(
+            f"jax_ep: got JAX's persistent compilation cache for a program of {group!r}, expected "
+            "it off on CPUs in jobs of several processes, where process 0 would load what the "
+            "others compile; set JAX_ENABLE_COMPILATION_CACHE=false, or unset "
+            "JAX_COMPILATION_CACHE_DIR"
+        )
 
 
 def module_key(text: str) -> int:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from jax_ep._group import Group, Health
 
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-_open_sessions: set[NativeSession] = set()  # a program may drop a Group that others still use
+# In the order of their creation, which is the same on all processes: at exit each waits for the
+# same group of the others. Strong, as a program may drop a Group that others still use.
+_open_sessions: dict[NativeSession, None] = {}
 _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
 _hooks_installed = False
 
@@ -36,6 +39,7 @@ class NativeSession:
         self.name = name
         self._pid = os.getpid()
         self._closed = False
+        self._close_lock = threading.RLock()  # a signal handler may close while its thread does
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
         self._timeout_s = group.config.timeout_s
         self._peer_timeout_s = group.config.peer_timeout_s
@@ -45,13 +49,18 @@ class NativeSession:
         self.local_ranks: tuple[int, ...] = tuple(
             sorted({rank for _, _, rank in layout.local_ranks})
         )
-        _open_sessions.add(self)
+        _open_sessions[self] = None
         _sessions.add(self)
 
     @property
     def heap_bytes(self) -> int:
         """Bytes of this process's ranks; 0 after close."""
         return int(self._session.heap_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds nothing any more, or is about to; in a forked child it never did."""
+        return self._closed or os.getpid() != self._pid
 
     def close(self, *, program_ended: bool = False) -> None:
         """Waits for the executions that use the group, then for the other ranks' close; frees.
@@ -63,19 +72,23 @@ class NativeSession:
         """
         if os.getpid() != self._pid:
             return
-        if not self._closed:
-            self._closed = True
-            try:
-                self._wait_for_executions()
-            except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
-                process = self._devices[0].process_index
-                self._session.abort(
-                    f"group {self.name}: process {process} was interrupted by a signal"
-                )
-                _open_sessions.discard(self)
-                raise
-        self._session.close(program_ended)  # a second thread waits here for the first
-        _open_sessions.discard(self)
+        with self._close_lock:  # who comes second must not cut off what the first waits for
+            if not self._closed:
+                self._closed = True
+                self._drain_or_abort()
+            self._session.close(program_ended)
+            _open_sessions.pop(self, None)
+
+    def _drain_or_abort(self) -> None:
+        try:
+            self._wait_for_executions()
+        except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
+            process = self._devices[0].process_index
+            self._session.abort(
+                f"group {self.name}: process {process} was interrupted by a signal"
+            )
+            _open_sessions.pop(self, None)
+            raise
 
     def _wait_for_executions(self) -> None:
         for device in self._devices:

@@ -424,12 +424,12 @@ void GpuSession::WatchStatus() {
     for (const auto& member : members_) {
       if (failure_->failed()) break;
       if (member->status->failed.load(std::memory_order_acquire) != 0 &&
-          failure_->Set(Unavailable(Describe(*member)))) {
+          failure_->Set(Unavailable(Describe(*member)), BlamedFor(*member))) {
         LogError(failure_->status().message());
       }
     }
     const auto now = std::chrono::steady_clock::now();
-    if (!left_at.has_value() && !CheckMates().ok()) left_at = now;
+    if (!left_at.has_value() && FindDeparted().has_value()) left_at = now;
     // Ends waits for a rank that has left; without such a wait nothing fails.
     const bool waits_in_vain = left_at.has_value() && now - *left_at > kDepartureGrace;
     if (!aborted && (failure_->failed() || waits_in_vain)) {
@@ -458,7 +458,7 @@ std::string GpuSession::Describe(const Member& member) const {
     case gpu::FailureKind::kPeerFailed:
       return text + ": " + peer + " gave up first; its own message says why";
     case gpu::FailureKind::kAborted:
-      if (const Status left = CheckMates(); !left.ok()) return left.message();
+      if (const auto left = FindDeparted(); left.has_value()) return left->status.message();
       return text + " was ended because the group had failed";
     case gpu::FailureKind::kBusy:
       return text +
@@ -578,16 +578,26 @@ void GpuSession::Free() {
   network_.reset();
 }
 
-Status GpuSession::CheckMates() const {
+int64_t GpuSession::BlamedFor(const Member& member) const {
+  if (static_cast<gpu::FailureKind>(member.status->kind) != gpu::FailureKind::kAborted) {
+    return FailureLatch::kNobody;  // a late rank is named, and blamed by nobody
+  }
+  const auto left = FindDeparted();
+  return left.has_value() ? static_cast<int64_t>(left->rank) : FailureLatch::kNobody;
+}
+
+std::optional<GpuSession::Departed> GpuSession::FindDeparted() const {
   for (const auto& member : members_) {
     for (const MonitorOptions::Peer& mate : member->watched) {
       // Acquire pairs with the release in Monitor::Leave.
       if (mate.control->state.load(std::memory_order_acquire) != MemberState::kClosed) continue;
-      return PeerHasLeft(options().name, mate.rank,
-                         mate.control->departure.load(std::memory_order_relaxed));
+      return Departed{
+          .rank = mate.rank,
+          .status = PeerHasLeft(options().name, mate.rank,
+                                mate.control->departure.load(std::memory_order_relaxed))};
     }
   }
-  return Status::Ok();
+  return std::nullopt;
 }
 
 gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {

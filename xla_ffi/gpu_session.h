@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -77,8 +78,13 @@ class GpuSession {
   // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
   // Under a lease.
   gpu::RankHandle* TakeHandle(int64_t device);
-  // An error once a mate has closed the group: no call can end here any more. Under a lease.
-  Status CheckMates() const;
+  // A mate that has closed the group: no call that begins here can end any more. (The done of a
+  // start may: its mates had what they needed before they left.) Under a lease.
+  struct Departed {
+    uint32_t rank;
+    Status status;  // the error of a call that needs it
+  };
+  std::optional<Departed> FindDeparted() const;
   const gpu::GpuApi& api() const { return *api_; }
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
@@ -116,6 +122,7 @@ class GpuSession {
   void Abandon();
   void WatchStatus();
   std::string Describe(const Member& member) const;
+  int64_t BlamedFor(const Member& member) const;  // of that failure: a rank, or kNobody
 
   const GpuOptions options_;
   const gpu::GpuApi* const api_;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "xla_ffi/error.h"
@@ -45,7 +46,10 @@ struct GpuPlatform {
     const std::string& name = group.options().name;
     const Lifecycle::Lease lease = group.Enter();  // until the launcher has returned
     if (!lease) return ToFfiError(GroupIsClosed(name));
-    if (Status left = group.CheckMates(); !left.ok()) group.failure().Set(std::move(left));
+    if (!std::string_view(operation).starts_with("dispatch_done") &&
+        !std::string_view(operation).starts_with("combine_done")) {
+      if (auto left = group.FindDeparted()) group.failure().Set(left->status, left->rank);
+    }
     if (group.failure().failed()) return ToFfiError(group.failure().status());
     gpu::RankHandle* rank = group.TakeHandle(context.device);
     if (rank == nullptr) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -101,6 +102,30 @@ def test_close_drains_under_another_mesh() -> None:
 
 def _num_threads() -> int:
     return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_who_closes_second_cuts_nothing_off() -> None:
+    """A signal handler and the program, say."""
+    for _ in range(3):
+        group = _group(4)
+        step, x = _compiled(group)
+        results = [step(x) for _ in range(20)]
+        closers = [threading.Thread(target=group.close) for _ in range(2)]
+        for closer in closers:
+            closer.start()
+        for closer in closers:
+            closer.join()
+        for y in results:
+            np.testing.assert_array_equal(y, 2 * np.asarray(x))
+
+
+def test_a_group_that_is_dropped_says_so() -> None:
+    group = _group(2)
+    handle = group._handle
+    with pytest.warns(ResourceWarning, match="dropped, not closed"):
+        del group
+        gc.collect()
+    handle.close()
 
 
 def test_a_closed_group_holds_nothing_and_answers() -> None:
