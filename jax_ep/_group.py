@@ -275,7 +275,8 @@ class Group:
         """Says that only `close` frees: other processes may still use what this one holds."""
         handle = getattr(self, "_handle", None)
         if handle is not None and not handle.closed:
-            warnings.warn(f"{self!r} was dropped, not closed", ResourceWarning, source=self)
+            text = f"{self!r} was dropped, not closed"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
 
     def _close(self, *, program_ended: bool) -> None:
         self._closed = True

@@ -83,7 +83,7 @@ def dispatch(
         recv_x, recv_weights = _vjp.dispatch(call, rows, weights, arrays.route())
     elif call.mode == "ll":
         arrays, recv_x, recv_weights = _vjp.ll_dispatch(call, rows, weights, ids)
-        # Named out here too: else vmap(spmd_axis_name) of a grad types the cotangent of ids wrongly.
+        # Out here too, else vmap(spmd_axis_name) of a grad gives ids a cotangent of a wrong type.
         arrays = _vjp.name_plan(arrays)
     else:
         arrays = _vjp.name_plan(_primitive.plan(call, ids))

@@ -84,9 +84,7 @@ class NativeSession:
             self._wait_for_executions()
         except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
             process = self._devices[0].process_index
-            self._session.abort(
-                f"group {self.name}: process {process} was interrupted by a signal"
-            )
+            self._session.abort(f"group {self.name}: process {process} was interrupted by a signal")
             _open_sessions.pop(self, None)
             raise
 

@@ -78,3 +78,8 @@ def test_a_group_that_is_never_freed_leaves_no_complaint_at_exit():
     assert done.returncode == 0, done.text[-6000:]
     assert done.value(0, "closed") == "True"
     assert "leaked" not in done.text, done.text[-6000:]
+
+
+def test_programs_that_process_0_would_load_are_refused():
+    for message in _errors("cache"):
+        assert message.startswith("ValueError") and "JAX_ENABLE_COMPILATION_CACHE" in message

@@ -7,7 +7,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from meeting import LIMIT_MS, meet
 
 import jax_ep
@@ -95,6 +95,22 @@ def other_secret():
         os.environ["JAX_EP_JOB_SECRET"] = secret
 
 
+def stored_programs():
+    """JAX's persistent compilation cache: process 0 would load what process 1 compiles."""
+    with create() as group:
+        plan = jax.shard_map(
+            lambda ids: jax_ep.plan(group, ids).group_sizes,
+            mesh=group.mesh,
+            in_specs=PartitionSpec("ep"),
+            out_specs=PartitionSpec("ep"),
+        )
+        jax.config.update("jax_compilation_cache_dir", os.devnull)
+        try:
+            jax.jit(plan).lower(jax.ShapeDtypeStruct((16, 2), jnp.int32))
+        finally:
+            jax.config.update("jax_compilation_cache_dir", None)
+
+
 attempt("wrong", lambda: create(num_experts=3 if me == 1 else 4))
 attempt("order", lambda: create(devices[::-1] if me == 1 else devices))
 attempt("absent", absent)
@@ -102,6 +118,7 @@ attempt("store", lambda: interrupted_after("connected"))
 attempt("barrier", lambda: interrupted_after("started"))
 attempt("close", interrupted_in_close)
 attempt("secret", other_secret)
+attempt("cache", stored_programs)
 stored = _jax_compat.distributed_client().key_value_dir_get_bytes("jax_ep/")
 readable = [key for key, value in stored if b"record" in value or b"error" in value]
 print(f"readable {len(stored) > 0} {readable}", flush=True)
