@@ -5,6 +5,7 @@ Everything else in jax_ep calls these functions and stays the same when JAX move
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import ad_checkpoint, lax
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 _lax: Any = lax  # its collectives carry no types in jax 0.10
@@ -142,9 +142,6 @@ def call_primitive(
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
         by `result_type`) and `attributes` (a dict).
     """
-    primitive: Any = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(lambda *_, results, **__: list(results))
 
     def lower(
         ctx: Any, *operands: Any, owner: Any, target: str, attributes: Any, **_: Any
@@ -164,7 +161,15 @@ def call_primitive(
         results: Sequence[Any] = rule(ctx, *operands, **dict(attributes), module=np.int64(0))
         return results
 
-    mlir.register_lowering(primitive, lower)
+    @functools.cache
+    def primitive() -> Any:
+        from jax.extend.core import Primitive  # at the first use: it imports Pallas
+
+        made: Any = Primitive(name)
+        made.multiple_results = True
+        made.def_abstract_eval(lambda *_, results, **__: list(results))
+        mlir.register_lowering(made, lower)
+        return made
 
     def call(
         *operands: jax.Array,
@@ -173,7 +178,7 @@ def call_primitive(
         results: tuple[Any, ...],
         attributes: Mapping[str, Any],
     ) -> Sequence[jax.Array]:
-        bound: Sequence[jax.Array] = primitive.bind(
+        bound: Sequence[jax.Array] = primitive().bind(
             *operands,
             owner=owner,
             target=target,

@@ -193,13 +193,19 @@ def _judge(episode, ranks):
         struck_at = ranks[episode.victim].said.get("struck_at")
         if struck_at is not None and error is not None:
             late_s = rank.said["failed_at"] - struck_at
-            if late_s > plays.PEER_TIMEOUT_S + SLACK_S:
+            # A process that dies before its call has told nobody that it lived.
+            never_came = "did not reach stage 'hello'" in error
+            limit_s = plays.TIMEOUT_S if never_came else plays.PEER_TIMEOUT_S
+            if late_s > limit_s + SLACK_S:
                 faults.append(f"rank {rank.index} noticed it after {late_s:.1f} s: {error}")
     return faults
 
 
-# Who passed the news on is no culprit.
-_MESSENGER = re.compile(r"rank \d+ (?:\(pid \d+\) )?(?:failed first:|reported a failure of)")
+# Who speaks, or passes the news on, is no culprit.
+_MESSENGER = re.compile(
+    r"rank \d+ (?:\(pid \d+\) )?(?:failed first:|reported a failure of)"
+    r"|process \d+ failed:|group [^ ]+: rank \d+(?=[:,])"
+)
 
 
 def _judge_blame(episode, me, error):

@@ -95,7 +95,7 @@ def _assert_survivors_err(hosts, victim):
         assert found, hosts.text()[-6000:]
         assert float(found[1]) < PEER_TIMEOUT_S + SLACK_S, hosts.text()[-6000:]
         # Of the two ways to say who died, each must name the victim and nobody else.
-        died = r"rank (\d+) of group \S+ (?:stopped answering|is gone)|a failure of rank (\d+)"
+        died = r"rank (\d+) (?:stopped answering|is gone)|a failure of rank (\d+)"
         blamed = re.findall(died, found[2])
         assert {a or b for a, b in blamed} == {str(victim)}, hosts.text()[-6000:]
 
