@@ -7,29 +7,29 @@ from typing import TYPE_CHECKING, Any
 __path__ = extend_path(__path__, __name__)
 
 from jax_ep import routing as routing
-from jax_ep._bootstrap import BootstrapError as BootstrapError
 from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
 from jax_ep._group import create_group as create_group
 from jax_ep._moe import moe as moe
-from jax_ep._ops import block_until_ready as block_until_ready
-from jax_ep._ops import combine as combine
-from jax_ep._ops import combine_done as combine_done
-from jax_ep._ops import combine_start as combine_start
-from jax_ep._ops import dispatch as dispatch
-from jax_ep._ops import dispatch_done as dispatch_done
-from jax_ep._ops import dispatch_quantized as dispatch_quantized
-from jax_ep._ops import dispatch_start as dispatch_start
-from jax_ep._ops import export_checks as export_checks
-from jax_ep._ops import plan as plan
+from jax_ep._ops.api import block_until_ready as block_until_ready
+from jax_ep._ops.api import combine as combine
+from jax_ep._ops.api import combine_done as combine_done
+from jax_ep._ops.api import combine_start as combine_start
+from jax_ep._ops.api import dispatch as dispatch
+from jax_ep._ops.api import dispatch_done as dispatch_done
+from jax_ep._ops.api import dispatch_quantized as dispatch_quantized
+from jax_ep._ops.api import dispatch_start as dispatch_start
+from jax_ep._ops.api import export_checks as export_checks
+from jax_ep._ops.api import plan as plan
+from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
 from jax_ep._types import Received as Received
 
 if TYPE_CHECKING:
-    from jax_ep._initialize import initialize as initialize
+    from jax_ep._launch.initialize import initialize as initialize
 
 __all__ = [
     "FP8",
@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imports `initialize` on first use; most programs in one process never need it."""
     if name == "initialize":
-        from jax_ep._initialize import initialize
+        from jax_ep._launch.initialize import initialize
 
         return initialize
     raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from jax_ep._launch import BINDINGS, DEFAULT_GRACE_S, LaunchOptions, launch
+from jax_ep._launch.launcher import BINDINGS, DEFAULT_GRACE_S, LaunchOptions, launch
 
 _LAUNCH_EPILOG = """\
 Everything after the script's name goes to the script.  In each process jax.distributed is already

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from jax_ep import _seal
+from jax_ep._runtime import seal
 
 PREFIX = "JAX_EP_"
 LOG_LEVELS = ("error", "warning", "info", "debug")
@@ -75,7 +75,7 @@ def _check_in_core(name: str) -> None:
 NAMES: dict[str, Callable[[str], object]] = {
     "JAX_EP_LOG": log_level,
     "JAX_EP_DEBUG": flag,
-    "JAX_EP_JOB_SECRET": lambda name: _seal.job_secret(),
+    "JAX_EP_JOB_SECRET": lambda name: seal.job_secret(),
     "JAX_EP_THREADS_PER_RANK": positive_int,
     "JAX_EP_HUGE_PAGES": flag,
     "JAX_EP_ZERO_COPY": flag,

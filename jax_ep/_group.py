@@ -19,8 +19,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jax_ep import _bootstrap, _config, _env, _ffi, _log, _sharding
+from jax_ep import _config, _env, _log
 from jax_ep._config import Config, Layout, Mode
+from jax_ep._ops import ffi, sharding
+from jax_ep._runtime import bootstrap
 
 Implementation = Literal["native", "xla"] | None
 
@@ -100,7 +102,7 @@ class Group:
         """Use `create_group`."""
         self.mesh = mesh
         self.axis = axis
-        self.axes = _sharding.axis_tuple(axis)
+        self.axes = sharding.axis_tuple(axis)
         self.config = config
         self.implementation = implementation
         self.native = native
@@ -111,7 +113,7 @@ class Group:
         # so a program exported on another host meets its session.
         self._counted_as = f"{'lower' if lowering_only else 'run'}:{self._session_key}"
         self.session_number = _groups_created.take(self._counted_as)
-        self.num_ranks = _sharding.axis_size(mesh, self.axes)
+        self.num_ranks = sharding.axis_size(mesh, self.axes)
         self.experts_per_rank = config.num_experts // self.num_ranks
         self._local_ranks = local_ranks
         self._handle: Any = None
@@ -288,11 +290,11 @@ class Group:
         _groups_created.agree(self._counted_as, number)
         self.session_number = number
 
-    def _start(self, exchange: _bootstrap.Exchange) -> None:
+    def _start(self, exchange: bootstrap.Exchange) -> None:
         """Registers the handlers and starts the native session (collective over processes)."""
         try:
-            runtime: Any = importlib.import_module("jax_ep._runtime")
-            _ffi.register(_ffi_platform(self.mesh))
+            runtime: Any = importlib.import_module("jax_ep._runtime.start")
+            ffi.register(_ffi_platform(self.mesh))
         except ImportError as error:
             raise RuntimeError(
                 f"jax_ep.create_group: the native extension jax_ep._core cannot be imported "
@@ -349,12 +351,12 @@ def create_group(
             "least one; call create_group only in the processes of the mesh"
         )
     # From here on the others are told of an error, and count this call as this process does.
-    exchange = _bootstrap.Exchange(mesh.devices.flat, process) if native else None
+    exchange = bootstrap.Exchange(mesh.devices.flat, process) if native else None
     try:
         _env.check()
         _check_arguments(mesh, axis, config, implementation)
-        axes = _sharding.axis_tuple(axis)
-        _check_sizes(config, _sharding.axis_size(mesh, axes))
+        axes = sharding.axis_tuple(axis)
+        _check_sizes(config, sharding.axis_size(mesh, axes))
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -431,7 +433,7 @@ def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> 
             f"or "
             "'xla'; use None for the best one of the platform"
         )
-    axes = _sharding.axis_tuple(axis)
+    axes = sharding.axis_tuple(axis)
     unknown = [name for name in axes if name not in mesh.shape]
     if not axes or unknown or len(set(axes)) != len(axes):
         raise ValueError(

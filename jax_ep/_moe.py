@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ops
 from jax_ep._group import Group
+from jax_ep._ops import api
 
 
 def moe(
@@ -50,9 +50,9 @@ def moe(
         raise ValueError(f"jax_ep.moe: got chunks={chunks!r}, expected an int of at least 1; use 1")
 
     def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array:
-        recv = _ops.dispatch(group, x, topk_idx, topk_weights)
+        recv = api.dispatch(group, x, topk_idx, topk_weights)
         y = expert_fn(params, recv.x, recv.group_sizes)
-        return _ops.combine(group, y, recv.plan, weights=recv.weights)
+        return api.combine(group, y, recv.plan, weights=recv.weights)
 
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:

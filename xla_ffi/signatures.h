@@ -1,5 +1,5 @@
 // One Bind() per operation: arguments, results and attributes of the custom calls, shared by every
-// platform's handlers so that they cannot diverge. Python's side is jax_ep/_ffi.py.
+// platform's handlers so that they cannot diverge. Python's side is jax_ep/_ops/ffi.py.
 //
 // Arrays that an operation can do without are passed as zero-element arrays, so the arity is fixed.
 // T tokens, K = top_k, H hidden, N ranks, E_l local experts, R receive rows.
@@ -24,7 +24,7 @@ auto Leading() {
       .template Attr<int64_t>("mode")    // kernels/layout.h Mode
       .template Attr<int64_t>("layout")  // kernels/layout.h Layout
       // position i32[1]: where the program holds this device to stand in the group's mesh, as
-      // team * N + rank; absent where lowering has compared the devices (jax_ep/_lowering.py).
+      // team * N + rank; absent where lowering has compared the devices (jax_ep/_ops/lowering.py).
       .template Arg<ffi::AnyBuffer>();
 }
 

@@ -5,7 +5,7 @@
 //
 // XLA instantiates the calls of a module once, in the order of its schedule, on one of its own
 // threads; modules that are compiled or loaded at the same time come interleaved. So each call
-// carries a key of the module that it was lowered into (jax_ep/_lowering.py), and the n-th
+// carries a key of the module that it was lowered into (jax_ep/_ops/lowering.py), and the n-th
 // instantiated call of a module is the n-th on every process that compiled the same module. The
 // key is a hash of the lowered program: only equal programs share one.
 #pragma once

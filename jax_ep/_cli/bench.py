@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ep._cli.extras import make_console, require
 from jax_ep._cli.shapes import SHAPES
-from jax_ep._launch import LaunchOptions, launch
+from jax_ep._launch.launcher import LaunchOptions, launch
 
 _MIB = 1 << 20
 

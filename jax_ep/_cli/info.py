@@ -13,8 +13,9 @@ from pathlib import Path
 
 import jax
 
-from jax_ep import _env, _runtime_gpu, _seal
+from jax_ep import _env
 from jax_ep._cli.extras import make_console, require
+from jax_ep._runtime import gpu, seal
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
@@ -76,7 +77,7 @@ def _devices(has_native: bool) -> Iterator[Row]:
 def _gpu_problem(platform: str) -> str:
     """Why the GPU kernels of a built extension are not what JAX's devices use, or ""."""
     try:
-        _runtime_gpu.load_library()
+        gpu.load_library()
     except NotImplementedError as error:
         return str(error)
     if platform != "gpu":
@@ -133,7 +134,7 @@ def _environment() -> Iterator[Row]:
     if not found:
         yield "(none)", "no variable of jax_ep, JAX or XLA is set"
     for name in found:
-        value = "(set, not shown)" if name == _seal.SECRET_ENV else os.environ[name]
+        value = "(set, not shown)" if name == seal.SECRET_ENV else os.environ[name]
         yield name, value + _problem(name)
 
 

@@ -66,7 +66,7 @@ def test_a_step_that_was_only_enqueued_ends_well(ranks: int) -> None:
 
 @pytest.mark.parametrize("context", ["mesh", "transfer guard", "trace", "no jit"])
 def test_the_context_of_the_caller_does_not_matter(context: str) -> None:
-    """Each size of a group is new here: its empty program (_drain.py) is compiled once only."""
+    """Each size of a group is new here: its empty program (drain.py) is compiled once only."""
     ranks = {"mesh": 3, "transfer guard": 5, "trace": 6, "no jit": 7}[context]
     if len(jax.devices()) < ranks:
         pytest.skip(f"needs {ranks} devices")

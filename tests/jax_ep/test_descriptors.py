@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jax_ep import _descriptors
+from jax_ep._runtime import descriptors
 
 NOBODY = 65534
 LIMIT_S = 60.0
@@ -18,7 +18,7 @@ SECRET = b"weights of a model"
 # Loads the file alone: a stranger may not be allowed to read our packages, nor need to.
 CHILD = """
 import os, sys
-exec(compile(sys.stdin.read(), "_descriptors.py", "exec"))
+exec(compile(sys.stdin.read(), "descriptors.py", "exec"))
 if sys.argv[4] == "as nobody":
     os.setgroups([])
     os.setgid({nobody})
@@ -56,21 +56,21 @@ def _start(address: str, *, listed: bool = False, nobody: bool = False) -> subpr
 
 
 def _fetched_by(child: subprocess.Popen[str]) -> str:
-    with open(_descriptors.__file__, encoding="utf-8") as source:
+    with open(descriptors.__file__, encoding="utf-8") as source:
         text, _ = child.communicate(source.read(), timeout=LIMIT_S)
     return text.strip()
 
 
 def test_a_process_of_the_group_gets_them(secret_file: int) -> None:
     pids: list[int] = []
-    with _descriptors.serve([secret_file], pids) as address:
+    with descriptors.serve([secret_file], pids) as address:
         child = _start(address)
         pids.append(child.pid)
         assert _fetched_by(child) == SECRET.decode()
 
 
 def test_another_process_of_this_user_does_not(secret_file: int) -> None:
-    with _descriptors.serve([secret_file], [os.getppid()]) as address:
+    with descriptors.serve([secret_file], [os.getppid()]) as address:
         text = _fetched_by(_start(address))
     assert text.startswith("PermissionError") and "gives no descriptors" in text
 
@@ -79,7 +79,7 @@ def test_another_user_does_not_who_finds_the_name_in_proc(secret_file: int) -> N
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     pids: list[int] = []
-    with _descriptors.serve([secret_file], pids) as address:
+    with descriptors.serve([secret_file], pids) as address:
         child = _start(address, listed=True, nobody=True)
         pids.append(child.pid)  # even so
         text = _fetched_by(child)
@@ -88,7 +88,7 @@ def test_another_user_does_not_who_finds_the_name_in_proc(secret_file: int) -> N
 
 def test_descriptors_are_not_taken_from_somebody_else(secret_file: int) -> None:
     with (
-        _descriptors.serve([secret_file], [os.getpid()]) as address,
+        descriptors.serve([secret_file], [os.getpid()]) as address,
         pytest.raises(PermissionError, match=f"served by process {os.getpid()}"),
     ):
-        _descriptors.fetch(address, os.getppid(), LIMIT_S)
+        descriptors.fetch(address, os.getppid(), LIMIT_S)

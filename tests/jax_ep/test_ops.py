@@ -28,7 +28,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import jax_ep
-from jax_ep import _plan
+from jax_ep._ops import planning
 from jax_ep.testing import ROUTING_KINDS
 
 FEW = ("uniform", "repeated")
@@ -282,7 +282,7 @@ def test_any_routing_equals_the_oracle(case: Case, implementation: str, data: An
     check_case(case, implementation, ids)
 
 
-FILL = jax.jit(_plan.water_fill)  # sizes traced, so that all examples share one program
+FILL = jax.jit(planning.water_fill)  # sizes traced, so that all examples share one program
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])

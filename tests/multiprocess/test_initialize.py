@@ -10,8 +10,8 @@ import textwrap
 import jax
 import pytest
 
-from jax_ep import _initialize
-from jax_ep._launch import _reserved_port
+from jax_ep._launch import initialize
+from jax_ep._launch.launcher import _reserved_port
 
 LIMIT_S = 200.0
 SLURM = {
@@ -45,21 +45,21 @@ def joined(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
-    monkeypatch.setattr(_initialize, "configure_jax", lambda: None)
-    monkeypatch.setattr(_initialize.atexit, "register", lambda hook: None)
+    monkeypatch.setattr(initialize, "configure_jax", lambda: None)
+    monkeypatch.setattr(initialize.atexit, "register", lambda hook: None)
     return calls
 
 
 class TestWhichJob:
     def test_alone_it_does_nothing(self, joined):
-        _initialize.initialize()
+        initialize.initialize()
         assert joined == []
 
     @pytest.mark.parametrize("job", [SLURM, OMPI_4, JOBSET], ids=["slurm", "ompi", "jobset"])
     def test_a_cluster_is_left_to_jax(self, joined, monkeypatch, job):
         for name, value in job.items():
             monkeypatch.setenv(name, value)
-        _initialize.initialize()
+        initialize.initialize()
         assert joined == [()]
 
     @pytest.mark.parametrize(
@@ -70,35 +70,35 @@ class TestWhichJob:
     def test_a_job_of_one_process_is_alone(self, joined, monkeypatch, job):
         for name, value in job.items():
             monkeypatch.setenv(name, value)
-        _initialize.initialize()
+        initialize.initialize()
         assert joined == []
 
     def test_explicit_variables_win(self, joined, monkeypatch):
         for name, value in (SLURM | EXPLICIT).items():
             monkeypatch.setenv(name, value)
-        _initialize.initialize()
+        initialize.initialize()
         assert joined == [("host:1234", 4, 3)]
 
     def test_twice_is_once(self, joined, monkeypatch):
         for name, value in EXPLICIT.items():
             monkeypatch.setenv(name, value)
-        _initialize.initialize()
+        initialize.initialize()
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-        _initialize.initialize()
+        initialize.initialize()
         assert len(joined) == 1
 
     def test_an_address_alone_is_an_error_that_names_the_rest(self, joined, monkeypatch):
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
         with pytest.raises(ValueError, match="expected all three"):
-            _initialize.initialize()
+            initialize.initialize()
 
     def test_open_mpi_5_needs_an_address(self, joined, monkeypatch):
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
         with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS=host:port"):
-            _initialize.initialize()
+            initialize.initialize()
         monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "host:1234")
-        _initialize.initialize()
+        initialize.initialize()
         assert joined == [("host:1234", 2, 1)]
 
 

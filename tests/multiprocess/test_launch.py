@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_ep._launch import cores_of
+from jax_ep._launch.launcher import cores_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -97,8 +97,8 @@ class TestRunning:
             assert __name__ == "__main__" and __file__ == sys.argv[0]
             assert sys.path[0] == os.path.dirname(os.path.abspath(__file__))
             assert jax.distributed.is_initialized()
-            import jax_ep._initialize
-            jax_ep._initialize.initialize()  # nothing left to do
+            import jax_ep._launch.initialize
+            jax_ep._launch.initialize.initialize()  # nothing left to do
             assert jax.config.jax_enable_recoverability
             assert "JAX_EP_LAUNCH" not in os.environ
             print(jax.process_index(), jax.process_count(), jax.device_count(), sys.argv[1:])

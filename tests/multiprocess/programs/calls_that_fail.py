@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from meeting import LIMIT_MS, meet
 
 import jax_ep
-from jax_ep import _bootstrap, _jax_compat
+from jax_ep import _jax_compat
+from jax_ep._runtime import bootstrap
 
 me = jax.process_index()
 devices = np.array(jax.devices())
@@ -39,7 +40,7 @@ def attempt(name, call):
 
 def interrupted_after(last_stage):
     """Process 0 is interrupted where it waits for process 1, which arrives only then."""
-    share = _bootstrap.Exchange.share
+    share = bootstrap.Exchange.share
 
     def late(self, stage, *rest):
         result = share(self, stage, *rest)
@@ -49,11 +50,11 @@ def interrupted_after(last_stage):
             meet(f"process 0 was interrupted after {last_stage}")
         return result
 
-    _bootstrap.Exchange.share = late
+    bootstrap.Exchange.share = late
     try:
         create()
     finally:
-        _bootstrap.Exchange.share = share
+        bootstrap.Exchange.share = share
         if me == 0:
             meet(f"process 0 was interrupted after {last_stage}")
 

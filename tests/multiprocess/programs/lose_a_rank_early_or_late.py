@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from meeting import meet
 
 import jax_ep
-from jax_ep import _bootstrap, _runtime
+from jax_ep._runtime import bootstrap, start
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--phase", required=True, choices=["bootstrap", "close"])
@@ -48,8 +48,8 @@ def make(devices, node_size=None):
 
 if args.phase == "bootstrap":
     if is_victim:
-        share = _bootstrap.Exchange.share
-        _bootstrap.Exchange.share = lambda self, stage, *rest: (
+        share = bootstrap.Exchange.share
+        bootstrap.Exchange.share = lambda self, stage, *rest: (
             share(self, stage, *rest) if stage == "hello" else die()
         )
     meet("start")
@@ -75,7 +75,7 @@ else:
     # All have their result before the victim dies: what it wrote last may still lie in its proxy.
     meet("ran")
     if is_victim:
-        _runtime.NativeSession.close = die
+        start.NativeSession.close = die
     start = time.monotonic()
     group.close()
     error = "closed"

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jax_ep import _jax_compat, _seal
+from jax_ep import _jax_compat
+from jax_ep._runtime import seal
 
 PROTOCOL_VERSION = 2
 _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are noticed
@@ -103,7 +104,7 @@ class Exchange:
                 "is not initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
             )
         try:
-            self._secret = _seal.job_secret()
+            self._secret = seal.job_secret()
         except ValueError as error:
             self.fail(error)
             raise
@@ -152,7 +153,7 @@ class Exchange:
         self._round += 1
         key = f"{self._prefix}/{number}/{self.me}"
         text = json.dumps(message).encode()
-        self._client.key_value_set_bytes(key, _seal.seal(self._secret, key, text))
+        self._client.key_value_set_bytes(key, seal.seal(self._secret, key, text))
         self._published.append(key)
         return number
 
@@ -181,11 +182,11 @@ class Exchange:
                     "arguments and in the same order"
                 ) from None
         try:
-            message = json.loads(_seal.unseal(self._secret, key, stored))
-        except _seal.SealError as error:
+            message = json.loads(seal.unseal(self._secret, key, stored))
+        except seal.SealError as error:
             raise BootstrapError(
                 f"{self.label}: the record of process {process} is refused: {error}; give every "
-                f"process the same {_seal.SECRET_ENV}"
+                f"process the same {seal.SECRET_ENV}"
             ) from None
         if "error" in message:
             raise BootstrapError(

@@ -1,6 +1,6 @@
 """One raw operation: the implementation of the lowering platform, unrolled under vmap.
 
-Not differentiable; _vjp wraps these in custom VJPs. Every array is typed as varying over the union
+Not differentiable; vjp wraps these in custom VJPs. Every array is typed as varying over the union
 of the operands' axes and the group's, except a plan's `overflow`, which is uniform over the group.
 """
 
@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _ffi, _jax_compat, _reference
-from jax_ep._call import Call
+from jax_ep import _jax_compat
+from jax_ep._ops import ffi, reference
+from jax_ep._ops.call import Call
 from jax_ep._types import PlanArrays, Route
 
 MAX_UNROLLED_BATCH = 64  # above it, vmap becomes lax.map: program size against speed
 
 
 def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
-    """See _ffi.plan."""
+    """See ffi.plan."""
     result: PlanArrays = _bind("plan", call, topk_idx)
     return result
 
@@ -34,7 +35,7 @@ def dispatch(
     y: jax.Array | None = None,
     row_weights: jax.Array | None = None,
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
-    """See _ffi.dispatch."""
+    """See ffi.dispatch."""
     result: tuple[jax.Array | None, jax.Array | None, jax.Array | None] = _bind(
         "dispatch", call, x, weights, route, y, row_weights
     )
@@ -44,7 +45,7 @@ def dispatch(
 def ll_dispatch(
     call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
 ) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
-    """See _ffi.ll_dispatch."""
+    """See ffi.ll_dispatch."""
     result: tuple[PlanArrays, jax.Array, jax.Array | None] = _bind(
         "ll_dispatch", call, x, weights, topk_idx
     )
@@ -58,7 +59,7 @@ def combine(
     ride: jax.Array | None,
     route: Route,
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """See _ffi.combine."""
+    """See ffi.combine."""
     result: tuple[jax.Array | None, jax.Array | None] = _bind(
         "combine", call, y, row_weights, ride, route
     )
@@ -66,7 +67,7 @@ def combine(
 
 
 def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: Route) -> jax.Array:
-    """See _ffi.dispatch_start."""
+    """See ffi.dispatch_start."""
     result: jax.Array = _bind("dispatch_start", call, x, weights, route)
     return result
 
@@ -74,7 +75,7 @@ def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: R
 def dispatch_done(
     call: Call, x: jax.Array, weights: jax.Array | None, route: Route, epoch: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """See _ffi.dispatch_done."""
+    """See ffi.dispatch_done."""
     result: tuple[jax.Array, jax.Array | None] = _bind(
         "dispatch_done", call, x, weights, route, epoch
     )
@@ -84,7 +85,7 @@ def dispatch_done(
 def ll_dispatch_start(
     call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
 ) -> jax.Array:
-    """See _ffi.ll_dispatch_start."""
+    """See ffi.ll_dispatch_start."""
     result: jax.Array = _bind("ll_dispatch_start", call, x, weights, topk_idx)
     return result
 
@@ -92,7 +93,7 @@ def ll_dispatch_start(
 def ll_dispatch_done(
     call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array, epoch: jax.Array
 ) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
-    """See _ffi.ll_dispatch_done."""
+    """See ffi.ll_dispatch_done."""
     result: tuple[PlanArrays, jax.Array, jax.Array | None] = _bind(
         "ll_dispatch_done", call, x, weights, topk_idx, epoch
     )
@@ -102,7 +103,7 @@ def ll_dispatch_done(
 def combine_start(
     call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route
 ) -> jax.Array:
-    """See _ffi.combine_start."""
+    """See ffi.combine_start."""
     result: jax.Array = _bind("combine_start", call, y, row_weights, route)
     return result
 
@@ -110,7 +111,7 @@ def combine_start(
 def combine_done(
     call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route, epoch: jax.Array
 ) -> jax.Array:
-    """See _ffi.combine_done."""
+    """See ffi.combine_done."""
     result: jax.Array = _bind("combine_done", call, y, row_weights, route, epoch)
     return result
 
@@ -166,14 +167,14 @@ def _bind(name: str, call: Call, *operands: Any) -> Any:
 def _choose(name: str, call: Call, *operands: Any) -> Any:
     axes = operand_axes(call, operands)
     operands = to_varying(operands, axes)
-    native: Callable[..., Any] = getattr(_ffi, name)
-    reference: Callable[..., Any] = getattr(_reference, name)
+    native: Callable[..., Any] = getattr(ffi, name)
+    fallback: Callable[..., Any] = getattr(reference, name)
 
     def run_native(*operands: Any) -> Any:
         return native(call, *operands)
 
     def run_reference(*operands: Any) -> Any:
-        return _typed_alike(call, reference(call, *operands), axes)
+        return _typed_alike(call, fallback(call, *operands), axes)
 
     platforms = call.group.native_platforms
     # Without tokens there is nothing to move and every result is a constant; XLA's compilers do not

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _jax_compat, _lowering, _sharding
-from jax_ep._call import Call
+from jax_ep import _jax_compat
+from jax_ep._ops import lowering, sharding
+from jax_ep._ops.call import Call
 from jax_ep._types import PlanArrays, Route
 
 TARGETS = (
@@ -36,7 +37,7 @@ _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
 
-_call = _jax_compat.call_primitive("jax_ep_call", _lowering.check, _lowering.module_key)
+_call = _jax_compat.call_primitive("jax_ep_call", lowering.check, lowering.module_key)
 
 _register_lock = threading.Lock()
 _registered: set[str] = set()
@@ -199,7 +200,7 @@ def _invoke(
     }
     encoded = {name: np.int64(value) for name, value in (common | attributes).items()}
     return _call(
-        _sharding.position(call.group),
+        sharding.position(call.group),
         *args,
         owner=call.group,
         target=target,

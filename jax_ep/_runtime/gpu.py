@@ -1,4 +1,4 @@
-"""The GPU half of _runtime: finds XLA's arenas, joins the memory of node-mates, starts a session.
+"""The GPU half of a start: finds XLA's arenas, joins the memory of node-mates, starts a session.
 
 How ranks reach each other's rows is decided here, once per group (docs/gpu.md).
 """
@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _bootstrap, _descriptors, _env
+from jax_ep import _env
+from jax_ep._runtime import bootstrap, descriptors
 
 DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
 
@@ -52,7 +53,7 @@ def check_flags() -> None:
 
 
 def start(
-    options: Any, exchange: _bootstrap.Exchange, devices: Sequence[Any], mates: Collection[int]
+    options: Any, exchange: bootstrap.Exchange, devices: Sequence[Any], mates: Collection[int]
 ) -> Any:
     """A started `_core.GpuSession` for this process's `devices`; collective over the processes.
 
@@ -92,7 +93,7 @@ def start(
     return session
 
 
-def _connect(session: Any, exchange: _bootstrap.Exchange, mates: Collection[int]) -> str:
+def _connect(session: Any, exchange: bootstrap.Exchange, mates: Collection[int]) -> str:
     """Joins the memory of the mates; returns why an arena could not be mapped, or ""."""
     if exchange.alone:
         return str(session.connect({}, {}))
@@ -100,11 +101,11 @@ def _connect(session: Any, exchange: _bootstrap.Exchange, mates: Collection[int]
     received: dict[int, list[int]] = {}
     try:
         pids = {p: pid for p, pid in exchange.pids.items() if p != exchange.me and p in mates}
-        with _descriptors.serve(own, pids.values()) as address:
+        with descriptors.serve(own, pids.values()) as address:
             records = exchange.share("connect", {"fds": address}, session.local_blob())
             for process, pid in pids.items():
                 server = records[process][0]["fds"]
-                received[process] = _descriptors.fetch(server, pid, exchange.timeout_s)
+                received[process] = descriptors.fetch(server, pid, exchange.timeout_s)
             exchange.share("fetched", {})  # nobody stops serving before all have fetched
         blobs = {process: blob for process, (_, blob) in records.items()}
         return str(session.connect(blobs, received))

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _jax_compat, _plan, _sharding
-from jax_ep._call import Call
+from jax_ep import _jax_compat
+from jax_ep._ops import planning, sharding
+from jax_ep._ops.call import Call
 from jax_ep._types import PlanArrays, Route
 
 
@@ -24,9 +25,9 @@ def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
         return _empty_plan(call)
     group = call.group
     ranks, experts, tokens, top_k = group.num_ranks, group.experts_per_rank, *topk_idx.shape
-    me = _sharding.rank_index(group)
+    me = sharding.rank_index(group)
     ids = _gather(call, topk_idx)
-    routing = _plan.route(call, ids)
+    routing = planning.route(call, ids)
 
     owner = jnp.minimum(routing.expert, group.config.num_experts - 1) // experts
     pair = lax.iota(jnp.int32, ranks * tokens * top_k)
@@ -205,7 +206,9 @@ def _empty_plan(call: Call) -> PlanArrays:
     )
 
 
-def _recv_src(call: Call, routing: _plan.Routing, arrived: jax.Array, me: jax.Array) -> jax.Array:
+def _recv_src(
+    call: Call, routing: planning.Routing, arrived: jax.Array, me: jax.Array
+) -> jax.Array:
     """i32[R]: which pair each of this rank's rows holds, -1 for padding."""
     group = call.group
     experts, tokens, top_k = group.experts_per_rank, call.num_tokens, call.top_k

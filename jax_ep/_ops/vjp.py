@@ -19,8 +19,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _jax_compat, _primitive
-from jax_ep._call import Call
+from jax_ep import _jax_compat
+from jax_ep._ops import primitive
+from jax_ep._ops.call import Call
 from jax_ep._types import PlanArrays, Route
 
 Optional = jax.Array | None
@@ -30,7 +31,7 @@ Pair = tuple[Optional, Optional]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(call: Call, x: Optional, weights: Optional, route: Route) -> Pair:
     """Rows [T, H] to [R, H] and weights f32[T, K] to their rows; either may be None."""
-    recv_x, recv_weights, _ = _primitive.dispatch(call, x, weights, route)
+    recv_x, recv_weights, _ = primitive.dispatch(call, x, weights, route)
     return recv_x, recv_weights
 
 
@@ -57,7 +58,7 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(call: Call, y: Optional, ride: Optional, route: Route) -> Pair:
     """Rows [R, H] summed to [T, H] and ride f32[R] (rank_major [R, K]) to f32[T, K]."""
-    return _primitive.combine(call, y, None, ride, route)
+    return primitive.combine(call, y, None, ride, route)
 
 
 def _combine_fwd(call: Call, y: Optional, ride: Optional, route: Route) -> tuple[Pair, Route]:
@@ -77,7 +78,7 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_weighted(call: Call, y: jax.Array, row_weights: jax.Array, route: Route) -> jax.Array:
     """Rows [R, H] times f32[R], summed to [T, H]."""
-    out, _ = _primitive.combine(call, y, row_weights, None, route)
+    out, _ = primitive.combine(call, y, row_weights, None, route)
     assert out is not None
     return out
 
@@ -105,7 +106,7 @@ def combine_backward(
     call: Call, cotangent: jax.Array, y: jax.Array, row_weights: jax.Array, route: Route
 ) -> tuple[jax.Array, jax.Array]:
     """With g = D(cotangent): row_weights * g and <g, y> per row, fused in one dispatch."""
-    d_y, _, d_weights = _primitive.dispatch(call, cotangent, None, route, y, row_weights)
+    d_y, _, d_weights = primitive.dispatch(call, cotangent, None, route, y, row_weights)
     assert d_y is not None and d_weights is not None
     return d_y, d_weights
 
@@ -152,7 +153,7 @@ def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 
     Then a remat policy that keeps the plan has one to keep: a recomputed dispatch follows it.
     """
-    return _primitive.ll_dispatch(call, x, weights, topk_idx)
+    return primitive.ll_dispatch(call, x, weights, topk_idx)
 
 
 def name_plan(arrays: PlanArrays) -> PlanArrays:
@@ -166,7 +167,7 @@ def name_plan(arrays: PlanArrays) -> PlanArrays:
 def _ll_dispatch_fwd(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 ) -> tuple[_Received, Route]:
-    arrays = name_plan(_primitive.plan(call, topk_idx))
+    arrays = name_plan(primitive.plan(call, topk_idx))
     route = arrays.route()
     recv_x, recv_weights = dispatch(call, x, weights, route)
     return (arrays, recv_x, recv_weights), route
@@ -186,7 +187,7 @@ def dispatch_done(
     call: Call, x: jax.Array, weights: Optional, route: Route, epoch: jax.Array
 ) -> Pair:
     """Second half of a dispatch; differentiates as the whole of it in the carried inputs."""
-    return _primitive.dispatch_done(call, x, weights, route, epoch)
+    return primitive.dispatch_done(call, x, weights, route, epoch)
 
 
 def _dispatch_done_fwd(
@@ -209,7 +210,7 @@ def ll_dispatch_done(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array, epoch: jax.Array
 ) -> _Received:
     """Second half of an ll_dispatch; differentiates as the whole of it in the carried inputs."""
-    return _primitive.ll_dispatch_done(call, x, weights, topk_idx, epoch)
+    return primitive.ll_dispatch_done(call, x, weights, topk_idx, epoch)
 
 
 def _ll_dispatch_done_fwd(
@@ -233,7 +234,7 @@ def combine_done(
     call: Call, y: jax.Array, row_weights: Optional, route: Route, epoch: jax.Array
 ) -> jax.Array:
     """Second half of a combine; differentiates as the whole of it in the carried inputs."""
-    return _primitive.combine_done(call, y, row_weights, route, epoch)
+    return primitive.combine_done(call, y, row_weights, route, epoch)
 
 
 _DoneResiduals = tuple[Optional, Optional, Route]

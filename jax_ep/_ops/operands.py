@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _config, _env, _primitive, _sharding, _vjp
-from jax_ep._call import Call
+from jax_ep import _config, _env
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
+from jax_ep._ops import primitive, sharding, vjp
+from jax_ep._ops.call import Call
 from jax_ep._types import InFlight, Plan, PlanArrays
 
 
@@ -119,7 +120,7 @@ def make_call(
 
 def vary(call: Call, *operands: Any) -> Any:
     """The operands typed as varying over their union of axes and the group's."""
-    return _primitive.to_varying(operands, _primitive.operand_axes(call, operands))
+    return primitive.to_varying(operands, primitive.operand_axes(call, operands))
 
 
 def _check_float_rows(group: Group, operation: str, name: str, rows: Any) -> None:
@@ -152,7 +153,7 @@ def dispatch_operands(
     pad: Pad,
 ) -> tuple[Call, jax.Array, jax.Array | None, jax.Array, PlanArrays | None]:
     """Validated operands of a dispatch: call, x, f32 weights, ids, the plan if one was given."""
-    _sharding.check_call(group, operation)
+    sharding.check_call(group, operation)
     if (topk_idx is None) == (plan is None):
         given = "both" if plan is not None else "neither"
         raise fail(operation, given, "of topk_idx and plan", "exactly one", "pass one of them")
@@ -237,7 +238,7 @@ def combine_operands(
     group: Group, operation: str, y: Any, plan: Any, weights: Any
 ) -> tuple[Call, jax.Array, jax.Array | None, PlanArrays]:
     """Validated operands of a combine: call, flat rows, f32 row weights, plan arrays."""
-    _sharding.check_call(group, operation)
+    sharding.check_call(group, operation)
     if not isinstance(plan, Plan):
         raise fail(
             operation, "plan", f"of type {type(plan).__name__}", "jax_ep.Plan", "pass recv.plan"
@@ -258,7 +259,7 @@ def combine_operands(
     rows, weights, typed = vary(call, y, weights, plan)
     arrays = plan_arrays(typed)._replace(overflow=plan.overflow)
     if weights is not None and weights.ndim == 2:
-        _, weights = _vjp.dispatch(call, None, weights, arrays.route())
+        _, weights = vjp.dispatch(call, None, weights, arrays.route())
     return call, rows.reshape(call.rows, call.hidden), weights, arrays
 
 
@@ -285,7 +286,7 @@ def _check_combine_weights(call: Call, operation: str, weights: Any) -> jax.Arra
 
 
 def inflight_call(group: Group, operation: str, inflight: Any, kind: str) -> Call:
-    _sharding.check_call(group, operation)
+    sharding.check_call(group, operation)
     if not isinstance(inflight, InFlight) or inflight.kind != kind:
         got = inflight.kind if isinstance(inflight, InFlight) else type(inflight).__name__
         raise fail(

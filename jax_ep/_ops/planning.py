@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep._call import Call
+from jax_ep._ops.call import Call
 
 
 class Routing(NamedTuple):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_ep import _jax_compat, _sharding
+from jax_ep import _jax_compat
+from jax_ep._ops import sharding
 
 if TYPE_CHECKING:
     from jax_ep._group import Group
@@ -30,8 +31,8 @@ def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
     _refuse_stored_programs(group)
     if mesh is None:
         return group.platform == "cpu"
-    expected = _sharding.teams(group.mesh, group.axes)
-    got = _sharding.teams(mesh, group.axes)
+    expected = sharding.teams(group.mesh, group.axes)
+    got = sharding.teams(mesh, group.axes)
     if {tuple(team) for team in got} == {tuple(team) for team in expected}:
         return False
     raise ValueError(

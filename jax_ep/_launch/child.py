@@ -1,6 +1,6 @@
 """Entry of one launched process: joins the job, then runs the user's script as ``__main__``.
 
-Started by ``_launch.py`` only, as ``python -m jax_ep._launch_child SCRIPT ARGS...``.
+Started by ``launcher.py`` only, as ``python -m jax_ep._launch.child SCRIPT ARGS...``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from jax_ep._launch import SPEC_ENV
+from jax_ep._launch.launcher import SPEC_ENV
 
 _F_SETSIG = getattr(fcntl, "F_SETSIG", 10)  # Linux's number; the fcntl module lacks the name
 
@@ -63,7 +63,7 @@ def _run_script(command: list[str]) -> int:
 
 def _close_groups() -> None:
     """What the exit hook does, before process 0 waits for processes that wait for its close."""
-    runtime = sys.modules.get("jax_ep._runtime")
+    runtime = sys.modules.get("jax_ep._runtime.start")
     if runtime is not None:
         try:
             runtime.close_all()
@@ -89,7 +89,7 @@ def main() -> int:
 
     import jax
 
-    from jax_ep._initialize import configure_jax
+    from jax_ep._launch.initialize import configure_jax
 
     configure_jax()
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:

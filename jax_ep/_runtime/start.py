@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_ep import _bootstrap, _config, _drain, _env, _runtime_gpu, _sharding
+from jax_ep import _config, _env
+from jax_ep._ops import sharding
+from jax_ep._runtime import bootstrap, drain, gpu
 
 if TYPE_CHECKING:
     from jax_ep._group import Group, Health
@@ -43,7 +45,7 @@ class NativeSession:
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
         self._timeout_s = group.config.timeout_s
         self._peer_timeout_s = group.config.peer_timeout_s
-        self._drain = _drain.Drain(self._devices) if group.platform == "cpu" else None
+        self._drain = drain.Drain(self._devices) if group.platform == "cpu" else None
         self.transport = transport
         self.node_size = layout.node_size
         self.local_ranks: tuple[int, ...] = tuple(
@@ -304,7 +306,7 @@ def close_all() -> None:
         session.release()
 
 
-def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
+def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     """Allocates and connects the native side of `group`; collective over the mesh's processes.
 
     Raises:
@@ -321,16 +323,16 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
     me = exchange.me
-    teams = _sharding.teams(group.mesh, group.axes)
+    teams = sharding.teams(group.mesh, group.axes)
     team_processes = [[int(device.process_index) for device in team] for team in teams]
     hello: dict[str, Any] = {
-        "version": _bootstrap.PROTOCOL_VERSION,
+        "version": bootstrap.PROTOCOL_VERSION,
         "mesh": repr(list(group.mesh.shape.items())),
         "devices": repr([device.id for device in group.mesh.devices.flat]),
         "axis": list(group.axes),
         "config": repr(group.config),
         "number": group.session_number,
-        "host": _bootstrap.host_id(),
+        "host": bootstrap.host_id(),
         "pid": os.getpid(),
         "cpus": sorted(os.sched_getaffinity(0)),
     }
@@ -382,9 +384,7 @@ def start(group: Group, exchange: _bootstrap.Exchange) -> NativeSession:
         debug=_env.flag("JAX_EP_DEBUG") is True,
     )
     if on_gpu:
-        session = _runtime_gpu.start(
-            options, exchange, [device for device, _, _ in local], layout.mates
-        )
+        session = gpu.start(options, exchange, [device for device, _, _ in local], layout.mates)
     else:
         session = _start_on_cpu(_core.Session(options), exchange)
     try:
@@ -408,7 +408,7 @@ def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
                 )
 
 
-def _start_on_cpu(session: Any, exchange: _bootstrap.Exchange) -> Any:
+def _start_on_cpu(session: Any, exchange: bootstrap.Exchange) -> Any:
     """Connects and starts a new `_core.Session`; ends it on any error."""
     try:
         records = exchange.share("connect", {}, session.local_blob())

@@ -2,7 +2,7 @@
 
 This is the parent side of ``python -m jax_ep launch``: one event loop in one thread owns the
 children's pipes, their exits and the signals.  What runs inside a child is in
-``_launch_child.py``; how output lines are put together is in ``_launch_output.py``.
+``child.py``; how output lines are put together is in ``output.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from jax_ep._launch_output import LinePrefixer
-from jax_ep._seal import SECRET_ENV
+from jax_ep._launch.output import LinePrefixer
+from jax_ep._runtime.seal import SECRET_ENV
 
 DEFAULT_GRACE_S = 60.0
 TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL
@@ -212,7 +212,7 @@ class _Job:
         env[SPEC_ENV] = json.dumps(spec)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "jax_ep._launch_child", *self._options.command],
+                [sys.executable, "-m", "jax_ep._launch.child", *self._options.command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

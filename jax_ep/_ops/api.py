@@ -1,4 +1,4 @@
-"""Public operations; _operands checks, _primitive moves, _vjp differentiates."""
+"""Public operations; operands checks, primitive moves, vjp differentiates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _ffi, _group, _jax_compat, _operands, _primitive, _sharding, _vjp
-from jax_ep._call import Call
+from jax_ep import _group, _jax_compat
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
+from jax_ep._ops import ffi, operands, primitive, sharding, vjp
+from jax_ep._ops.call import Call
 from jax_ep._types import InFlight, Plan, PlanArrays, Received
 
 
@@ -35,11 +36,11 @@ def plan(
         >>> plan = jax_ep.plan(group, topk_idx)
         >>> recv = jax_ep.dispatch(group, x, plan=plan)
     """
-    _sharding.check_call(group, "plan")
-    ids = _operands.check_ids(group, "plan", topk_idx)
-    call = _operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
-    (ids,) = _operands.vary(call, ids)
-    return _make_plan(call, _primitive.plan(call, ids))
+    sharding.check_call(group, "plan")
+    ids = operands.check_ids(group, "plan", topk_idx)
+    call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
+    (ids,) = operands.vary(call, ids)
+    return _make_plan(call, primitive.plan(call, ids))
 
 
 def dispatch(
@@ -76,18 +77,18 @@ def dispatch(
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv.plan, weights=recv.weights)
     """
-    call, rows, weights, ids, arrays = _operands.dispatch_operands(
+    call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad
     )
     if arrays is not None:
-        recv_x, recv_weights = _vjp.dispatch(call, rows, weights, arrays.route())
+        recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
     elif call.mode == "ll":
-        arrays, recv_x, recv_weights = _vjp.ll_dispatch(call, rows, weights, ids)
+        arrays, recv_x, recv_weights = vjp.ll_dispatch(call, rows, weights, ids)
         # Out here too, else vmap(spmd_axis_name) of a grad gives ids a cotangent of a wrong type.
-        arrays = _vjp.name_plan(arrays)
+        arrays = vjp.name_plan(arrays)
     else:
-        arrays = _vjp.name_plan(_primitive.plan(call, ids))
-        recv_x, recv_weights = _vjp.dispatch(call, rows, weights, arrays.route())
+        arrays = vjp.name_plan(primitive.plan(call, ids))
+        recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
     return _make_received(call, arrays, recv_x, recv_weights)
 
 
@@ -110,12 +111,12 @@ def combine(group: Group, y: jax.Array, plan: Plan, weights: jax.Array | None = 
     Example:
         >>> out = jax_ep.combine(group, y, recv.plan, weights=recv.weights)
     """
-    call, rows, row_weights, arrays = _operands.combine_operands(group, "combine", y, plan, weights)
+    call, rows, row_weights, arrays = operands.combine_operands(group, "combine", y, plan, weights)
     if row_weights is None:
-        out, _ = _vjp.combine(call, rows, None, arrays.route())
+        out, _ = vjp.combine(call, rows, None, arrays.route())
         assert out is not None
     else:
-        out = _vjp.combine_weighted(call, rows, row_weights, arrays.route())
+        out = vjp.combine_weighted(call, rows, row_weights, arrays.route())
     return _finish(call, out, arrays)
 
 
@@ -154,17 +155,17 @@ def dispatch_start(
         >>> z = attention(other)  # overlaps
         >>> recv = jax_ep.dispatch_done(group, flight)
     """
-    call, rows, weights, ids, arrays = _operands.dispatch_operands(
+    call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch_start", x, topk_idx, topk_weights, plan, mode, layout, pad
     )
     sent = jax.lax.stop_gradient((rows, weights))  # the gradient is done's, in what is carried
     if arrays is None and call.mode == "ht":
-        arrays = _vjp.name_plan(_primitive.plan(call, ids))
+        arrays = vjp.name_plan(primitive.plan(call, ids))
     if arrays is None:
-        epoch = _primitive.ll_dispatch_start(call, *sent, ids)
+        epoch = primitive.ll_dispatch_start(call, *sent, ids)
         carried = None
     else:
-        epoch = _primitive.dispatch_start(call, *sent, arrays.route())
+        epoch = primitive.dispatch_start(call, *sent, arrays.route())
         carried = _as_plan(call, arrays)
     return InFlight(
         rows=rows,
@@ -195,17 +196,17 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
     Example:
         >>> recv = jax_ep.dispatch_done(group, jax_ep.dispatch_start(group, x, topk_idx))
     """
-    call = _operands.inflight_call(group, "dispatch_done", inflight, "dispatch")
-    rows, weights, ids, plan, epoch = _operands.vary(
+    call = operands.inflight_call(group, "dispatch_done", inflight, "dispatch")
+    rows, weights, ids, plan, epoch = operands.vary(
         call, inflight.rows, inflight.weights, inflight.topk_idx, inflight.plan, inflight.epoch
     )
     if plan is None:
-        arrays, recv_x, recv_weights = _vjp.ll_dispatch_done(call, rows, weights, ids, epoch)
-        arrays = _vjp.name_plan(arrays)
+        arrays, recv_x, recv_weights = vjp.ll_dispatch_done(call, rows, weights, ids, epoch)
+        arrays = vjp.name_plan(arrays)
     else:
         assert inflight.plan is not None
-        arrays = _operands.plan_arrays(plan)._replace(overflow=inflight.plan.overflow)
-        recv_x, recv_weights = _vjp.dispatch_done(call, rows, weights, arrays.route(), epoch)
+        arrays = operands.plan_arrays(plan)._replace(overflow=inflight.plan.overflow)
+        recv_x, recv_weights = vjp.dispatch_done(call, rows, weights, arrays.route(), epoch)
     return _make_received(call, arrays, recv_x, recv_weights)
 
 
@@ -230,7 +231,7 @@ def combine_start(
         >>> flight = jax_ep.combine_start(group, y, recv.plan, recv.weights)
         >>> out = jax_ep.combine_done(group, flight)
     """
-    call, rows, row_weights, arrays = _operands.combine_operands(
+    call, rows, row_weights, arrays = operands.combine_operands(
         group, "combine_start", y, plan, weights
     )
     sent = jax.lax.stop_gradient((rows, row_weights))
@@ -239,7 +240,7 @@ def combine_start(
         weights=row_weights,
         topk_idx=None,
         plan=_as_plan(call, arrays),
-        epoch=_primitive.combine_start(call, *sent, arrays.route()),
+        epoch=primitive.combine_start(call, *sent, arrays.route()),
         kind="combine",
         layout=call.layout,
         mode=call.mode,
@@ -263,13 +264,13 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
     Example:
         >>> out = jax_ep.combine_done(group, jax_ep.combine_start(group, y, recv.plan))
     """
-    call = _operands.inflight_call(group, "combine_done", inflight, "combine")
+    call = operands.inflight_call(group, "combine_done", inflight, "combine")
     assert inflight.plan is not None
-    arrays = _operands.plan_arrays(inflight.plan)
-    rows, row_weights, route, epoch = _operands.vary(
+    arrays = operands.plan_arrays(inflight.plan)
+    rows, row_weights, route, epoch = operands.vary(
         call, inflight.rows, inflight.weights, arrays.route(), inflight.epoch
     )
-    return _finish(call, _vjp.combine_done(call, rows, row_weights, route, epoch), arrays)
+    return _finish(call, vjp.combine_done(call, rows, row_weights, route, epoch), arrays)
 
 
 def dispatch_quantized(
@@ -339,7 +340,7 @@ def export_checks() -> list[Any]:
     Example:
         >>> jax.export.export(step, disabled_checks=jax_ep.export_checks())
     """
-    return [_jax_compat.export_custom_call_check(target) for target in _ffi.TARGETS]
+    return [_jax_compat.export_custom_call_check(target) for target in ffi.TARGETS]
 
 
 def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
@@ -352,7 +353,7 @@ def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
 
 
 def _make_plan(call: Call, arrays: PlanArrays) -> Plan:
-    return _as_plan(call, _vjp.name_plan(arrays))
+    return _as_plan(call, vjp.name_plan(arrays))
 
 
 def _make_received(

@@ -1,0 +1,1 @@
+"""Jobs of several processes: starting them on one host, and joining them."""

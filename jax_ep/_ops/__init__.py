@@ -1,0 +1,1 @@
+"""Operations inside jit: their public functions down to custom calls."""
