@@ -9,9 +9,9 @@ __path__ = extend_path(__path__, __name__)
 from jax_ep import routing as routing
 from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
+from jax_ep._create_group import create_group as create_group
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
-from jax_ep._group import create_group as create_group
 from jax_ep._moe import moe as moe
 from jax_ep._ops.api import block_until_ready as block_until_ready
 from jax_ep._ops.api import combine as combine

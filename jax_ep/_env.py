@@ -6,16 +6,17 @@ C++ reads is checked by C++ (proxy/base/env.h).
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import importlib
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
 
-from jax_ep._runtime import seal
+from jax_ep import _extension
 
 PREFIX = "JAX_EP_"
+SECRET_ENV = "JAX_EP_JOB_SECRET"
+MIN_SECRET_BYTES = 16
 LOG_LEVELS = ("error", "warning", "info", "debug")
 _INTERNAL = ("JAX_EP_LAUNCH", "JAX_EP_TEST_", "JAX_EP_PROXY_TEST_")  # prefixes
 
@@ -62,20 +63,32 @@ def log_level(name: str = "JAX_EP_LOG") -> str:
     return text
 
 
+def job_secret(name: str = SECRET_ENV) -> bytes:
+    """The secret that seals the bootstrap's records, or b"" for none.
+
+    Raises:
+        ValueError: it is too short to be one.
+    """
+    secret = os.environb.get(name.encode(), b"")
+    if secret and len(secret) < MIN_SECRET_BYTES:
+        raise ValueError(
+            f"{name}: got {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}, random "
+            "and the same in every process; make one per job with `openssl rand -hex 32`"
+        )
+    return secret
+
+
 def _check_in_core(name: str) -> None:
     """Of those that C++ reads, all at once."""
     del name
-    try:
-        core: Any = importlib.import_module("jax_ep._core")
-    except ImportError:
-        return  # who would read them is not there
-    core.check_environment()
+    with contextlib.suppress(ImportError):  # then who would read them is not there
+        _extension.load().check_environment()
 
 
 NAMES: dict[str, Callable[[str], object]] = {
     "JAX_EP_LOG": log_level,
     "JAX_EP_DEBUG": flag,
-    "JAX_EP_JOB_SECRET": lambda name: seal.job_secret(),
+    SECRET_ENV: job_secret,
     "JAX_EP_THREADS_PER_RANK": positive_int,
     "JAX_EP_HUGE_PAGES": flag,
     "JAX_EP_ZERO_COPY": flag,

@@ -1,5 +1,7 @@
 """Who may include whom: docs/architecture.md "Layers", checked against the sources."""
 
+import ast
+import graphlib
 import os
 import pathlib
 import re
@@ -59,6 +61,29 @@ GUARDED_IMPORTS = ("flax", "pyverbs", "matplotlib", "rich", "optax", "orbax")
 ADD_ONS = {"flax": ("flax",), "pallas": ()}
 PRIVATE_FOR_ADD_ONS = ("_config", "_jax_compat")
 
+# The layers of jax_ep, lowest first: what a module may import at all, in functions too. A folder
+# may import itself. What is not named here is on top: __init__, moe, routing and the commands.
+BASE = (
+    "_config",
+    "_env",
+    "_extension",
+    "_group",
+    "_jax_compat",
+    "_log",
+    "_mesh",
+    "_session_number",
+    "_types",
+)
+PYTHON_LAYERS = {
+    **dict.fromkeys(BASE, BASE),
+    "_ops": BASE,
+    "_runtime": BASE,
+    "_create_group": (*BASE, "_ops", "_runtime"),
+    "_moe": (*BASE, "_ops"),
+    "_launch": BASE,
+    "_cli": (*BASE, "_launch", "_runtime", "testing"),
+}
+
 
 def _cpp_files():
     return [
@@ -116,6 +141,60 @@ def test_python_imports_obey_the_layers(path):
                 f"{path.name}: {line.strip()} is imported at module level; import it where it is "
                 "used"
             )
+
+
+def _python_modules():
+    """{name: path} of every module and package of jax_ep."""
+    modules = {}
+    for path in sorted((ROOT / "jax_ep").rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return modules
+
+
+def _imported_modules(name, modules):
+    """The modules of jax_ep that `name` imports anywhere, in functions and for types alike.
+
+    A package that only holds what is imported stands for nothing itself: `from jax_ep import _env`
+    is about jax_ep._env, `import jax_ep` about jax_ep.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(modules[name].read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{name}: relative import in line {node.lineno}"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if inner in modules else node.module)
+    return found & modules.keys() - {name}
+
+
+def test_no_module_of_jax_ep_imports_itself_through_others():
+    modules = _python_modules()
+    graph = {name: _imported_modules(name, modules) for name in modules}
+    assert graph["jax_ep._create_group"] >= {"jax_ep._group", "jax_ep._runtime.start"}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("layer", PYTHON_LAYERS)
+def test_python_layers(layer):
+    modules = _python_modules()
+    inside = [name for name in modules if f"{name}.".startswith(f"jax_ep.{layer}.")]
+    assert inside, f"no module jax_ep.{layer}"
+    for name in inside:
+        for imported in _imported_modules(name, modules):
+            below = imported.partition("jax_ep.")[2].split(".")[0]
+            public = layer == "_cli" and imported == "jax_ep"
+            assert public or below in (layer, *PYTHON_LAYERS[layer]), f"{name} imports {imported}"
+
+
+def test_the_table_covers_every_private_module():
+    private = {name.split(".")[1] for name in _python_modules() if name.startswith("jax_ep._")}
+    assert private - {"__main__"} == PYTHON_LAYERS.keys()
 
 
 def test_import_jax_ep_imports_no_add_on():

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax
 
-from jax_ep import _env
+from jax_ep import _env, _extension
 from jax_ep._cli.extras import make_console, require
-from jax_ep._runtime import gpu, seal
+from jax_ep._runtime import gpu
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
@@ -90,11 +90,11 @@ def _transports() -> tuple[bool, list[Row]]:
         reason = "not built: only implementation='xla' works; run `pip install .`"
         return False, [("jax_ep._core", reason)]
     try:
-        from jax_ep import _core
+        core = _extension.load()
     except ImportError as error:
         return False, [("jax_ep._core", f"cannot be loaded: {error}")]
-    rows = [("jax_ep._core", str(_core.__file__))]
-    for name, is_available, reason in _core.transports():
+    rows = [("jax_ep._core", str(core.__file__))]
+    for name, is_available, reason in core.transports():
         state = "available" if is_available else "not available"
         rows.append((f"transport {name}", f"{state}: {reason}" if reason else state))
     return True, rows
@@ -134,7 +134,7 @@ def _environment() -> Iterator[Row]:
     if not found:
         yield "(none)", "no variable of jax_ep, JAX or XLA is set"
     for name in found:
-        value = "(set, not shown)" if name == seal.SECRET_ENV else os.environ[name]
+        value = "(set, not shown)" if name == _env.SECRET_ENV else os.environ[name]
         yield name, value + _problem(name)
 
 

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from jax_ep import _extension
 from jax_ep._cli.extras import make_console, require
 from jax_ep._cli.topology import distance_rows
 
@@ -149,10 +150,10 @@ def _providers() -> Iterator[Row]:
 
 def _transports() -> Iterator[Row]:
     try:
-        from jax_ep import _core
+        core = _extension.load()
     except ImportError as error:
         yield "jax_ep._core", f"cannot be loaded: {error}"
         return
-    for name, is_available, reason in _core.transports():
+    for name, is_available, reason in core.transports():
         if name in ("ofi", "verbs"):
             yield name, ("available: " if is_available else "not available: ") + reason

@@ -63,7 +63,7 @@ def _run_script(command: list[str]) -> int:
 
 def _close_groups() -> None:
     """What the exit hook does, before process 0 waits for processes that wait for its close."""
-    runtime = sys.modules.get("jax_ep._runtime.start")
+    runtime = sys.modules.get("jax_ep._runtime.session")
     if runtime is not None:
         try:
             runtime.close_all()

@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from jax_ep._env import SECRET_ENV
 from jax_ep._launch.output import LinePrefixer
-from jax_ep._runtime.seal import SECRET_ENV
 
 DEFAULT_GRACE_S = 60.0
 TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax_ep._config import Layout, Mode, Pad
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
+from jax_ep._group import Group
 
 
 @dataclasses.dataclass(frozen=True)

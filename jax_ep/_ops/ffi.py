@@ -6,7 +6,6 @@ always flat [R, H] here.
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _jax_compat
+from jax_ep import _extension, _jax_compat
 from jax_ep._ops import lowering, sharding
 from jax_ep._ops.call import Call
 from jax_ep._types import PlanArrays, Route
@@ -54,8 +53,7 @@ def register(platform: str) -> None:
     """
     with _register_lock:
         if platform not in _registered:
-            core: Any = importlib.import_module("jax_ep._core")
-            types, targets = core.registrations(platform)
+            types, targets = _extension.load().registrations(platform)
             _jax_compat.register_ffi(types, targets, platform=platform)
             _registered.add(platform)
 

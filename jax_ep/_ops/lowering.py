@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from jax_ep import _jax_compat
-from jax_ep._ops import sharding
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
+from jax_ep import _jax_compat, _mesh
+from jax_ep._group import Group
 
 
 def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
@@ -31,8 +28,8 @@ def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
     _refuse_stored_programs(group)
     if mesh is None:
         return group.platform == "cpu"
-    expected = sharding.teams(group.mesh, group.axes)
-    got = sharding.teams(mesh, group.axes)
+    expected = _mesh.teams(group.mesh, group.axes)
+    got = _mesh.teams(mesh, group.axes)
     if {tuple(team) for team in got} == {tuple(team) for team in expected}:
         return False
     raise ValueError(

@@ -1,35 +1,12 @@
-"""Mesh axes and ranks: what a group's axis means inside shard_map, and the checks of a call."""
+"""A group inside shard_map: where a rank stands, and whether an operation may be called there."""
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
-
 import jax
-import numpy as np
 from jax import lax
 
 from jax_ep import _jax_compat
-
-if TYPE_CHECKING:
-    from jax_ep._group import Group
-
-
-def axis_tuple(axis: str | tuple[str, ...]) -> tuple[str, ...]:
-    """The axis names of a group, always as a tuple."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
-
-
-def axis_size(mesh: Any, axes: tuple[str, ...]) -> int:
-    """Ranks along `axes` of `mesh`."""
-    return math.prod(mesh.shape[name] for name in axes)
-
-
-def teams(mesh: Any, axes: tuple[str, ...]) -> Any:
-    """Devices of a concrete mesh as [team, rank]: the group's axes last, in the group's order."""
-    others = [name for name in mesh.axis_names if name not in axes]
-    order = [mesh.axis_names.index(name) for name in (*others, *axes)]
-    return np.transpose(mesh.devices, order).reshape(-1, axis_size(mesh, axes))
+from jax_ep._group import Group
 
 
 def rank_index(group: Group) -> jax.Array:
@@ -38,7 +15,7 @@ def rank_index(group: Group) -> jax.Array:
 
 
 def position(group: Group) -> jax.Array:
-    """Where this device stands in the group's mesh, i32[1]: team * N + rank, as in `teams`."""
+    """Where this device stands in the mesh as `_mesh.teams` has it, i32[1]: team * N + rank."""
     mesh = _jax_compat.context_mesh()
     manual = _jax_compat.manual_axes(mesh)
     others = (name for name in mesh.axis_names if name not in group.axes and name in manual)
@@ -58,8 +35,7 @@ def check_call(group: Group, operation: str) -> None:
     if missing:
         raise ValueError(
             f"jax_ep.{operation} was called outside the group's mesh axis {missing[0]!r}: got "
-            f"manual "
-            f"axes {sorted(manual)}, expected {list(group.axes)} among them; call it inside "
+            f"manual axes {sorted(manual)}, expected {list(group.axes)} among them; call it inside "
             "jax.shard_map(..., mesh=mesh) over that axis"
         )
     expected = tuple(group.mesh.shape.items())
@@ -67,9 +43,8 @@ def check_call(group: Group, operation: str) -> None:
     if got != expected:
         raise ValueError(
             f"jax_ep.{operation}: got a different mesh {dict(got)} around the call than that of "
-            f"the "
-            f"group over axis {group.axis!r}, expected {dict(expected)}; create a group for this "
-            f"mesh"
+            f"the group over axis {group.axis!r}, expected {dict(expected)}; create a group for "
+            "this mesh"
         )
     if group.implementation == "xla":
         return
@@ -77,8 +52,7 @@ def check_call(group: Group, operation: str) -> None:
     if loose:
         raise ValueError(
             f"jax_ep.{operation}: mesh axis {loose[0]!r} of size {mesh.shape[loose[0]]} is not "
-            f"Manual "
-            f"where the op is called, expected every axis of size > 1 to be (XLA would gather the "
-            f"operands); add {loose[0]!r} to the axis_names of jax.shard_map, or create the group "
-            "with implementation='xla'"
+            "Manual where the op is called, expected every axis of size > 1 to be (XLA would "
+            f"gather the operands); add {loose[0]!r} to the axis_names of jax.shard_map, or create "
+            "the group with implementation='xla'"
         )

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jax_ep import _jax_compat
+from jax_ep import _env, _jax_compat
 from jax_ep._runtime import seal
 
 PROTOCOL_VERSION = 2
@@ -104,7 +104,7 @@ class Exchange:
                 "is not initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
             )
         try:
-            self._secret = seal.job_secret()
+            self._secret = _env.job_secret()
         except ValueError as error:
             self.fail(error)
             raise
@@ -186,7 +186,7 @@ class Exchange:
         except seal.SealError as error:
             raise BootstrapError(
                 f"{self.label}: the record of process {process} is refused: {error}; give every "
-                f"process the same {seal.SECRET_ENV}"
+                f"process the same {_env.SECRET_ENV}"
             ) from None
         if "error" in message:
             raise BootstrapError(

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _env
+from jax_ep import _env, _extension
 from jax_ep._runtime import bootstrap, descriptors
 
 DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
@@ -22,9 +22,7 @@ DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own ke
 
 def library_path() -> str:
     """Where libjax_ep_gpu.so is, beside the extension."""
-    from jax_ep import _core
-
-    return str(Path(_core.__file__).parent / "libjax_ep_gpu.so")
+    return str(Path(_extension.load().__file__).parent / "libjax_ep_gpu.so")
 
 
 def load_library() -> None:
@@ -33,9 +31,7 @@ def load_library() -> None:
     Raises:
         NotImplementedError: it is not installed, or of another version; the text says what to do.
     """
-    from jax_ep import _core
-
-    _core.load_gpu_library(library_path())
+    _extension.load().load_gpu_library(library_path())
 
 
 def check_flags() -> None:
@@ -65,12 +61,10 @@ def start(
         NotImplementedError: the GPU library is not installed.
         MemoryError: too little device memory.
     """
-    from jax_ep import _core
-
     check_flags()
     zero_copy = _env.flag("JAX_EP_ZERO_COPY")
     probes = [] if zero_copy is False else [_probe(device) for device in devices]
-    session = _core.GpuSession(
+    session = _extension.load().GpuSession(
         options=options,
         library_path=library_path(),
         live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),

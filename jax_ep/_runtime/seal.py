@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 
-SECRET_ENV = "JAX_EP_JOB_SECRET"
-MIN_SECRET_BYTES = 16
+from jax_ep._env import SECRET_ENV
+
 _MAGIC = b"sealed1:"
 _NONCE_BYTES = 16
 _MAC_BYTES = hashlib.sha256().digest_size
@@ -23,21 +22,6 @@ _MAC_BYTES = hashlib.sha256().digest_size
 
 class SealError(ValueError):
     """A record that was not made under this process's secret."""
-
-
-def job_secret() -> bytes:
-    """The secret of the environment, or b"" for none.
-
-    Raises:
-        ValueError: it is too short to be one.
-    """
-    secret = os.environb.get(SECRET_ENV.encode(), b"")
-    if secret and len(secret) < MIN_SECRET_BYTES:
-        raise ValueError(
-            f"{SECRET_ENV}: got {len(secret)} bytes, expected at least {MIN_SECRET_BYTES}, random "
-            "and the same in every process; make one per job with `openssl rand -hex 32`"
-        )
-    return secret
 
 
 def seal(secret: bytes, place: str, message: bytes) -> bytes:

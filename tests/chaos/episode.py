@@ -83,7 +83,7 @@ def _pause_self():
 
 def _fork_children(group):
     """Children that leave in the ways of a data loader, and meddle with the group."""
-    from jax_ep._runtime import start
+    from jax_ep._runtime import session
 
     for how in ("exit", "close", "_exit"):
         child = os.fork()
@@ -94,7 +94,7 @@ def _fork_children(group):
                     group.dump_state()
                     group.close()
                 if how == "exit":
-                    start.close_all()  # our hook; JAX's own may hang in a child (docs/errors.md)
+                    session.close_all()  # our hook; JAX's own may hang in a child (docs/errors.md)
             except BaseException:
                 code = 3
             os._exit(code)

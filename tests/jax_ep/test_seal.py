@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jax_ep import _env
 from jax_ep._runtime import seal
 
 SECRET = b"0123456789abcdef"
@@ -40,7 +41,7 @@ def test_what_others_made_is_refused() -> None:
 
 
 def test_a_short_secret_is_refused_without_being_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(seal.SECRET_ENV, "hunter2")
+    monkeypatch.setenv(_env.SECRET_ENV, "hunter2")
     with pytest.raises(ValueError, match="got 7 bytes, expected at least 16") as info:
-        seal.job_secret()
+        _env.job_secret()
     assert "hunter2" not in str(info.value)

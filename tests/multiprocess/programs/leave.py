@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from meeting import meet
 
 import jax_ep
-from jax_ep._runtime import start
+from jax_ep._runtime import session
 
 if not jax.distributed.is_initialized():
     jax_ep.initialize()
@@ -77,7 +77,7 @@ for name, changes in (("mates", {}), ("nodes", {"node_size": 1, "transport": "sh
         child = os.fork()
         if child == 0:
             group.close()
-            start.close_all()  # what runs at exit
+            session.close_all()  # what runs at exit
             told = group.dump_state()
             group.health()
             os._exit(0 if "group" in told else 1)

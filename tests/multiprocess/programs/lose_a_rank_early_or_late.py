@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from meeting import meet
 
 import jax_ep
-from jax_ep._runtime import bootstrap, start
+from jax_ep._runtime import bootstrap, session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--phase", required=True, choices=["bootstrap", "close"])
@@ -75,7 +75,7 @@ else:
     # All have their result before the victim dies: what it wrote last may still lie in its proxy.
     meet("ran")
     if is_victim:
-        start.NativeSession.close = die
+        session.NativeSession.close = die
     start = time.monotonic()
     group.close()
     error = "closed"

@@ -1,0 +1,189 @@
+"""The native side of a started group: what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+import weakref
+from typing import Any
+
+from jax_ep._group import Group, Health
+from jax_ep._runtime.drain import Drain
+from jax_ep._runtime.topology import Layout
+
+# In the order of their creation, which is the same on all processes: at exit each waits for the
+# same group of the others. Strong, as a program may drop a Group that others still use.
+_open_sessions: dict[NativeSession, None] = {}
+_sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
+_hooks_installed = False
+
+
+class NativeSession:
+    """The native side of one allocated Group in this process."""
+
+    def __init__(self, session: Any, name: str, group: Group, layout: Layout, transport: str):
+        """Wraps a started `_core.Session` of that name."""
+        self._session = session
+        self.name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self._close_lock = threading.RLock()  # a signal handler may close while its thread does
+        self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
+        self._timeout_s = group.config.timeout_s
+        self._peer_timeout_s = group.config.peer_timeout_s
+        self._drain = Drain(self._devices) if group.platform == "cpu" else None
+        self.transport = transport
+        self.node_size = layout.node_size
+        _open_sessions[self] = None
+        _sessions.add(self)
+
+    @property
+    def heap_bytes(self) -> int:
+        """Bytes of this process's ranks; 0 after close."""
+        return int(self._session.heap_bytes)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it holds nothing any more, or is about to; in a forked child it never did."""
+        return self._closed or os.getpid() != self._pid
+
+    def close(self, *, program_ended: bool = False) -> None:
+        """Waits for the executions that use the group, then for the other ranks' close; frees.
+
+        Idempotent. Does nothing in a forked child: the group is its parent's.
+
+        Args:
+            program_ended: what ranks are told that still use the group: this program has ended.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._close_lock:  # who comes second must not cut off what the first waits for
+            if not self._closed:
+                self._closed = True
+                self._drain_or_abort()
+            self._session.close(program_ended)
+            _open_sessions.pop(self, None)
+
+    def _drain_or_abort(self) -> None:
+        try:
+            self._wait_for_executions()
+        except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
+            process = self._devices[0].process_index
+            self._session.abort(f"group {self.name}: process {process} was interrupted by a signal")
+            _open_sessions.pop(self, None)
+            raise
+
+    def _wait_for_executions(self) -> None:
+        for device in self._devices:
+            with contextlib.suppress(Exception):  # a failed execution is the caller's to see
+                device.synchronize_all_activity()
+        if self._drain is None:
+            return
+        session = self._session
+        begin = time.monotonic()
+
+        def give_up() -> bool:
+            waited = time.monotonic() - begin
+            limit = self._timeout_s if session.is_balanced() else self._peer_timeout_s
+            return bool(session.failure_text()) or waited > limit
+
+        self._drain.run(give_up)
+
+    def release(self) -> None:
+        """After close, at exit: lets go of the native object, which may outlive its module.
+
+        A class that JAX has registered as a pytree is never freed, nor what its module names: a
+        Group there would leave nanobind with a live instance to complain of.
+        """
+        if os.getpid() == self._pid:  # a forked child has not closed it
+            self._session = _Released(self._session)
+
+    def check(self) -> None:
+        """Raises RuntimeError with the first failure if there is one, or if it is closed."""
+        text = str(self._session.failure_text())
+        if text:
+            raise RuntimeError(text)
+        if self._closed:
+            raise RuntimeError(f"group {self.name} is closed; create a new one")
+
+    def health(self) -> Health:
+        """State of the group as this process sees it."""
+        text = str(self._session.failure_text())
+        return Health(
+            ok=not text,
+            message=text,
+            details=(
+                ("closed", self._closed),
+                ("transport", self.transport),
+                ("data_path", getattr(self._session, "data_path", "heap")),
+            ),
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """Counters: totals, per local rank, per proxy flow."""
+        ranks = self._session.rank_stats()
+        totals = {
+            name: sum(rank[name] for rank in ranks)
+            for name in (ranks[0] if ranks else {})
+            if name not in ("team", "rank")
+        }
+        return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
+
+    def dump_state(self) -> str:
+        """A text with everything that a hang report needs."""
+        return str(self._session.dump_state())
+
+
+class _Released:
+    """What a NativeSession still answers when the interpreter exits: its last words."""
+
+    heap_bytes = 0
+
+    def __init__(self, session: Any):
+        """Takes what a closed `_core.Session` says."""
+        self._failure = str(session.failure_text())
+        self._ranks = session.rank_stats()
+        self._flows = session.flow_stats()
+        self._state = str(session.dump_state())
+        self.data_path = getattr(session, "data_path", "heap")
+
+    def close(self, program_ended: bool = False) -> None:
+        """Was done."""
+
+    def failure_text(self) -> str:
+        """Of the time of the release, as all below."""
+        return self._failure
+
+    def rank_stats(self) -> Any:
+        """Counters of each rank."""
+        return self._ranks
+
+    def flow_stats(self) -> Any:
+        """Counters of each flow."""
+        return self._flows
+
+    def dump_state(self) -> str:
+        """For a bug report."""
+        return self._state
+
+
+def close_at_exit() -> None:
+    """Has the process close its groups when it exits; once is enough."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    # After this, before JAX's own exit handlers: a process that ends while others still use the
+    # group must say good-bye, or they take it for dead.
+    atexit.register(close_all)
+
+
+def close_all() -> None:
+    """Closes what the program has left open, and lets go of native objects; again is harmless."""
+    for session in list(_open_sessions):
+        session.close(program_ended=True)
+    for session in list(_sessions):
+        session.release()
