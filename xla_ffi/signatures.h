@@ -1,5 +1,5 @@
 // One Bind() per operation: arguments, results and attributes of the custom calls, shared by every
-// platform's handlers so that they cannot diverge. Python's side is jax_ep/_ops/ffi.py.
+// platform's handlers so that they cannot diverge. Python's side is jax_ep/_ops/operations.py.
 //
 // Arrays that an operation can do without are passed as zero-element arrays, so the arity is fixed.
 // T tokens, K = top_k, H hidden, N ranks, E_l local experts, R receive rows.

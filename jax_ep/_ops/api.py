@@ -1,4 +1,4 @@
-"""Public operations; operands checks, primitive moves, vjp differentiates."""
+"""Public operations; operands checks, vjp differentiates, primitive runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_ep import _group, _jax_compat
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import ffi, operands, primitive, sharding, vjp
+from jax_ep._ops import ffi, operands, sharding, vjp
 from jax_ep._ops.call import Call
 from jax_ep._types import InFlight, Plan, PlanArrays, Received
 
@@ -40,7 +40,7 @@ def plan(
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
     (ids,) = operands.vary(call, ids)
-    return _make_plan(call, primitive.plan(call, ids))
+    return _as_plan(call, vjp.plan(call, ids))
 
 
 def dispatch(
@@ -87,7 +87,7 @@ def dispatch(
         # Out here too, else vmap(spmd_axis_name) of a grad gives ids a cotangent of a wrong type.
         arrays = vjp.name_plan(arrays)
     else:
-        arrays = vjp.name_plan(primitive.plan(call, ids))
+        arrays = vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
     return _make_received(call, arrays, recv_x, recv_weights)
 
@@ -158,14 +158,13 @@ def dispatch_start(
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch_start", x, topk_idx, topk_weights, plan, mode, layout, pad
     )
-    sent = jax.lax.stop_gradient((rows, weights))  # the gradient is done's, in what is carried
     if arrays is None and call.mode == "ht":
-        arrays = vjp.name_plan(primitive.plan(call, ids))
+        arrays = vjp.plan(call, ids)
     if arrays is None:
-        epoch = primitive.ll_dispatch_start(call, *sent, ids)
+        epoch = vjp.ll_dispatch_start(call, rows, weights, ids)
         carried = None
     else:
-        epoch = primitive.dispatch_start(call, *sent, arrays.route())
+        epoch = vjp.dispatch_start(call, rows, weights, arrays.route())
         carried = _as_plan(call, arrays)
     return InFlight(
         rows=rows,
@@ -234,13 +233,12 @@ def combine_start(
     call, rows, row_weights, arrays = operands.combine_operands(
         group, "combine_start", y, plan, weights
     )
-    sent = jax.lax.stop_gradient((rows, row_weights))
     return InFlight(
         rows=rows,
         weights=row_weights,
         topk_idx=None,
         plan=_as_plan(call, arrays),
-        epoch=primitive.combine_start(call, *sent, arrays.route()),
+        epoch=vjp.combine_start(call, rows, row_weights, arrays.route()),
         kind="combine",
         layout=call.layout,
         mode=call.mode,
@@ -340,7 +338,7 @@ def export_checks() -> list[Any]:
     Example:
         >>> jax.export.export(step, disabled_checks=jax_ep.export_checks())
     """
-    return [_jax_compat.export_custom_call_check(target) for target in ffi.TARGETS]
+    return [_jax_compat.export_custom_call_check(target) for target in ffi.TARGETS.values()]
 
 
 def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
@@ -350,10 +348,6 @@ def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
         mode=call.mode,
         max_tokens=call.group.config.max_tokens,
     )
-
-
-def _make_plan(call: Call, arrays: PlanArrays) -> Plan:
-    return _as_plan(call, vjp.name_plan(arrays))
 
 
 def _make_received(

@@ -7,6 +7,7 @@ T = 0 has its own branch because XLA refuses collectives over zero-length dimens
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -16,13 +17,30 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._ops import planning, sharding
 from jax_ep._ops.call import Call
+from jax_ep._ops.operations import OPERATIONS
 from jax_ep._types import PlanArrays, Route
 
+Optional = jax.Array | None
 
-def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
+
+def run(name: str, call: Call, arrays: Mapping[str, Optional]) -> dict[str, Any]:
+    """Operation `name`: arrays by name in and out, as in OPERATIONS.
+
+    A start does nothing, and its done does everything with what the start was given.
+    """
+    if name.endswith("_start"):
+        return {"epoch": jnp.zeros((1,), jnp.int32)}
+    whole: dict[str, Callable[..., dict[str, Any]]]
+    whole = {"plan": _plan, "dispatch": _dispatch, "ll_dispatch": _ll_dispatch, "combine": _combine}
+    used = {of: array for of, array in arrays.items() if of != "epoch"}
+    results = whole[name.removesuffix("_done")](call, **used)
+    return {of: results[of] for of in OPERATIONS[name].results}
+
+
+def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
     """Counts, slots and sources of `topk_idx` i32[T, K]."""
     if call.num_tokens == 0:
-        return _empty_plan(call)
+        return _empty_plan(call)._asdict()
     group = call.group
     ranks, experts, tokens, top_k = group.num_ranks, group.experts_per_rank, *topk_idx.shape
     me = sharding.rank_index(group)
@@ -44,7 +62,7 @@ def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
 
     counts = _slice(routing.counts, me * experts, experts)
     sizes = _slice(routing.zones, me * experts, experts)
-    return PlanArrays(
+    planned = PlanArrays(
         group_sizes=sizes if call.layout == "expert_major" else counts,
         group_counts=counts,
         send_slot=send_slot.reshape(tokens, top_k),
@@ -59,18 +77,23 @@ def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
             else None
         ),
     )
+    return planned._asdict()
 
 
-def dispatch(
+def _dispatch(
     call: Call,
-    x: jax.Array | None,
-    weights: jax.Array | None,
-    route: Route,
-    y: jax.Array | None,
-    row_weights: jax.Array | None,
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | None]:
+    *,
+    send_slot: jax.Array,
+    recv_src: jax.Array,
+    recv_topk_idx: Optional,
+    x: Optional = None,
+    weights: Optional = None,
+    y: Optional = None,
+    row_weights: Optional = None,
+) -> dict[str, Any]:
     """Rows and weights to their receive rows; with `y`, the fused backward of combine."""
-    valid, token, k = _sources(call, route)
+    del send_slot  # every rank gathers what it receives
+    valid, token, k = _sources(call, recv_src)
     recv_x = recv_weights = dots = None
     if x is not None:
         bits, dtype = _as_bits(x)  # a plain move must not quieten a signalling NaN
@@ -84,43 +107,44 @@ def dispatch(
             recv_x = jnp.where(valid[:, None], scaled, jnp.zeros((), call.dtype))
     if weights is not None:
         everyones = _gather_rows(call, weights)
-        if route.recv_topk_idx is not None:
-            shape = route.recv_topk_idx.shape
-            recv_weights = jnp.where(route.recv_topk_idx >= 0, everyones.reshape(shape), 0.0)
+        if recv_topk_idx is not None:
+            shape = recv_topk_idx.shape
+            recv_weights = jnp.where(recv_topk_idx >= 0, everyones.reshape(shape), 0.0)
         else:
             values = _take(everyones.reshape(-1, 1), token * call.top_k + k)[:, 0]
             recv_weights = jnp.where(valid, values, 0.0)
-    return recv_x, recv_weights, dots
+    return {"recv_x": recv_x, "recv_weights": recv_weights, "recv_dots": dots}
 
 
-def ll_dispatch(
-    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
-) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
+def _ll_dispatch(
+    call: Call, *, x: jax.Array, weights: Optional, topk_idx: jax.Array
+) -> dict[str, Any]:
     """Plan, then dispatch."""
-    arrays = plan(call, topk_idx)
-    recv_x, recv_weights, _ = dispatch(call, x, weights, arrays.route(), None, None)
-    assert recv_x is not None
-    return arrays, recv_x, recv_weights
+    planned = _plan(call, topk_idx=topk_idx)
+    route = {of: planned[of] for of in Route._fields}
+    return planned | _dispatch(call, x=x, weights=weights, **route)
 
 
-def combine(
+def _combine(
     call: Call,
-    y: jax.Array | None,
-    row_weights: jax.Array | None,
-    ride: jax.Array | None,
-    route: Route,
-) -> tuple[jax.Array | None, jax.Array | None]:
+    *,
+    send_slot: jax.Array,
+    recv_src: jax.Array,
+    y: Optional = None,
+    row_weights: Optional = None,
+    ride: Optional = None,
+) -> dict[str, Any]:
     """Rows back to their tokens, summed; `ride` comes back per (t, k)."""
     group = call.group
-    ranks, (tokens, top_k) = group.num_ranks, route.send_slot.shape
+    ranks, (tokens, top_k) = group.num_ranks, send_slot.shape
     if tokens == 0:
-        return (
-            None if y is None else jnp.zeros((0, call.hidden), call.dtype),
-            None if ride is None else jnp.zeros((0, top_k), jnp.float32),
-        )
-    valid, token, k = _sources(call, route)
+        return {
+            "out": None if y is None else jnp.zeros((0, call.hidden), call.dtype),
+            "ride_out": None if ride is None else jnp.zeros((0, top_k), jnp.float32),
+        }
+    valid, token, k = _sources(call, recv_src)
     slots_per_rank = ranks * tokens if call.mode == "ll" else call.rows
-    dest = jnp.where(route.send_slot >= 0, route.send_slot // slots_per_rank, ranks)
+    dest = jnp.where(send_slot >= 0, send_slot // slots_per_rank, ranks)
     out = ride_out = None
     if y is not None:
         partial = _rank_partials(call, y, row_weights, valid, token)
@@ -140,51 +164,7 @@ def combine(
         returned = _exchange(call, by_pair)
         chosen = jnp.take_along_axis(returned, jnp.minimum(dest, ranks - 1)[None], axis=0)[0]
         ride_out = jnp.where(dest < ranks, chosen, 0.0)
-    return out, ride_out
-
-
-def dispatch_start(call: Call, x: jax.Array, weights: jax.Array | None, route: Route) -> jax.Array:
-    """Nothing: the done does all the work; the epoch is 0."""
-    return jnp.zeros((1,), jnp.int32)
-
-
-def dispatch_done(
-    call: Call, x: jax.Array, weights: jax.Array | None, route: Route, epoch: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """The whole dispatch of the carried inputs."""
-    recv_x, recv_weights, _ = dispatch(call, x, weights, route, None, None)
-    assert recv_x is not None
-    return recv_x, recv_weights
-
-
-def ll_dispatch_start(
-    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array
-) -> jax.Array:
-    """Nothing: the done does all the work; the epoch is 0."""
-    return jnp.zeros((1,), jnp.int32)
-
-
-def ll_dispatch_done(
-    call: Call, x: jax.Array, weights: jax.Array | None, topk_idx: jax.Array, epoch: jax.Array
-) -> tuple[PlanArrays, jax.Array, jax.Array | None]:
-    """The whole ll_dispatch of the carried inputs."""
-    return ll_dispatch(call, x, weights, topk_idx)
-
-
-def combine_start(
-    call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route
-) -> jax.Array:
-    """Nothing: the done does all the work; the epoch is 0."""
-    return jnp.zeros((1,), jnp.int32)
-
-
-def combine_done(
-    call: Call, y: jax.Array, row_weights: jax.Array | None, route: Route, epoch: jax.Array
-) -> jax.Array:
-    """The whole combine of the carried inputs."""
-    out, _ = combine(call, y, row_weights, None, route)
-    assert out is not None
-    return out
+    return {"out": out, "ride_out": ride_out}
 
 
 def _empty_plan(call: Call) -> PlanArrays:
@@ -232,11 +212,11 @@ def _recv_src(
     return jnp.where(valid, source * (group.config.max_tokens * top_k) + within, -1)
 
 
-def _sources(call: Call, route: Route) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _sources(call: Call, recv_src: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Of each row: is it used, source * T + t (0 for padding), and k."""
     stride = call.group.config.max_tokens * call.top_k
-    valid = route.recv_src >= 0
-    code = jnp.where(valid, route.recv_src, 0)
+    valid = recv_src >= 0
+    code = jnp.where(valid, recv_src, 0)
     within = code % max(stride, 1)
     token = code // max(stride, 1) * call.num_tokens + within // call.top_k
     return valid, token, within % call.top_k

@@ -15,6 +15,7 @@ Integer operands have no cotangent (None).
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +32,8 @@ Pair = tuple[Optional, Optional]
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch(call: Call, x: Optional, weights: Optional, route: Route) -> Pair:
     """Rows [T, H] to [R, H] and weights f32[T, K] to their rows; either may be None."""
-    recv_x, recv_weights, _ = primitive.dispatch(call, x, weights, route)
-    return recv_x, recv_weights
+    got = primitive.run("dispatch", call, x=x, weights=weights, **route._asdict())
+    return got["recv_x"], got["recv_weights"]
 
 
 def _dispatch_fwd(call: Call, x: Optional, weights: Optional, route: Route) -> tuple[Pair, Route]:
@@ -58,7 +59,13 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(call: Call, y: Optional, ride: Optional, route: Route) -> Pair:
     """Rows [R, H] summed to [T, H] and ride f32[R] (rank_major [R, K]) to f32[T, K]."""
-    return primitive.combine(call, y, None, ride, route)
+    got = primitive.run("combine", call, y=y, ride=ride, **_slots(route))
+    return got["out"], got["ride_out"]
+
+
+def _slots(route: Route) -> dict[str, jax.Array]:
+    """What a combine reads of the route."""
+    return {"send_slot": route.send_slot, "recv_src": route.recv_src}
 
 
 def _combine_fwd(call: Call, y: Optional, ride: Optional, route: Route) -> tuple[Pair, Route]:
@@ -78,8 +85,8 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine_weighted(call: Call, y: jax.Array, row_weights: jax.Array, route: Route) -> jax.Array:
     """Rows [R, H] times f32[R], summed to [T, H]."""
-    out, _ = primitive.combine(call, y, row_weights, None, route)
-    assert out is not None
+    got = primitive.run("combine", call, y=y, row_weights=row_weights, **_slots(route))
+    out: jax.Array = got["out"]
     return out
 
 
@@ -106,9 +113,10 @@ def combine_backward(
     call: Call, cotangent: jax.Array, y: jax.Array, row_weights: jax.Array, route: Route
 ) -> tuple[jax.Array, jax.Array]:
     """With g = D(cotangent): row_weights * g and <g, y> per row, fused in one dispatch."""
-    d_y, _, d_weights = primitive.dispatch(call, cotangent, None, route, y, row_weights)
-    assert d_y is not None and d_weights is not None
-    return d_y, d_weights
+    got = primitive.run(
+        "dispatch", call, x=cotangent, y=y, row_weights=row_weights, **route._asdict()
+    )
+    return got["recv_x"], got["recv_dots"]
 
 
 _BackwardResiduals = tuple[jax.Array, jax.Array, jax.Array, Route]
@@ -153,7 +161,18 @@ def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 
     Then a remat policy that keeps the plan has one to keep: a recomputed dispatch follows it.
     """
-    return primitive.ll_dispatch(call, x, weights, topk_idx)
+    got = primitive.run("ll_dispatch", call, x=x, weights=weights, topk_idx=topk_idx)
+    return _received(got)
+
+
+def _received(got: dict[str, Any]) -> _Received:
+    arrays = PlanArrays(*(got[of] for of in PlanArrays._fields))
+    return arrays, got["recv_x"], got["recv_weights"]
+
+
+def plan(call: Call, topk_idx: jax.Array) -> PlanArrays:
+    """The plan of `topk_idx` i32[T, K], named."""
+    return name_plan(PlanArrays(**primitive.run("plan", call, topk_idx=topk_idx)))
 
 
 def name_plan(arrays: PlanArrays) -> PlanArrays:
@@ -167,7 +186,7 @@ def name_plan(arrays: PlanArrays) -> PlanArrays:
 def _ll_dispatch_fwd(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 ) -> tuple[_Received, Route]:
-    arrays = name_plan(primitive.plan(call, topk_idx))
+    arrays = plan(call, topk_idx)
     route = arrays.route()
     recv_x, recv_weights = dispatch(call, x, weights, route)
     return (arrays, recv_x, recv_weights), route
@@ -182,12 +201,36 @@ def _ll_dispatch_bwd(
 ll_dispatch.defvjp(_ll_dispatch_fwd, _ll_dispatch_bwd)
 
 
+def dispatch_start(call: Call, x: jax.Array, weights: Optional, route: Route) -> jax.Array:
+    """First half of a dispatch: its epoch i32[1]."""
+    return _start("dispatch_start", call, x=x, weights=weights, **route._asdict())
+
+
+def ll_dispatch_start(
+    call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
+) -> jax.Array:
+    """First half of an ll_dispatch: its epoch i32[1]."""
+    return _start("ll_dispatch_start", call, x=x, weights=weights, topk_idx=topk_idx)
+
+
+def combine_start(call: Call, y: jax.Array, row_weights: Optional, route: Route) -> jax.Array:
+    """First half of a combine: its epoch i32[1]."""
+    return _start("combine_start", call, y=y, row_weights=row_weights, **_slots(route))
+
+
+def _start(name: str, call: Call, **arrays: Optional) -> jax.Array:
+    """Has no gradient: it is the done's, in what is carried."""
+    epoch: jax.Array = primitive.run(name, call, **jax.lax.stop_gradient(arrays))["epoch"]
+    return epoch
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_done(
     call: Call, x: jax.Array, weights: Optional, route: Route, epoch: jax.Array
 ) -> Pair:
     """Second half of a dispatch; differentiates as the whole of it in the carried inputs."""
-    return primitive.dispatch_done(call, x, weights, route, epoch)
+    got = primitive.run("dispatch_done", call, epoch=epoch, x=x, weights=weights, **route._asdict())
+    return got["recv_x"], got["recv_weights"]
 
 
 def _dispatch_done_fwd(
@@ -210,7 +253,10 @@ def ll_dispatch_done(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array, epoch: jax.Array
 ) -> _Received:
     """Second half of an ll_dispatch; differentiates as the whole of it in the carried inputs."""
-    return primitive.ll_dispatch_done(call, x, weights, topk_idx, epoch)
+    got = primitive.run(
+        "ll_dispatch_done", call, epoch=epoch, x=x, weights=weights, topk_idx=topk_idx
+    )
+    return _received(got)
 
 
 def _ll_dispatch_done_fwd(
@@ -234,7 +280,11 @@ def combine_done(
     call: Call, y: jax.Array, row_weights: Optional, route: Route, epoch: jax.Array
 ) -> jax.Array:
     """Second half of a combine; differentiates as the whole of it in the carried inputs."""
-    return primitive.combine_done(call, y, row_weights, route, epoch)
+    got = primitive.run(
+        "combine_done", call, epoch=epoch, y=y, row_weights=row_weights, **_slots(route)
+    )
+    out: jax.Array = got["out"]
+    return out
 
 
 _DoneResiduals = tuple[Optional, Optional, Route]

@@ -1,0 +1,110 @@
+"""The ten operations as a table: the arrays of each by name, in the order of its custom call.
+
+`primitive`, `ffi` and `reference` take and return arrays under these names. The C++ side of the
+table is xla_ffi/signatures.h.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jax_ep._ops.call import Call
+from jax_ep._types import PlanArrays, Route
+
+
+class Operation(NamedTuple):
+    """One operation: what it reads, what it makes, and what else is static in its custom call."""
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()  # operands of the start, of which a done needs the shapes only
+
+
+_ROUTE = Route._fields
+_PLAN = PlanArrays._fields
+_RECEIVED = ("recv_x", "recv_weights")
+_COMBINED = ("y", "row_weights", "ride", "send_slot", "recv_src")
+
+OPERATIONS = {
+    "plan": Operation(("topk_idx",), _PLAN),
+    "dispatch": Operation(
+        ("x", "weights", *_ROUTE, "y", "row_weights"), (*_RECEIVED, "recv_dots"), ("pad",)
+    ),
+    "ll_dispatch": Operation(("x", "weights", "topk_idx"), (*_PLAN, *_RECEIVED), ("pad",)),
+    "combine": Operation(_COMBINED, ("out", "ride_out")),
+    "dispatch_start": Operation(("x", "weights", *_ROUTE), ("epoch",)),
+    "dispatch_done": Operation(
+        ("epoch", *_ROUTE), _RECEIVED, ("pad", "has_weights"), carried=("x", "weights")
+    ),
+    "ll_dispatch_start": Operation(("x", "weights", "topk_idx"), ("epoch",)),
+    "ll_dispatch_done": Operation(
+        ("epoch", "topk_idx"),
+        (*_PLAN, *_RECEIVED),
+        ("pad", "has_weights"),
+        carried=("x", "weights"),
+    ),
+    "combine_start": Operation(_COMBINED, ("epoch",)),
+    "combine_done": Operation(
+        ("epoch", "send_slot", "recv_src"),
+        ("out", "ride_out"),
+        ("has_ride",),
+        carried=("y", "row_weights"),
+    ),
+}
+
+# A result that only follows from an operand is absent where that is: moving weights makes no rows.
+FOLLOWS = {
+    "recv_x": "x",
+    "recv_weights": "weights",
+    "recv_dots": "y",
+    "out": "y",
+    "ride_out": "ride",
+}
+
+
+class ArrayType(NamedTuple):
+    """Shape and dtype of an array of a call; no shape where its layout has no such array."""
+
+    shape: tuple[int, ...] | None
+    dtype: Any
+
+
+def array_types(call: Call) -> dict[str, ArrayType]:
+    """The type that each name of the table stands for in `call`."""
+    tokens, top_k, hidden, rows = call.num_tokens, call.top_k, call.hidden, call.rows
+    ranks, experts = call.group.num_ranks, call.group.experts_per_rank
+    rank_major = call.layout == "rank_major"
+    pairs = (ranks, tokens, top_k)
+
+    def i32(*shape: int) -> ArrayType:
+        return ArrayType(shape, jnp.int32)
+
+    def f32(*shape: int) -> ArrayType:
+        return ArrayType(shape, jnp.float32)
+
+    return {
+        "x": ArrayType((tokens, hidden), call.dtype),
+        "weights": f32(tokens, top_k),
+        "topk_idx": i32(tokens, top_k),
+        "y": ArrayType((rows, hidden), call.dtype),
+        "row_weights": f32(rows),
+        "ride": f32(rows, top_k) if rank_major else f32(rows),
+        "epoch": i32(1),
+        "group_sizes": i32(experts),
+        "group_counts": i32(experts),
+        "send_slot": i32(tokens, top_k),
+        "recv_src": i32(rows),
+        "send_counts": i32(ranks),
+        "recv_counts": i32(ranks),
+        "num_dropped": i32(),
+        "overflow": i32(),
+        "recv_topk_idx": i32(*pairs) if rank_major else ArrayType(None, jnp.int32),
+        "recv_x": ArrayType((rows, hidden), call.dtype),
+        "recv_weights": f32(*pairs) if rank_major else f32(rows),
+        "recv_dots": f32(rows),
+        "out": ArrayType((tokens, hidden), call.dtype),
+        "ride_out": f32(tokens, top_k),
+    }
