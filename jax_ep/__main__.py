@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from jax_ep._launch.launcher import BINDINGS, DEFAULT_GRACE_S, LaunchOptions, launch
+from jax_ep._launch.launcher import launch
+from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
 _LAUNCH_EPILOG = """\
 Everything after the script's name goes to the script.  In each process jax.distributed is already

@@ -13,7 +13,8 @@ from typing import Any
 
 from jax_ep._cli.extras import make_console, require
 from jax_ep._cli.shapes import SHAPES
-from jax_ep._launch.launcher import LaunchOptions, launch
+from jax_ep._launch.launcher import launch
+from jax_ep._launch.options import LaunchOptions
 
 _MIB = 1 << 20
 

@@ -1,6 +1,6 @@
 """Entry of one launched process: joins the job, then runs the user's script as ``__main__``.
 
-Started by ``launcher.py`` only, as ``python -m jax_ep._launch.child SCRIPT ARGS...``.
+Started by ``process.py`` only, as ``python -m jax_ep._launch.child SCRIPT ARGS...``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from jax_ep._launch.launcher import SPEC_ENV
+from jax_ep._launch.process import SPEC_ENV
 
 _F_SETSIG = getattr(fcntl, "F_SETSIG", 10)  # Linux's number; the fcntl module lacks the name
 

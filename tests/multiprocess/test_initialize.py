@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jax_ep._launch import initialize
-from jax_ep._launch.launcher import _reserved_port
+from jax_ep._launch.process import reserved_port
 
 LIMIT_S = 200.0
 SLURM = {
@@ -117,7 +117,7 @@ def test_process_0_leaves_last():
     )
     env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS",)}
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
-    with _reserved_port() as port:
+    with reserved_port() as port:
         env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
         command = [sys.executable, "-c", script]
         processes = [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_ep._launch.launcher import cores_of
+from jax_ep._launch.options import cores_of
 
 pytestmark = pytest.mark.multiprocess
 

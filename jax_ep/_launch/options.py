@@ -1,0 +1,82 @@
+"""What a launched job is: its options, and what follows from them for each process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+DEFAULT_GRACE_S = 60.0
+# Below it 8 virtual devices were seen to deadlock XLA:CPU (its own all_to_all).
+MIN_POOL_THREADS = 32
+POOL_THREADS_PER_DEVICE = 4
+BINDINGS = ("none", "core")
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """What to start: ``command`` is a script and its arguments.
+
+    With gpus_per_process G > 0, process i gets GPUs i*G to i*G + G - 1: it uses those of all that
+    it sees, or with hide_other_gpus it sees no others. With bind_to "core" each process runs on its
+    share of the cores only, or on one of them if there are fewer cores than processes.
+    """
+
+    num_processes: int
+    command: Sequence[str]
+    devices_per_process: int = 1
+    gpus_per_process: int = 0
+    hide_other_gpus: bool = False
+    bind_to: str = "none"
+    grace_s: float = DEFAULT_GRACE_S
+
+    def __post_init__(self) -> None:
+        if self.num_processes < 1:
+            raise ValueError(f"-n: got {self.num_processes}, expected at least one process")
+        if self.devices_per_process < 1:
+            raise ValueError(
+                f"--devices-per-process: got {self.devices_per_process}, expected at least 1"
+            )
+        if self.gpus_per_process < 0:
+            raise ValueError(f"--gpus-per-process: got {self.gpus_per_process}, expected >= 0")
+        if self.hide_other_gpus and not self.gpus_per_process:
+            raise ValueError("--hide-other-gpus: expected --gpus-per-process too")
+        if self.bind_to not in BINDINGS:
+            raise ValueError(f"--bind-to: got {self.bind_to!r}, expected one of {BINDINGS}")
+        if self.grace_s < 0:
+            raise ValueError(f"--grace: got {self.grace_s}, expected seconds >= 0")
+        if not self.command:
+            raise ValueError("expected a script to run after the options, got nothing")
+        if not Path(self.command[0]).is_file():
+            raise ValueError(f"script: {self.command[0]!r} is not a file")
+
+
+def child_environment(base: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
+    """The environment of a child: what the user set stays, except the device count asked for."""
+    env = dict(base)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    if devices_per_process > 1:
+        kept = [
+            flag
+            for flag in env.get("XLA_FLAGS", "").split()
+            if not flag.startswith("--xla_force_host_platform_device_count")
+        ]
+        kept.append(f"--xla_force_host_platform_device_count={devices_per_process}")
+        env["XLA_FLAGS"] = " ".join(kept)
+        env.setdefault(
+            "NPROC", str(max(MIN_POOL_THREADS, POOL_THREADS_PER_DEVICE * devices_per_process))
+        )
+    return env
+
+
+def gpus_of(options: LaunchOptions, index: int) -> list[int] | None:
+    """The GPUs of process `index`, or None: JAX's own choice."""
+    count = options.gpus_per_process
+    return list(range(index * count, (index + 1) * count)) if count else None
+
+
+def cores_of(index: int, num_processes: int, cores: Sequence[int]) -> list[int]:
+    """The share of process `index`: equal runs of `cores`, or one of them in equal turns."""
+    begin = index * len(cores) // num_processes
+    end = (index + 1) * len(cores) // num_processes
+    return list(cores[begin : max(end, begin + 1)])

@@ -1,0 +1,106 @@
+"""One launched process as the launcher sees it: started, reached by signals, gone.
+
+What runs inside it is in ``child.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax_ep._env import SECRET_ENV
+from jax_ep._launch.options import LaunchOptions, child_environment, cores_of, gpus_of
+
+SPEC_ENV = "JAX_EP_LAUNCH"
+
+
+@dataclasses.dataclass(eq=False)
+class Child:
+    """A process of the job and the two ends that the launcher holds of it."""
+
+    index: int
+    process: subprocess.Popen[bytes]
+    control: socket.socket  # the child's reports arrive here; "leave" goes to process 0
+    lifeline: int  # write end: the kernel kills the child's group when this process is gone
+    has_started: bool = False
+    has_exited: bool = False
+    reports: bytes = b""
+
+    def send_signal(self, number: int) -> None:
+        """Signals the whole group of a child; its id stays ours until the zombie is reaped."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+
+def start(options: LaunchOptions, index: int, port: int, secret: str) -> Child:
+    """Starts process `index`; the coordinator will listen at `port` of 127.0.0.1."""
+    ours, theirs = socket.socketpair()
+    lifeline_read, lifeline_write = os.pipe()
+    spec: dict[str, object] = {
+        "index": index,
+        "num_processes": options.num_processes,
+        "port": port,
+        "control_fd": theirs.fileno(),
+        "lifeline_fd": lifeline_read,
+    }
+    env = child_environment(os.environ, options.devices_per_process)
+    gpus = gpus_of(options, index)
+    if gpus is not None and options.hide_other_gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    else:
+        spec["local_device_ids"] = gpus
+    if options.bind_to == "core":
+        cores = sorted(os.sched_getaffinity(0))
+        spec["cores"] = cores_of(index, options.num_processes, cores)
+        # XLA would size its pool by the bound cores, and its collectives need several threads.
+        env.setdefault("NPROC", str(len(cores)))
+    env.setdefault(SECRET_ENV, secret)
+    env[SPEC_ENV] = json.dumps(spec)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jax_ep._launch.child", *options.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            pass_fds=(theirs.fileno(), lifeline_read),
+            process_group=0,
+        )
+    except BaseException:
+        os.close(lifeline_write)
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+        os.close(lifeline_read)
+    ours.setblocking(False)
+    return Child(index, process, ours, lifeline_write)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of 127.0.0.1, kept bound (not listening) until the job is over.
+
+    gRPC binds with SO_REUSEPORT, so the coordinator can take it while nobody else is given it.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def has_members(groups: set[int]) -> bool:
+    """Whether any process that is not a zombie belongs to one of the process groups."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            state, _parent, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(group) in groups and state not in "ZX":
+                return True
+    return False
