@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+import numbers
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +25,9 @@ MAX_LL_TOKENS = 512  # tokens per rank of an ll call: its slots are allocated fo
 MAX_TOP_K = 64
 MAX_IN_FLIGHT = 7  # with the call that waits for a set, half of a command's 4-bit epochs
 INT32_MAX = 2**31 - 1  # plan codes are i32
+MIN_TIMEOUT_S = 0.1  # a busy host keeps a heartbeat back for longer than less
+MAX_TIMEOUT_S = 1e9  # 30 years; clocks count nanoseconds in 64 bits
+DEFAULT_PEER_TIMEOUT_S = 15.0
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
@@ -60,8 +66,9 @@ class Config:
         wire: None (= dtype); FP8 is not implemented yet.
         transport: "auto", "loopback", "shm", "ofi" or "verbs".
         node_size: ranks per node; None: those that share a host.
-        timeout_s: bound on waiting for a live but late rank, in seconds.
-        peer_timeout_s: silence after which a process counts as gone, in seconds.
+        timeout_s: bound on waiting for a live but late rank, in seconds from 0.1 to 1e9.
+        peer_timeout_s: silence after which a process counts as gone, in seconds, at most timeout_s.
+            None: 15, or timeout_s if that is less.
         max_in_flight: how many starts may precede their done, 1 to 7.
 
     Raises:
@@ -87,17 +94,15 @@ class Config:
     transport: str = "auto"
     node_size: int | None = None
     timeout_s: float = 600.0
-    peer_timeout_s: float = 15.0
+    peer_timeout_s: float | None = None
     max_in_flight: int = 2
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
-        for name in ("num_experts", "top_k", "hidden", "align", "max_in_flight"):
-            _check_int(name, getattr(self, name), minimum=1)
-        _check_int("max_tokens", self.max_tokens, minimum=0)
-        for name in ("recv_rows", "node_size"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), minimum=1)
+        for name, as_number in _NUMBERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                object.__setattr__(self, name, as_number(f"Config.{name}", value))
         try:
             dtype = np.dtype(self.dtype)
         except TypeError:
@@ -144,10 +149,13 @@ class Config:
                 f"a multiple of align={self.align}",
                 f"use {align_up(self.recv_rows, self.align)}",
             )
-        for name in ("capacity_factor", "timeout_s", "peer_timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise _bad(name, value, "a finite number above 0", "pick one")
+        if self.peer_timeout_s is not None and self.peer_timeout_s > self.timeout_s:
+            raise _bad(
+                "peer_timeout_s",
+                self.peer_timeout_s,
+                f"at most timeout_s={self.timeout_s}",
+                "lower it, or leave it out",
+            )
         if self.mode == "ll" and self.max_tokens > MAX_LL_TOKENS:
             raise _bad(
                 "max_tokens",
@@ -166,15 +174,58 @@ def _bad(name: str, got: object, expected: str, fix: str) -> ValueError:
     return ValueError(f"Config.{name}: got {got!r}, expected {expected}; {fix}")
 
 
-def _check_int(name: str, value: object, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < minimum:
-        raise _bad(name, value, f"an int of at least {minimum}", "correct it")
+def is_count(value: object, minimum: int = 1) -> TypeGuard[int]:
+    """Whether `value` is an int, also of NumPy's but no bool, of at least `minimum`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return bool(value >= minimum)
+
+
+def _as_count(name: str, value: object, minimum: int = 1) -> int:
+    if not is_count(value, minimum):
+        raise ValueError(f"{name}: got {value!r}, expected an int of at least {minimum}")
+    return int(value)
+
+
+def _as_factor(name: str, value: object) -> float:
+    if not _is_real(value) or not 0 < value < math.inf:
+        raise ValueError(
+            f"{name}: got {value!r}, expected a finite number above 0; use None for the worst case"
+        )
+    return float(value)
+
+
+def _as_seconds(name: str, value: object) -> float:
+    if not _is_real(value) or not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{name}: got {value!r}, expected seconds from {MIN_TIMEOUT_S:g} to "
+            f"{MAX_TIMEOUT_S:g}; use {MAX_TIMEOUT_S:g} for no bound in practice"
+        )
+    return float(value)
+
+
+def _is_real(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+# Numbers become Python's: what processes compare is the text of their configs.
+_NUMBERS: dict[str, Callable[[str, object], int | float]] = {
+    **dict.fromkeys(
+        ("num_experts", "top_k", "hidden", "recv_rows", "align", "node_size", "max_in_flight"),
+        _as_count,
+    ),
+    "max_tokens": partial(_as_count, minimum=0),
+    "capacity_factor": _as_factor,
+    "timeout_s": _as_seconds,
+    "peer_timeout_s": _as_seconds,
+}
+_OPTIONAL = ("recv_rows", "node_size", "capacity_factor", "peer_timeout_s")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
-        raise _bad(name, value, f"one of {listed}", "correct it")
+        raise ValueError(f"Config.{name}: got {value!r}, expected one of {listed}")
 
 
 def align_up(value: int, align: int) -> int:
@@ -216,3 +267,10 @@ def max_ll_tokens(config: Config) -> int:
     if config.mode == "ht":
         return 0
     return min(config.max_tokens, MAX_LL_TOKENS if config.mode == "ll" else AUTO_LL_TOKENS)
+
+
+def peer_timeout_s(config: Config) -> float:
+    """Silence after which a process of a group counts as gone."""
+    if config.peer_timeout_s is not None:
+        return config.peer_timeout_s
+    return min(DEFAULT_PEER_TIMEOUT_S, config.timeout_s)

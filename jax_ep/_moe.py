@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _config
 from jax_ep._group import Group
 from jax_ep._ops import api
 
@@ -46,7 +47,7 @@ def moe(
         ...     return jax.lax.ragged_dot(rows, kernels, group_sizes)
         >>> out = jax_ep.moe(group, x, topk_idx, topk_weights, experts, kernels)
     """
-    if not isinstance(chunks, int) or chunks < 1:
+    if not _config.is_count(chunks):
         raise ValueError(f"jax_ep.moe: got chunks={chunks!r}, expected an int of at least 1; use 1")
 
     def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array:

@@ -12,6 +12,7 @@ import json
 import threading
 from typing import Any
 
+from jax_ep import _config
 from jax_ep._config import Config
 
 _lock = threading.Lock()
@@ -25,7 +26,10 @@ class SessionNumber:
         self, mesh: Any, axes: tuple[str, ...], config: Config, *, lowering_only: bool
     ) -> None:
         """Takes the next number."""
-        fields = dataclasses.asdict(config) | {"dtype": config.dtype.name}
+        fields = dataclasses.asdict(config) | {
+            "dtype": config.dtype.name,
+            "peer_timeout_s": _config.peer_timeout_s(config),
+        }
         self._key = json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)
         # Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one,
         # so a program exported on another host meets its session.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_ep import _config
+
 
 def topk_softmax(
     logits: jax.Array, top_k: int, *, normalize: bool = True
@@ -96,18 +98,17 @@ def group_limited_topk(
     """
     num_tokens, num_experts = logits.shape
     _check_top_k(top_k, num_experts)
-    if num_groups < 1 or num_experts % num_groups:
+    if not _config.is_count(num_groups) or num_experts % num_groups:
         raise ValueError(
-            f"group_limited_topk: got num_groups={num_groups}, expected a divisor of the "
-            f"{num_experts} "
-            "experts; correct it"
+            f"group_limited_topk: got num_groups={num_groups!r}, expected a divisor of the "
+            f"{num_experts} experts"
         )
     group_experts = num_experts // num_groups
-    if not 1 <= top_groups <= num_groups or top_groups * group_experts < top_k:
+    fits = _config.is_count(top_groups) and top_groups <= num_groups
+    if not fits or top_groups * group_experts < top_k:
         raise ValueError(
-            f"group_limited_topk: got top_groups={top_groups} of {num_groups} groups of "
-            f"{group_experts}, "
-            f"expected enough for top_k={top_k}; raise top_groups"
+            f"group_limited_topk: got top_groups={top_groups!r} of {num_groups} groups of "
+            f"{group_experts}, expected enough for top_k={top_k}; raise top_groups"
         )
     affinity = jax.nn.sigmoid(logits.astype(jnp.float32))
     biased = affinity if bias is None else affinity + bias.astype(jnp.float32)[None]
@@ -159,9 +160,9 @@ def load_balancing_loss(
 
 
 def _check_top_k(top_k: int, num_experts: int) -> None:
-    if not 1 <= top_k <= num_experts:
+    if not _config.is_count(top_k) or top_k > num_experts:
         raise ValueError(
-            f"routing: got top_k={top_k}, expected 1 to {num_experts} experts; correct it"
+            f"routing: got top_k={top_k!r}, expected an int: 1 to {num_experts} experts"
         )
 
 

@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any
 
+from jax_ep import _config
 from jax_ep._group import Group, Health
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.topology import Layout
@@ -33,7 +34,7 @@ class NativeSession:
         self._close_lock = threading.RLock()  # a signal handler may close while its thread does
         self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
         self._timeout_s = group.config.timeout_s
-        self._peer_timeout_s = group.config.peer_timeout_s
+        self._peer_timeout_s = _config.peer_timeout_s(group.config)
         self._drain = Drain(self._devices) if group.platform == "cpu" else None
         self.transport = transport
         self.node_size = layout.node_size

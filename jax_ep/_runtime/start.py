@@ -87,7 +87,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         process_index=me,
         transport=transport,
         timeout_s=group.config.timeout_s,
-        peer_timeout_s=group.config.peer_timeout_s,
+        peer_timeout_s=_config.peer_timeout_s(group.config),
         threads_per_rank=1 if on_gpu else cpu.threads_per_rank(greetings, hello["host"], teams),
         huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
         debug=_env.flag("JAX_EP_DEBUG") is True,

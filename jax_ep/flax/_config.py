@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import jax
 
 import jax_ep
+from jax_ep._config import is_count
 
 Router = Literal["softmax", "sigmoid_bias", "group_limited"]
 
@@ -58,33 +59,30 @@ class MoEConfig:
     def __post_init__(self) -> None:
         """Validates what needs no mesh."""
         for name in ("num_experts", "top_k", "hidden", "expert_width", "num_groups", "top_groups"):
-            if getattr(self, name) < 1:
-                raise _bad(name, getattr(self, name), "at least 1", "correct it")
+            if not is_count(getattr(self, name)):
+                raise _bad(name, getattr(self, name), "an int of at least 1")
         if self.top_k > self.num_experts:
-            raise _bad("top_k", self.top_k, f"at most {self.num_experts} experts", "lower it")
-        if self.shared_width < 0:
-            raise _bad("shared_width", self.shared_width, "0 or more", "0 means no shared expert")
+            raise _bad("top_k", self.top_k, f"at most {self.num_experts} experts")
+        if not is_count(self.shared_width, minimum=0):
+            expected = "an int of at least 0; 0 means no shared expert"
+            raise _bad("shared_width", self.shared_width, expected)
         if self.router not in get_args(Router):
-            raise _bad("router", self.router, f"one of {get_args(Router)}", "correct it")
+            raise _bad("router", self.router, f"one of {get_args(Router)}")
         if self.router != "group_limited" and (self.num_groups, self.top_groups) != (1, 1):
             groups = (self.num_groups, self.top_groups)
             raise _bad(
                 "(num_groups, top_groups)",
                 groups,
-                f"(1, 1) with router={self.router!r}",
-                "use router='group_limited'",
+                f"(1, 1) with router={self.router!r}; use router='group_limited'",
             )
         if self.num_experts % self.num_groups:
-            raise _bad(
-                "num_groups", self.num_groups, f"a divisor of {self.num_experts}", "correct it"
-            )
+            raise _bad("num_groups", self.num_groups, f"a divisor of {self.num_experts}")
         in_reach = self.num_experts // self.num_groups * self.top_groups
         if self.top_groups > self.num_groups or in_reach < self.top_k:
             raise _bad(
                 "top_groups",
                 self.top_groups,
                 f"groups that hold top_k={self.top_k} experts, of {self.num_groups}",
-                "change it",
             )
 
     @property
@@ -117,5 +115,5 @@ class MoEConfig:
         )
 
 
-def _bad(name: str, got: object, expected: str, fix: str) -> ValueError:
-    return ValueError(f"MoEConfig.{name}: got {got!r}, expected {expected}; {fix}")
+def _bad(name: str, got: object, expected: str) -> ValueError:
+    return ValueError(f"MoEConfig.{name}: got {got!r}, expected {expected}")

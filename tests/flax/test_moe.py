@@ -309,6 +309,7 @@ class TestMistakesAreNamed:
         self.check("top_groups: got 1, expected groups that hold", lambda: change(top_groups=1))
         self.check("use router='group_limited'", lambda: change(router="softmax"))
         self.check("hidden: got 0", lambda: change(hidden=0))
+        self.check("hidden: got True, expected an int", lambda: change(hidden=True))
         self.check("shared_width: got -1", lambda: change(shared_width=-1))
 
     def test_placements_and_groups(self):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -42,11 +43,54 @@ VALID = {"num_experts": 8, "top_k": 2, "hidden": 8, "max_tokens": 16}
         ({"timeout_s": float("nan")}, "timeout_s: got nan"),
         ({"hidden": 1.5}, "hidden: got 1.5, expected an int"),
         ({"node_size": 0}, "node_size: got 0"),
+        ({"timeout_s": "600"}, "timeout_s: got '600', expected seconds from 0.1 to 1e.09"),
+        ({"timeout_s": 0.0}, "timeout_s: got 0.0, expected seconds from 0.1 to 1e.09"),
+        ({"timeout_s": float("inf")}, "timeout_s: got inf, expected seconds .*; use 1e.09"),
+        ({"timeout_s": 1e10}, "timeout_s: got 10000000000.0, expected seconds .*; use 1e.09"),
+        ({"peer_timeout_s": 0.01}, "peer_timeout_s: got 0.01, expected seconds from 0.1"),
+        (
+            {"peer_timeout_s": 20, "timeout_s": 10},
+            "peer_timeout_s: got 20.0, expected at most timeout_s=10.0; lower it, or leave it out",
+        ),
     ],
 )
 def test_an_invalid_config_says_what_to_do(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         jax_ep.Config(**(VALID | changes))
+
+
+NUMBERS = [f.name for f in dataclasses.fields(jax_ep.Config) if re.match("int|float", str(f.type))]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [True, "8", np.ones(1)])
+def test_only_a_number_is_one(name: str, value: Any) -> None:
+    """A bool is an int to Python, and `hidden=True` a group of one element to who does not look."""
+    with pytest.raises(ValueError, match=rf"Config.{name}: got .*{value!s}.*, expected"):
+        jax_ep.Config(**(VALID | {name: value}))
+
+
+def test_numbers_of_numpy_make_the_same_group(implementation: str) -> None:
+    sizes = VALID | {"recv_rows": 256, "align": 128, "node_size": 1, "max_in_flight": 2}
+    seconds = {"timeout_s": 60.0, "peer_timeout_s": 15.0}
+    of_python = jax_ep.Config(**sizes, **seconds)
+    of_numpy = jax_ep.Config(
+        **{name: np.int64(value) for name, value in sizes.items()},
+        **{name: np.float32(value) for name, value in seconds.items()},
+    )
+    assert repr(of_numpy) == repr(of_python)  # what processes compare
+    assert repr(jax_ep.Config(**sizes, timeout_s=60, peer_timeout_s=15)) == repr(of_python)
+    mesh = jax.sharding.AbstractMesh((2,), ("ep",))
+    first, second = (
+        jax_ep.create_group(mesh, "ep", config, implementation) for config in (of_python, of_numpy)
+    )
+    assert second.number.value == first.number.value + 1  # equal groups
+
+
+def test_a_short_timeout_shortens_the_silence_that_is_allowed() -> None:
+    config = jax_ep.Config(**VALID, timeout_s=5.0)
+    assert config.peer_timeout_s is None
+    dataclasses.replace(config, timeout_s=2.0)
 
 
 def test_fp8_is_not_implemented_yet() -> None:
@@ -207,6 +251,11 @@ MISTAKES: list[tuple[str, Ops, str]] = [
         "no chunks",
         lambda g, x, i, w: jax_ep.moe(g, x, i, w, lambda p, r, s: r, None, chunks=0),
         "moe: got chunks=0, expected an int of at least 1",
+    ),
+    (
+        "a bool of chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x, i, w, lambda p, r, s: r, None, chunks=True),
+        "moe: got chunks=True, expected an int of at least 1",
     ),
 ]
 

@@ -67,7 +67,8 @@ def test_load_balancing_loss_is_one_when_balanced() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: routing.topk_softmax(x, 9), "top_k=9, expected 1 to 8"),
+        (lambda x: routing.topk_softmax(x, 9), "top_k=9, expected an int: 1 to 8"),
+        (lambda x: routing.topk_softmax(x, True), "top_k=True, expected an int"),
         (lambda x: routing.group_limited_topk(x, 2, num_groups=3, top_groups=1), "num_groups=3"),
         (lambda x: routing.group_limited_topk(x, 5, num_groups=4, top_groups=2), "top_groups=2"),
     ],

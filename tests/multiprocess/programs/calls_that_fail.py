@@ -75,12 +75,12 @@ def absent():
     """Process 1 calls when process 0 has given up."""
     if me == 0:
         try:
-            create(timeout_s=2.0)
+            create(timeout_s=2.0, peer_timeout_s=2.0)
         finally:
             meet("process 0 has given up")
     else:
         meet("process 0 has given up")
-        create(timeout_s=2.0)
+        create(timeout_s=2.0, peer_timeout_s=2.0)
 
 
 def other_secret():
