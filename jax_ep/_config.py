@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeGuard
@@ -184,11 +185,13 @@ def is_count(value: object, minimum: int = 1) -> TypeGuard[int]:
 def _as_count(name: str, value: object, minimum: int = 1) -> int:
     if not is_count(value, minimum):
         raise ValueError(f"{name}: got {value!r}, expected an int of at least {minimum}")
+    if value > INT32_MAX:
+        raise ValueError(f"{name}: got {value!r}, expected at most {INT32_MAX}")
     return int(value)
 
 
 def _as_factor(name: str, value: object) -> float:
-    if not _is_real(value) or not 0 < value < math.inf:
+    if not _is_real(value) or not 0 < value <= sys.float_info.max:
         raise ValueError(
             f"{name}: got {value!r}, expected a finite number above 0; use None for the worst case"
         )

@@ -47,32 +47,32 @@ def register(platform: str) -> None:
             _registered.add(platform)
 
 
-def run(name: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:
-    """Emits the custom call of operation `name`: arrays by name in and out, as in OPERATIONS.
+def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:
+    """Emits the custom call of `operation`: arrays by name in and out, as in OPERATIONS.
 
     All arrays that are given vary over the same axes, and so do the results, but for `overflow`,
     which is uniform over the group.
     """
-    operation, types = OPERATIONS[name], array_types(call)
-    given = {of for of, array in arrays.items() if array is not None}
+    entry, types = OPERATIONS[operation], array_types(call)
+    given = {name for name, array in arrays.items() if array is not None}
     like = arrays["topk_idx" if "topk_idx" in given else "send_slot"]
     assert like is not None
 
-    def operand(of: str) -> jax.Array:
-        array = arrays.get(of)
+    def operand(name: str) -> jax.Array:
+        array = arrays.get(name)
         if array is not None:
             return array
-        empty = jnp.zeros((0,), types[of].dtype)
+        empty = jnp.zeros((0,), types[name].dtype)
         return _jax_compat.to_varying(empty, _jax_compat.varying_axes(like))
 
-    def shape(of: str) -> tuple[int, ...] | None:
-        return types[of].shape if of not in FOLLOWS or FOLLOWS[of] in given else None
+    def shape(name: str) -> tuple[int, ...] | None:
+        return types[name].shape if name not in FOLLOWS or FOLLOWS[name] in given else None
 
-    def result(of: str) -> Any:
-        uniform = call.group.axes if of == "overflow" else ()
-        found = shape(of)
+    def result(name: str) -> Any:
+        uniform = call.group.axes if name == "overflow" else ()
+        found = shape(name)
         return _jax_compat.result_type(
-            like, (0,) if found is None else found, types[of].dtype, invariant_over=uniform
+            like, (0,) if found is None else found, types[name].dtype, invariant_over=uniform
         )
 
     attributes = {
@@ -85,16 +85,16 @@ def run(name: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[s
     }
     results = _call(
         sharding.position(call.group),
-        *map(operand, operation.operands),
+        *map(operand, entry.operands),
         owner=call.group,
-        target=TARGETS[name],
-        results=tuple(map(result, operation.results)),
+        target=TARGETS[operation],
+        results=tuple(map(result, entry.results)),
         attributes={
-            of: np.int64(attributes[of])
-            for of in ("session", "mode", "layout", *operation.attributes)
+            name: np.int64(attributes[name])
+            for name in ("session", "mode", "layout", *entry.attributes)
         },
     )
     return {
-        of: None if shape(of) is None else array
-        for of, array in zip(operation.results, results, strict=True)
+        name: None if shape(name) is None else array
+        for name, array in zip(entry.results, results, strict=True)
     }

@@ -15,12 +15,14 @@ from jax_ep._types import PlanArrays, Route
 
 
 class Operation(NamedTuple):
-    """One operation: what it reads, what it makes, and what else is static in its custom call."""
+    """What an operation reads and makes, and what is static in its custom call alone."""
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     attributes: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()  # operands of the start, of which a done needs the shapes only
+    # Operands of the start that a done gets again: the reference moves them there, the custom call
+    # does not take them.
+    carried: tuple[str, ...] = ()
 
 
 _ROUTE = Route._fields
@@ -55,7 +57,7 @@ OPERATIONS = {
     ),
 }
 
-# A result that only follows from an operand is absent where that is: moving weights makes no rows.
+# These results exist only if the operand does: dispatch without x delivers no rows.
 FOLLOWS = {
     "recv_x": "x",
     "recv_weights": "weights",

@@ -21,21 +21,22 @@ from jax_ep._ops.operations import OPERATIONS
 MAX_UNROLLED_BATCH = 64  # above it, vmap becomes lax.map: program size against speed
 
 
-def run(name: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any]:
-    """Runs the raw operation `name`, unrolled over batch elements under vmap.
+def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any]:
+    """Runs a raw operation, unrolled over batch elements under vmap.
 
     Args:
-        name: of the operation.
+        operation: its name in `operations.OPERATIONS`.
         call: what is static in it.
-        **arrays: its operands by the names of `operations.OPERATIONS`; what is left out is absent.
+        **arrays: its operands by the names of that table; what is left out is absent.
 
     Returns:
         Its results by their names, None where absent.
     """
-    known = {*OPERATIONS[name].operands, *OPERATIONS[name].carried}
-    assert arrays.keys() <= known, f"{name} knows no {arrays.keys() - known}"
+    entry = OPERATIONS[operation]
+    known = {*entry.operands, *entry.carried}
+    assert arrays.keys() <= known, f"{operation} knows no {arrays.keys() - known}"
 
-    unbatched = jax.custom_batching.custom_vmap(lambda arrays: _choose(name, call, arrays))
+    unbatched = jax.custom_batching.custom_vmap(lambda arrays: _choose(operation, call, arrays))
 
     @unbatched.def_vmap
     def unroll(axis_size: int, in_batched: Any, arrays: Any) -> tuple[Any, Any]:
@@ -78,17 +79,17 @@ def to_varying(operands: Any, axes: frozenset[str]) -> Any:
     return jax.tree.map(lambda leaf: _jax_compat.to_varying(leaf, axes), operands)
 
 
-def _choose(name: str, call: Call, arrays: dict[str, Any]) -> Any:
+def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     axes = operand_axes(call, arrays)
     arrays = to_varying(arrays, axes)
 
     def run_native(arrays: dict[str, Any]) -> dict[str, Any]:
-        return ffi.run(name, call, arrays)
+        return ffi.run(operation, call, arrays)
 
     def run_reference(arrays: dict[str, Any]) -> dict[str, Any]:
         uniform = {"overflow": axes - frozenset(call.group.axes)}
-        results = reference.run(name, call, arrays)
-        return {of: to_varying(array, uniform.get(of, axes)) for of, array in results.items()}
+        results = reference.run(operation, call, arrays)
+        return {name: to_varying(array, uniform.get(name, axes)) for name, array in results.items()}
 
     platforms = call.group.native_platforms
     # Without tokens there is nothing to move and every result is a constant; XLA's compilers do not

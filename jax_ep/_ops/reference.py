@@ -23,18 +23,18 @@ from jax_ep._types import PlanArrays, Route
 Optional = jax.Array | None
 
 
-def run(name: str, call: Call, arrays: Mapping[str, Optional]) -> dict[str, Any]:
-    """Operation `name`: arrays by name in and out, as in OPERATIONS.
+def run(operation: str, call: Call, arrays: Mapping[str, Optional]) -> dict[str, Any]:
+    """Runs `operation`: arrays by name in and out, as in OPERATIONS.
 
     A start does nothing, and its done does everything with what the start was given.
     """
-    if name.endswith("_start"):
+    if operation.endswith("_start"):
         return {"epoch": jnp.zeros((1,), jnp.int32)}
     whole: dict[str, Callable[..., dict[str, Any]]]
     whole = {"plan": _plan, "dispatch": _dispatch, "ll_dispatch": _ll_dispatch, "combine": _combine}
-    used = {of: array for of, array in arrays.items() if of != "epoch"}
-    results = whole[name.removesuffix("_done")](call, **used)
-    return {of: results[of] for of in OPERATIONS[name].results}
+    used = {name: array for name, array in arrays.items() if name != "epoch"}
+    results = whole[operation.removesuffix("_done")](call, **used)
+    return {name: results[name] for name in OPERATIONS[operation].results}
 
 
 def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _ll_dispatch(
 ) -> dict[str, Any]:
     """Plan, then dispatch."""
     planned = _plan(call, topk_idx=topk_idx)
-    route = {of: planned[of] for of in Route._fields}
+    route = {name: planned[name] for name in Route._fields}
     return planned | _dispatch(call, x=x, weights=weights, **route)
 
 

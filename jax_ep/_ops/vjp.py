@@ -166,7 +166,7 @@ def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 
 
 def _received(got: dict[str, Any]) -> _Received:
-    arrays = PlanArrays(*(got[of] for of in PlanArrays._fields))
+    arrays = PlanArrays(*(got[name] for name in PlanArrays._fields))
     return arrays, got["recv_x"], got["recv_weights"]
 
 
