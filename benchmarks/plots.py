@@ -1,4 +1,4 @@
-"""Plots of the GPU benchmarks' results."""
+"""Plots of the GPU benchmarks' results; each lies beside its JSON (README.md has the names)."""
 
 CUT_OFF = 2.0  # of the shortest bar
 
@@ -37,16 +37,23 @@ def exchanges(results, path):
 
 
 def layers(results, path):
-    """Whole layers: the experts' products below, all other time above; long bars are cut off."""
+    """Whole layers: the experts' products below, all other time above; long bars are cut off.
+
+    Bars of one run stand side by side: products differ between runs, so compare within a run.
+    """
     bars = [
-        (f"{name}\n{result['routing']} T={result['tokens']}", result["gemms_us"], us)
-        for result in results
+        (
+            f"{name}\n{result['routing']} T={result['tokens']}\n{result['sms']} SMs",
+            result["gemms_us"],
+            us,
+        )
+        for result in sorted(results, key=lambda result: (result["routing"], result["sms"]))
         for name, us in result["us"].items()
     ]
     if not bars:
         return
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(2 + 1.3 * len(bars), 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(2 + 1.1 * len(bars), 4.5), layout="constrained")
     top = CUT_OFF * min(us for _, _, us in bars) / 1e3
     for x, (_, gemms, us) in enumerate(bars):
         axes.bar(x, gemms / 1e3, color="lightgrey")

@@ -1,4 +1,4 @@
-"""Runs the CPU benchmarks, prints them against their bounds, writes results/cpu.json and cpu.png.
+"""Runs the CPU benchmarks, prints them against their bounds, writes results/exchange_cpu.*.
 
     cmake -S . -B build/bench -DJAX_EP_BUILD_PYTHON=OFF -DJAX_EP_BUILD_BENCHMARKS=ON
     cmake --build build/bench && python benchmarks/run_cpu.py --build build/bench
@@ -137,8 +137,8 @@ def main():
         / barrier_us,
     }
     args.out.mkdir(exist_ok=True)
-    (args.out / "cpu.json").write_text(json.dumps(results, indent=1) + "\n")
-    plot(results, args.out / "cpu.png")
+    (args.out / "exchange_cpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot(results, args.out / "exchange_cpu.png")
     for name, value in results["targets"].items():
         print(f"{name}: {value:.2f}")
     print(json.dumps(results["ring"]))

@@ -1,4 +1,4 @@
-"""Times the README's main job and the self-test; writes results/example.json.
+"""Times the README's main job and the self-test; writes results/example_cpu.json.
 
     python benchmarks/run_example.py [--steps 500] [--oracle]
 
@@ -56,7 +56,7 @@ def main():
             record["oracle"], text = trained(oracle, *steps, *compare)
             record["agreement"] = next(line for line in text.splitlines() if "same: " in line)
     args.out.mkdir(exist_ok=True)
-    (args.out / "example.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "example_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
 
 

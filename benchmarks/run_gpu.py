@@ -1,13 +1,13 @@
-"""Runs the GPU benchmarks on this machine's GPUs; writes results/NAME.json, NAME_layer.json, plots.
+"""Runs the GPU benchmarks on this machine's GPUs; writes results/exchange_MACHINE.json and layer_*.
 
     python benchmarks/run_gpu.py [--ranks N] [--only CASE...] [--tokens T...] [--methods M...]
                                  [--commit HASH]
 
-Everything is inside jit, one process, all GPUs or the first N. Files are written after every
-result; cases that a file holds already stay in it if they are of the same commit and machine, so
-that the benchmarks can be run in parts. With --copy-engine-gb-s RATE (what bench_kernels of
-tests/kernels_gpu measured for the copy engines' all-to-all just before), the least times that RATE
-allows are added.
+Everything is inside jit, one process, all GPUs or the first N. Files and plots are named as
+benchmarks/README.md says and written after every result. A run replaces the cases that it measures
+and keeps the others, so the benchmarks can be run in parts; each result names its commits. Results
+of another jax are dropped. With --copy-engine-gb-s RATE (what bench_kernels of tests/kernels_gpu
+measured for the copy engines' all-to-all just before), the least times that RATE allows are added.
 """
 
 import argparse
@@ -35,6 +35,7 @@ CAPTURED = (
     "--xla_gpu_graph_min_graph_size=1"
 )
 FLAGS = {"ht": "", "ll": CAPTURED}
+SMS = int(os.environ.get("JAX_EP_GPU_SMS", 24))
 EXCHANGE, LAYER = "gpu_worker.py", "gpu_layer_worker.py"
 
 
@@ -82,7 +83,7 @@ def run(name, tokens, methods, ranks, limit_s):
         if line.startswith("RESULT "):
             result = json.loads(line.removeprefix("RESULT "))
             methods = dict.fromkeys(result["us"], env["XLA_FLAGS"])
-            yield {**result, "xla_flags": methods}
+            yield {**result, "sms": SMS, "xla_flags": methods}
     if worker.wait() != 0:
         print(f"{name} ended with {worker.returncode}", flush=True)
     timer.cancel()
@@ -100,7 +101,10 @@ def add_rates(result, bound_gb_s):
 
 
 def key_of(result):
-    return tuple(result.get(name) for name in ("spec", "mode", "routing", "tokens", "ranks"))
+    """What must be alike for a result to take another's place."""
+    case = tuple(result.get(name) for name in ("spec", "mode", "routing", "tokens", "ranks", "sms"))
+    # Methods of a layer share the time of the experts' products, which differs between runs.
+    return (*case, *sorted(result["us"])) if "gemms_us" in result else case
 
 
 def merge(results, new):
@@ -116,11 +120,11 @@ def merge(results, new):
 class Report:
     """One file of results, and its plot; begun with the first result, which names the machine."""
 
-    def __init__(self, args, suffix, plot):
-        self.args, self.suffix, self.plot = args, suffix, plot
+    def __init__(self, args, benchmark, plot):
+        self.args, self.benchmark, self.plot = args, benchmark, plot
         self.header, self.results = {}, []
 
-    def begin(self, machine, ranks):
+    def begin(self, machine):
         self.header = {
             "date": datetime.date.today().isoformat(),
             **machine,
@@ -128,17 +132,17 @@ class Report:
             "copy_engine_gb_s": self.args.copy_engine_gb_s,
         }
         self.args.out.mkdir(parents=True, exist_ok=True)
-        name = (self.args.name or f"gpu_x{ranks}") + self.suffix
-        self.path = self.args.out / f"{name}.json"
+        self.path = self.args.out / f"{self.benchmark}_{file_name_of(machine['machine'])}.json"
         if self.path.exists():
             old = json.loads(self.path.read_text())
-            if all(old.get(name) == self.header[name] for name in ("commit", "machine", "jax")):
+            if all(old.get(name) == self.header[name] for name in ("machine", "jax")):
                 self.results = old["results"]
 
     def add(self, result):
         machine = result.pop("machine")
         if not self.header:
-            self.begin(machine, result["ranks"])
+            self.begin(machine)
+        result["commits"] = dict.fromkeys(result["us"], self.header["commit"])
         merge(self.results, result)
         text = json.dumps({**self.header, "results": self.results}, indent=1)
         self.path.write_text(text + "\n")
@@ -146,6 +150,11 @@ class Report:
     def draw(self):
         if self.results:
             self.plot(self.results, self.path.with_suffix(".png"))
+
+
+def file_name_of(machine):
+    """`4xh200` of "4x NVIDIA H200"."""
+    return "".join(machine.replace("NVIDIA", "").split()).lower()
 
 
 def commit_here():
@@ -166,11 +175,10 @@ def main():
     add("--ranks", type=int, default=0, help="0: every GPU")
     add("--limit", type=float, default=600.0, help="seconds of one case")
     add("--out", type=pathlib.Path, default=HERE / "results")
-    add("--name", default="", help="of the files; default: gpu_xN with N ranks")
     args = parser.parse_args()
     reports = {
-        EXCHANGE: Report(args, "", plots.exchanges),
-        LAYER: Report(args, "_layer", plots.layers),
+        EXCHANGE: Report(args, "exchange", plots.exchanges),
+        LAYER: Report(args, "layer", plots.layers),
     }
     for case in args.only:
         report = reports[CASES[case][0]]

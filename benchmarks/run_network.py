@@ -1,4 +1,4 @@
-"""Times the network path and writes results/network.json; needs root, for network namespaces.
+"""Times the network path and writes results/network_cpu.json; needs root, for network namespaces.
 
     python benchmarks/run_network.py BUILD [--rounds 5]
 
@@ -81,7 +81,7 @@ def main():
         "two hosts, ht, train shape": two_hosts(args.rounds),
     }
     args.out.mkdir(exist_ok=True)
-    (args.out / "network.json").write_text(json.dumps(record, indent=1) + "\n")
+    (args.out / "network_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
 
 

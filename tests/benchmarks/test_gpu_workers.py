@@ -139,12 +139,13 @@ def test_the_programs_check_their_methods_and_write_what_they_measured(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ended with" not in done.stdout, done.stdout + done.stderr
     exchange, layer = (
-        json.loads((tmp_path / f"gpu_x2{suffix}.json").read_text()) for suffix in ("", "_layer")
+        json.loads((tmp_path / f"{name}_2xcpu.json").read_text()) for name in ("exchange", "layer")
     )
     for report, methods in ((exchange, 3), (layer, 3)):
         assert report["machine"] == "2x cpu" and report["commit"] == "test"
         (result,) = report["results"]
         assert len(result["us"]) == methods
+        assert set(result["commits"].values()) == {"test"}
     (result,) = layer["results"]
     assert set(result["outside_us"]) == set(result["us"]) == set(result["without_experts_us"])
-    assert (tmp_path / "gpu_x2.png").exists() and (tmp_path / "gpu_x2_layer.png").exists()
+    assert (tmp_path / "exchange_2xcpu.png").exists() and (tmp_path / "layer_2xcpu.png").exists()
