@@ -54,7 +54,10 @@ Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
 }
 
 std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) {
-  if (mode == Mode::kHt && !shape.has_ht) return "the group was made for mode ll only";
+  if (mode == Mode::kHt && !shape.has_ht) {
+    return "the group was created with Config.mode='ll' and has no mode ht; create it with "
+           "mode='auto'";
+  }
   if (shape.top_k > kMaxTopK) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
   }
@@ -70,7 +73,7 @@ Status CheckSlots(Operation& op, std::span<const int32_t> send_slot, uint64_t ro
   const uint64_t end = op.shape().num_ranks * rows_per_rank;
   for (const int32_t slot : send_slot) {
     if (slot >= 0 && static_cast<uint64_t>(slot) >= end) {
-      return op.Invalid("send_slot holds " + std::to_string(slot) + ", the end is " +
+      return op.Invalid("send_slot holds " + std::to_string(slot) + ", expected values below " +
                         std::to_string(end) + "; pass the plan of this routing");
     }
   }

@@ -86,9 +86,10 @@ Status Operation::Invalid(std::string message) const {
 
 Status Operation::OwnerLeft(uint32_t owner) const {
   JAX_EP_RETURN_IF_ERROR(CheckLatch());
-  return Fail(FailedPrecondition("rank " + std::to_string(owner) +
-                                 " has ended its call before this rank; all ranks must run the "
-                                 "same program"));
+  return Fail(FailedPrecondition(
+      "rank " + std::to_string(owner) +
+      " ended its call before this rank had read from it; all ranks must run the "
+      "same program"));
 }
 
 uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) const {
@@ -116,7 +117,7 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
                         " signal " + std::to_string(value);
   if (mate != rank_.rank) message += " at rank " + std::to_string(mate);
   message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
-             "; that rank is late or gone, see timeout_s";
+             "; that rank is late or has not made this call (see Config.timeout_s)";
   return Fail(DeadlineExceeded(std::move(message)));
 }
 
@@ -191,20 +192,22 @@ Status Operation::SignalAll(Channel channel, uint64_t value) {
 Status Operation::Push(const Command& command) {
   const auto packed = TryPack(command);
   if (!packed.has_value()) {
-    return Fail(Internal("a command to rank " + std::to_string(command.dst_rank) +
-                         " does not fit its format: " + std::to_string(command.length_bytes) +
-                         " bytes from offset " + std::to_string(command.local_offset) +
-                         " to offset " + std::to_string(command.remote_offset) + ", value " +
-                         std::to_string(command.value)));
+    return Fail(Internal(
+        "a command to rank " + std::to_string(command.dst_rank) +
+        " does not fit into 16 bytes; this is a fault of jax_ep, please report it: " +
+        std::to_string(command.length_bytes) + " bytes from offset " +
+        std::to_string(command.local_offset) + " to offset " +
+        std::to_string(command.remote_offset) + ", value " + std::to_string(command.value)));
   }
   for (int round = 0; !rank_.ring.TryPush(*packed); ++round) {
     has_unannounced_commands_ = true;
     KickProxy();
     JAX_EP_RETURN_IF_ERROR(CheckLatch());
     if (deadline_.expired()) {
-      return Fail(DeadlineExceeded("timed out on a full command ring, next command to rank " +
-                                   std::to_string(command.dst_rank) + " on channel " +
-                                   std::string(ChannelName(command.channel))));
+      return Fail(DeadlineExceeded(
+          "timed out waiting for space in the command ring; the next command goes to rank " +
+          std::to_string(command.dst_rank) + " on channel " +
+          std::string(ChannelName(command.channel))));
     }
     if (round < kYieldRounds) {
       std::this_thread::yield();
@@ -244,7 +247,7 @@ Result<CallSlot> BeginCall(Operation& op, const SlotKind& kind) {
   if (best == nullptr) {
     return op.Fail(FailedPrecondition(
         "more than max_in_flight (" + std::to_string(op.shape().depth) +
-        ") starts before a done; run a done first or raise Config.max_in_flight"));
+        ") starts before a done; call a *_done first or raise Config.max_in_flight"));
   }
   const CallSlot slot{.set = static_cast<uint32_t>(best - sets.data()),
                       .reusable_at = best->done_seq};
@@ -260,9 +263,9 @@ Result<CallSlot> OpenCall(Operation& op, const SlotKind& kind, uint64_t epoch) {
     if (sets[set].open && sets[set].epoch == epoch) return CallSlot{.set = set};
   }
   return op.Fail(
-      FailedPrecondition("done without an open start of this epoch (newest start: " +
+      FailedPrecondition("*_done got what no open *_start of this group returned (newest start: " +
                          std::to_string(op.rank().epochs.*kind.started) +
-                         "); exactly one done must follow each start, also under remat"));
+                         "); call exactly one *_done for each *_start, also under remat"));
 }
 
 uint64_t NextDoneSeq(const Operation& op, const SlotKind& kind) {
