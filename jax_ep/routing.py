@@ -19,7 +19,7 @@ def topk_softmax(
         normalize: make the weights of a token add up to 1 (Mixtral); else keep the probabilities.
 
     Returns:
-        (i32[T, K] expert ids by falling weight, f32[T, K] weights).
+        (i32[T, K] expert ids by descending weight, f32[T, K] weights).
 
     Raises:
         ValueError: top_k is not in 1..E.
@@ -38,10 +38,11 @@ def topk_softmax(
 def topk_sigmoid_bias(
     logits: jax.Array, bias: jax.Array, top_k: int, *, scale: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Sigmoid gate chosen with a balancing bias, weighted without it (DeepSeek-V3, 2412.19437).
+    """Sigmoid gate with a bias that balances the choice of experts (DeepSeek-V3, 2412.19437).
 
-    The bias is not trained by the loss: raise it for experts with too few tokens and lower it for
-    those with too many after each step (auxiliary-loss-free balancing, 2408.15664).
+    The bias affects which experts are chosen, not their weights. The loss does not train it: after
+    each step, raise it for experts with too few tokens and lower it for those with too many
+    (auxiliary-loss-free balancing, 2408.15664).
 
     Args:
         logits: floats [T, E].
@@ -76,8 +77,8 @@ def group_limited_topk(
 ) -> tuple[jax.Array, jax.Array]:
     """Sigmoid gate that takes experts from the best expert groups only (DeepSeek-V3, 2412.19437).
 
-    Experts are split into equal, contiguous groups (nodes, say); a group's score is the sum of its
-    two best affinities; the top-k is taken inside the `top_groups` best groups.
+    Experts are split into equal, contiguous groups (nodes, say). A group's score is the sum of its
+    two best affinities. The top-k is taken from the `top_groups` best groups.
 
     Args:
         logits: floats [T, E].
@@ -136,7 +137,7 @@ def load_balancing_loss(
     Args:
         probabilities: floats [T, E], router probabilities.
         topk_idx: integers [T, K]; negative slots do not count.
-        axis: mesh axes of the enclosing shard_map to take f and p over (as many tokens on each).
+        axis: mesh axes of the enclosing shard_map to take f and p over; T is the same on each rank.
 
     Returns:
         f32[], differentiable in `probabilities`.

@@ -27,18 +27,18 @@ def make_routing(
     """Expert ids of a whole group.
 
     Args:
-        kind: "uniform" (distinct experts, all alike), "zipf" (skewed), "one_expert" (every token's
-            slot 0 is expert 0, the others are empty), "idle_rank" (the last rank's experts get
-            nothing), "empty_experts" (odd experts get nothing), "holes" (slots of -1),
+        kind: "uniform" (distinct experts, equally likely), "zipf" (skewed), "one_expert" (every
+            token's slot 0 is expert 0, the others are empty), "idle_rank" (the last rank's experts
+            get nothing), "empty_experts" (odd experts get nothing), "holes" (slots of -1),
             "repeated" (one expert several times in a token), or "invalid" (ids beyond num_experts).
         num_ranks: N.
         num_tokens: T per rank.
         top_k: K.
         num_experts: E.
-        seed: of the generator.
+        seed: of the random numbers.
 
     Returns:
-        i32[N*T, K], ranks one behind the other.
+        i32[N*T, K], the tokens of rank 0 first.
 
     Raises:
         ValueError: unknown kind.
@@ -47,9 +47,7 @@ def make_routing(
         >>> ids = make_routing("zipf", num_ranks=4, num_tokens=16, top_k=2, num_experts=8)
     """
     if kind not in ROUTING_KINDS:
-        raise ValueError(
-            f"make_routing: got kind={kind!r}, expected one of {ROUTING_KINDS}; correct it"
-        )
+        raise ValueError(f"make_routing: got kind={kind!r}, expected one of {ROUTING_KINDS}")
     rng = np.random.default_rng(seed)
     rows = num_ranks * num_tokens
     weights: np.ndarray[Any, Any] = np.ones(num_experts)

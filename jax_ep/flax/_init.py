@@ -1,4 +1,4 @@
-"""How weights start, the same for NNX and Linen."""
+"""How weights are initialised, the same for NNX and Linen."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ DIMS: dict[str, tuple[str | None, ...]] = {
 
 
 class MoEStats(NamedTuple):
-    """What a layer reports of the tokens in its x (all ranks' in a global x).
+    """Statistics of the tokens in a layer's x (of all ranks, if x is global).
 
     Args:
         balance_loss: f32[], `routing.load_balancing_loss`: 1 when the router is balanced.

@@ -22,7 +22,7 @@ class ExpertParam(nnx.Param[Any]):
 
 
 class RouterBias(nnx.Variable[Any]):
-    """The balancing bias of a router, f32[E]; no `nnx.Param`, so gradients leave it alone."""
+    """The balancing bias of a router, f32[E]; no `nnx.Param`, so it gets no gradient."""
 
 
 class MoE(nnx.Module):

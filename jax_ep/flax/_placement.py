@@ -13,7 +13,7 @@ from jax_ep.flax._config import MoEConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How a layer lies on the mesh of its group; every expert lives along the group's axes.
+    """How a layer is sharded over its group's mesh; the group's axes split the experts.
 
     Args:
         tokens: PartitionSpec of x without its last dimension. None: the first dimension is split
@@ -64,7 +64,7 @@ class Placement:
             if axis not in mesh or axis in group.axes or self.fsdp == self.tp:
                 raise ValueError(
                     f"jax_ep.flax: got Placement.{name}={axis!r}, expected a mesh axis of {mesh} "
-                    f"that is neither the group's {group.axes} nor used twice; correct it"
+                    f"that is neither the group's {group.axes} nor used twice"
                 )
             for field, size in sizes.items():
                 if size % mesh[axis]:
@@ -77,7 +77,7 @@ class Placement:
         if unsplit or self.tp in axes or not set(axes) <= set(mesh):
             raise ValueError(
                 f"jax_ep.flax: got tokens split over {axes}, expected axes of {mesh} with all of "
-                f"the group's {group.axes} and without tp={self.tp!r}; correct Placement.tokens"
+                f"the group's {group.axes} and without tp={self.tp!r}; change Placement.tokens"
             )
 
     def weight_spec(self, group: jax_ep.Group, dims: tuple[str | None, ...]) -> P:

@@ -24,7 +24,7 @@ class MoE(nn.Module):
 
     The weights are `params`, boxed in `nn.Partitioned` (`nn.get_partition_spec`); the bias of
     sigmoid routers is in the collection `STATE`, to be replaced by `jax_ep.flax.updated_bias` after
-    a step. Inside a shard_map of yours pass unboxed variables (`nn.unbox`).
+    a step. Inside a shard_map of your own pass unboxed variables (`nn.unbox`).
 
     Args:
         config: as in `jax_ep.flax.MoE`.

@@ -1,9 +1,9 @@
 """The Pallas kernels of grouped products: written for the Triton backend, interpreted on CPU.
 
-Both take whole arrays and cut them by themselves, because groups start at any row. A row outside
-of its group is never used, whatever it holds. Accumulation is in f32; f32 inputs are multiplied in
-full f32 precision. JAX 0.11 warns that its Triton backend is deprecated in favour of Mosaic GPU,
-which refuses ROCm.
+Both take whole arrays and split them into tiles themselves, because groups start at any row. In a
+tile, rows outside of its group are masked, whatever they hold. Accumulation is in f32; f32 inputs
+are multiplied in full f32 precision. JAX 0.11 warns that its Triton backend is deprecated in favour
+of Mosaic GPU, which refuses ROCm.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
     for another platform raises. Sums are in f32 and rounded once.
 
     Args:
-        x: floats [R, H], rows of one group behind the other, as `recv.x` of expert_major.
+        x: floats [R, H], the rows of group 0 first, as `recv.x` of expert_major.
         w: [E_l, H, F] in x's dtype.
         group_sizes: integers [E_l]: rows of each group, as `recv.group_sizes`; any values >= 0.
 
