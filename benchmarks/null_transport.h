@@ -62,10 +62,8 @@ class NullTransport : public Transport {
 
  private:
   static constexpr size_t kQueue = 1024;
-  const TransportCaps caps_{.ordered = true,
-                            .arrival_implies_visible = true,
-                            .max_message_bytes = kMaxCommandBytes,
-                            .immediate_bits = 32};
+  const TransportCaps caps_{
+      .arrival_implies_visible = true, .max_message_bytes = kMaxCommandBytes, .immediate_bits = 32};
   std::atomic<uint64_t>* num_posted_;
   std::array<uint64_t, kQueue> tokens_{};
   uint64_t pushed_ = 0;

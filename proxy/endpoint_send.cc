@@ -35,9 +35,6 @@ Status Endpoint::CheckCommand(const Command& command) const {
   if (command.dst_rank >= num_ranks_ || peer_of_rank_[command.dst_rank] < 0) {
     return bad("the destination is not a rank of another node");
   }
-  if (command.local_region != 0 || command.remote_region != 0) {
-    return bad("region 0 (the heap) is the only one");
-  }
   const bool is_counted = IsCounted(command.channel);
   if (is_counted && command.op == Op::kWriteSignal) {
     return bad("a counted channel has no write with signal");

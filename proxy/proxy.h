@@ -51,7 +51,7 @@ struct EndpointOptions {
   uint32_t num_ranks = 1;
   std::vector<uint32_t> peers = {};  // ranks of other nodes, any order, without duplicates
   uint32_t ll_slots = 0;             // largest slot + 1 of the counted channels; 0: none is used
-  std::span<std::byte> heap = {};    // region 0; outlives the proxy
+  std::span<std::byte> heap = {};    // outlives the proxy
   std::string heap_export = {};      // SharedMemory::Export of the heap; needed by shm
   // Address of flag[channel][source] in the heap; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals

@@ -17,12 +17,8 @@ namespace jax_ep {
 
 // Positive promises: false / 0 always means "not promised" and is always safe to state.
 struct TransportCaps {
-  bool ordered = false;                  // arrivals of one peer come in posting order
   bool arrival_implies_visible = false;  // payload is visible when its arrival is reported
-  bool native_add = false;               // remote atomic add (not used by this version)
-  bool gpu_direct = false;               // Register takes device memory
   bool delivery_complete = false;        // kSent means written at the target, not only sent
-  bool needs_registration = false;       // local memory must be registered before it is sent
   bool cheap_wake = false;               // senders ring the bell themselves: sleeping costs little
   uint64_t max_message_bytes = 0;        // longest PostWrite
   // At least 32 for our protocol; 64: WriteRequest::secret travels too.

@@ -51,8 +51,6 @@ Status AgreedOrder::SendToLeaders() {
         TryPack(Command{.op = Op::kWriteSignal,
                         .dst_rank = node * rank_.shape.node_size,
                         .length_bytes = sizeof(OrderEntry),
-                        .local_region = 0,
-                        .remote_region = 0,
                         .local_offset = offset,
                         .remote_offset = offset,
                         .channel = Channel::kOrder,

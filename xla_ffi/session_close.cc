@@ -109,8 +109,6 @@ Status Session::SayGoodbye(Departure departure) {
                                   Command{.op = Op::kWrite,
                                           .dst_rank = peer,
                                           .length_bytes = sizeof(Farewell),
-                                          .local_region = 0,
-                                          .remote_region = 0,
                                           .local_offset = offset,
                                           .remote_offset = offset,
                                           .channel = Channel::kBarrier,

@@ -8,9 +8,6 @@
 namespace jax_ep {
 namespace {
 
-// A local offset reaches further (kCommandLocalOffsetBits).
-constexpr uint64_t kMaxReachBytes = kCommandUnitBytes << kCommandRemoteOffsetBits;
-
 std::string Gibibytes(uint64_t num_bytes) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f GiB",
@@ -38,10 +35,10 @@ Status CheckOptions(const SessionOptions& options) {
 }
 
 Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes) {
-  if (options.shape.num_nodes() == 1 || buffer_bytes <= kMaxReachBytes) return Status::Ok();
+  if (options.shape.num_nodes() == 1 || buffer_bytes <= kMaxHeapBytes) return Status::Ok();
   return InvalidArgument(
       "group " + options.name + ": got sizes that need " + Gibibytes(buffer_bytes) +
-      " of exchange buffers per rank, expected at most " + Gibibytes(kMaxReachBytes) +
+      " of exchange buffers per rank, expected at most " + Gibibytes(kMaxHeapBytes) +
       " in a group of several nodes, as a command between them can name no more; "
       "lower max_tokens, hidden or max_in_flight, or have more ranks per node");
 }

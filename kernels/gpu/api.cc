@@ -79,8 +79,8 @@ std::string CheckShape(const RankConfig& config) {
            std::to_string(kMaxNetworkRings);
   }
   // What a command can name (proxy/abi/command.h).
-  if (NetLayout::Make(shape).total_bytes > kCommandUnitBytes << kCommandRemoteOffsetBits) {
-    return "the network stage has more than 64 GiB; lower max_tokens";
+  if (NetLayout::Make(shape).total_bytes > kMaxHeapBytes) {
+    return "the network stage has more than 1 TiB; lower max_tokens";
   }
   if (shape.num_ranks > kMaxNodeRanks) {
     return "got " + std::to_string(shape.num_ranks) + " ranks, at most " +

@@ -19,7 +19,6 @@ enum class Op : uint8_t {
 inline constexpr uint32_t kNumOps = 5;
 
 // A command before packing. Lengths and offsets are bytes and multiples of kCommandUnitBytes.
-// Region 0 is the rank's heap, on both sides; others do not exist in this version.
 //
 // Sequenced channels: kWrite moves data, kWriteSignal / kSignal bump the flag after every earlier
 // message of the flow. Counted channels (IsCounted): kWrite carries its slot in `value`; kSignal
@@ -28,11 +27,9 @@ inline constexpr uint32_t kNumOps = 5;
 struct Command {
   Op op = Op::kWrite;
   uint32_t dst_rank = 0;
-  uint64_t length_bytes = 0;  // ignored (and decoded as 0) unless op is a write; a write has >= 16
-  uint32_t local_region = 0;
-  uint32_t remote_region = 0;
-  uint64_t local_offset = 0;   // where the bytes are, in the sender's region
-  uint64_t remote_offset = 0;  // where they go, in the receiver's region
+  uint64_t length_bytes = 0;   // ignored (and decoded as 0) unless op is a write; a write has >= 16
+  uint64_t local_offset = 0;   // where the bytes are, in the sender's heap
+  uint64_t remote_offset = 0;  // where they go, in the receiver's heap
   Channel channel = Channel::kOrder;
   uint64_t epoch = 0;  // only the low kCommandEpochBits travel; all else is refused, not truncated
   uint32_t value = 0;
@@ -44,27 +41,25 @@ struct PackedCommand {
 
 inline constexpr uint64_t kCommandUnitBytes = 16;
 
-// The bit budget. Payload word, from bit 0: low bits of the local offset, remote offset.
-// Commit word, from bit 0: value, epoch, channel, remote region, local region, length - 1,
-// destination, op, high bits of the local offset, lap.
+// The bit budget. Payload word, from bit 0: low bits of the local offset, low bits of the remote
+// offset. Commit word, from bit 0: value, epoch, channel, length - 1, destination, op, high bits of
+// the remote offset, high bits of the local offset, lap.
 inline constexpr int kCommandLapBits = 1;
 inline constexpr int kCommandOpBits = 3;
 inline constexpr int kCommandRankBits = 10;
 inline constexpr int kCommandLengthBits = 20;  // length - 1 in units: 16 B .. 16 MiB
-inline constexpr int kCommandRegionBits = 2;
-inline constexpr int kCommandLocalOffsetBits = 36;   // units: 1 TiB
-inline constexpr int kCommandRemoteOffsetBits = 32;  // units: 64 GiB
+inline constexpr int kCommandOffsetBits = 36;  // units, on either side: 1 TiB
 inline constexpr int kCommandChannelBits = 6;
 inline constexpr int kCommandEpochBits = 4;
 inline constexpr int kCommandValueBits = 12;
 
-inline constexpr int kCommandLocalLowBits = 32;  // part of the local offset in the payload word
-inline constexpr int kCommandLocalHighBits = kCommandLocalOffsetBits - kCommandLocalLowBits;
+inline constexpr int kCommandOffsetLowBits = 32;  // part of an offset in the payload word
+inline constexpr int kCommandOffsetHighBits = kCommandOffsetBits - kCommandOffsetLowBits;
 
-static_assert(kCommandLocalLowBits + kCommandRemoteOffsetBits == 64, "the payload word is full");
+static_assert(2 * kCommandOffsetLowBits == 64, "the payload word is full");
 static_assert(kCommandLapBits + kCommandOpBits + kCommandRankBits + kCommandLengthBits +
-                      2 * kCommandRegionBits + kCommandChannelBits + kCommandEpochBits +
-                      kCommandValueBits + kCommandLocalHighBits ==
+                      kCommandChannelBits + kCommandEpochBits + kCommandValueBits +
+                      2 * kCommandOffsetHighBits ==
                   64,
               "the commit word is full");
 static_assert(sizeof(PackedCommand) == 16, "a command is two 64-bit words");
@@ -74,16 +69,16 @@ static_assert(kNumOps <= (1u << kCommandOpBits), "an op fits its field");
 inline constexpr int kCommandValueShift = 0;
 inline constexpr int kCommandEpochShift = kCommandValueShift + kCommandValueBits;
 inline constexpr int kCommandChannelShift = kCommandEpochShift + kCommandEpochBits;
-inline constexpr int kCommandRemoteRegionShift = kCommandChannelShift + kCommandChannelBits;
-inline constexpr int kCommandLocalRegionShift = kCommandRemoteRegionShift + kCommandRegionBits;
-inline constexpr int kCommandLengthShift = kCommandLocalRegionShift + kCommandRegionBits;
+inline constexpr int kCommandLengthShift = kCommandChannelShift + kCommandChannelBits;
 inline constexpr int kCommandRankShift = kCommandLengthShift + kCommandLengthBits;
 inline constexpr int kCommandOpShift = kCommandRankShift + kCommandRankBits;
-inline constexpr int kCommandLocalHighShift = kCommandOpShift + kCommandOpBits;
-inline constexpr int kCommandLapShift = kCommandLocalHighShift + kCommandLocalHighBits;
+inline constexpr int kCommandRemoteHighShift = kCommandOpShift + kCommandOpBits;
+inline constexpr int kCommandLocalHighShift = kCommandRemoteHighShift + kCommandOffsetHighBits;
+inline constexpr int kCommandLapShift = kCommandLocalHighShift + kCommandOffsetHighBits;
 static_assert(kCommandLapShift == 63, "the lap bit is the top bit of the commit word");
 
 inline constexpr uint64_t kCommandLapMask = uint64_t{1} << kCommandLapShift;
+inline constexpr uint64_t kMaxHeapBytes = kCommandUnitBytes << kCommandOffsetBits;
 inline constexpr uint64_t kMaxCommandBytes = kCommandUnitBytes << kCommandLengthBits;
 inline constexpr uint32_t kMaxCommandValue = (1u << kCommandValueBits) - 1;
 inline constexpr uint32_t kMaxRanks = 1u << kCommandRankBits;
@@ -100,29 +95,25 @@ constexpr std::optional<PackedCommand> TryPack(const Command& command) {
       length_bytes == 0 || length_bytes > kMaxCommandBytes ||
       length_bytes % kCommandUnitBytes != 0 || command.local_offset % kCommandUnitBytes != 0 ||
       command.remote_offset % kCommandUnitBytes != 0 ||
-      command.local_region > BitMask(kCommandRegionBits) ||
-      command.remote_region > BitMask(kCommandRegionBits) ||
       static_cast<uint32_t>(command.channel) >= kNumChannels || command.value > kMaxCommandValue) {
+    return std::nullopt;
+  }
+  if (command.local_offset >= kMaxHeapBytes || command.remote_offset >= kMaxHeapBytes) {
     return std::nullopt;
   }
   const uint64_t local_units = command.local_offset / kCommandUnitBytes;
   const uint64_t remote_units = command.remote_offset / kCommandUnitBytes;
-  if (local_units > BitMask(kCommandLocalOffsetBits) ||
-      remote_units > BitMask(kCommandRemoteOffsetBits)) {
-    return std::nullopt;
-  }
   PackedCommand packed{};
   packed.words[0] =
-      (local_units & BitMask(kCommandLocalLowBits)) | (remote_units << kCommandLocalLowBits);
+      (local_units & BitMask(kCommandOffsetLowBits)) | (remote_units << kCommandOffsetLowBits);
   packed.words[1] = (uint64_t{command.value} << kCommandValueShift) |
                     ((command.epoch & BitMask(kCommandEpochBits)) << kCommandEpochShift) |
                     (static_cast<uint64_t>(command.channel) << kCommandChannelShift) |
-                    (uint64_t{command.remote_region} << kCommandRemoteRegionShift) |
-                    (uint64_t{command.local_region} << kCommandLocalRegionShift) |
                     ((length_bytes / kCommandUnitBytes - 1) << kCommandLengthShift) |
                     (uint64_t{command.dst_rank} << kCommandRankShift) |
                     (static_cast<uint64_t>(command.op) << kCommandOpShift) |
-                    ((local_units >> kCommandLocalLowBits) << kCommandLocalHighShift);
+                    ((remote_units >> kCommandOffsetLowBits) << kCommandRemoteHighShift) |
+                    ((local_units >> kCommandOffsetLowBits) << kCommandLocalHighShift);
   return packed;
 }
 
@@ -138,14 +129,14 @@ constexpr Command Unpack(const PackedCommand& packed) {
   command.length_bytes =
       IsWrite(command.op) ? (field(kCommandLengthShift, kCommandLengthBits) + 1) * kCommandUnitBytes
                           : 0;
-  command.local_region = static_cast<uint32_t>(field(kCommandLocalRegionShift, kCommandRegionBits));
-  command.remote_region =
-      static_cast<uint32_t>(field(kCommandRemoteRegionShift, kCommandRegionBits));
-  const uint64_t local_high = field(kCommandLocalHighShift, kCommandLocalHighBits);
+  const uint64_t local_high = field(kCommandLocalHighShift, kCommandOffsetHighBits);
+  const uint64_t remote_high = field(kCommandRemoteHighShift, kCommandOffsetHighBits);
   command.local_offset =
-      ((packed.words[0] & BitMask(kCommandLocalLowBits)) | (local_high << kCommandLocalLowBits)) *
+      ((packed.words[0] & BitMask(kCommandOffsetLowBits)) | (local_high << kCommandOffsetLowBits)) *
       kCommandUnitBytes;
-  command.remote_offset = (packed.words[0] >> kCommandLocalLowBits) * kCommandUnitBytes;
+  command.remote_offset =
+      ((packed.words[0] >> kCommandOffsetLowBits) | (remote_high << kCommandOffsetLowBits)) *
+      kCommandUnitBytes;
   command.channel = static_cast<Channel>(field(kCommandChannelShift, kCommandChannelBits));
   command.epoch = field(kCommandEpochShift, kCommandEpochBits);
   command.value = static_cast<uint32_t>(field(kCommandValueShift, kCommandValueBits));

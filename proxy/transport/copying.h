@@ -112,10 +112,8 @@ class CopyingTransport : public Transport {
   static Status Full() { return ResourceExhausted("queue full"); }
 
   // A copy of the longest command at most: longer ones would keep the proxy from polling too long.
-  const TransportCaps caps_{.ordered = true,
-                            .arrival_implies_visible = true,
+  const TransportCaps caps_{.arrival_implies_visible = true,
                             .delivery_complete = true,
-                            .needs_registration = true,
                             .cheap_wake = true,
                             .max_message_bytes = kMaxCommandBytes,
                             .immediate_bits = 32};

@@ -85,7 +85,6 @@ class FaultyTransport : public Transport {
         box_(std::make_shared<LateBox>()),
         box_id_(LateBoxes::Get().Add(box_)) {
     caps_ = inner_->Caps();
-    caps_.ordered = false;
     caps_.cheap_wake = false;  // like the networks that this stands for: who waits, helps
     if (spec_.payload_late != 0) caps_.arrival_implies_visible = false;
     if (spec_.max_message != 0) {

@@ -282,14 +282,11 @@ class OfiTransport : public Transport {
 
   static TransportCaps MakeCaps(const std::vector<std::unique_ptr<OfiRail>>& rails) {
     TransportCaps caps{.arrival_implies_visible = true,
-                       .gpu_direct = true,
                        .delivery_complete = true,
-                       .needs_registration = true,
                        .max_message_bytes = kMaxCommandBytes,
                        .immediate_bits = 64};
     for (const auto& rail : rails) {
       const fi_info& info = rail->info();
-      caps.gpu_direct = caps.gpu_direct && (info.caps & FI_HMEM) != 0;
       caps.delivery_complete =
           caps.delivery_complete && (info.tx_attr->op_flags & FI_DELIVERY_COMPLETE) != 0;
       caps.max_message_bytes =

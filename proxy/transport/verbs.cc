@@ -246,8 +246,6 @@ class VerbsTransport : public Transport {
   }
 
   Status Start(const TransportOptions& options, const Env& env) {
-    // Several queue pairs overtake each other.
-    caps_.ordered = rails_.size() * num_qps_ == 1;
     for (const auto& rail : rails_) {
       caps_.max_message_bytes =
           std::min<uint64_t>(caps_.max_message_bytes, rail->max_message_bytes());
@@ -347,7 +345,6 @@ class VerbsTransport : public Transport {
   const uint32_t num_qps_;
   TransportCaps caps_{.arrival_implies_visible = true,
                       .delivery_complete = true,  // the peer's NIC has acknowledged it
-                      .needs_registration = true,
                       .max_message_bytes = kMaxCommandBytes,
                       .immediate_bits = 32};
   WriteBounds bounds_{"verbs", kMaxCommandBytes};

@@ -12,8 +12,6 @@ void ExpectEqual(const Command& a, const Command& b) {
   EXPECT_EQ(a.op, b.op);
   EXPECT_EQ(a.dst_rank, b.dst_rank);
   EXPECT_EQ(a.length_bytes, b.length_bytes);
-  EXPECT_EQ(a.local_region, b.local_region);
-  EXPECT_EQ(a.remote_region, b.remote_region);
   EXPECT_EQ(a.local_offset, b.local_offset);
   EXPECT_EQ(a.remote_offset, b.remote_offset);
   EXPECT_EQ(a.channel, b.channel);
@@ -24,10 +22,8 @@ void ExpectEqual(const Command& a, const Command& b) {
 constexpr Command kLargest{.op = Op::kWriteSignal,
                            .dst_rank = 1023,
                            .length_bytes = uint64_t{16} << 20,
-                           .local_region = 3,
-                           .remote_region = 3,
                            .local_offset = (uint64_t{1} << 40) - 16,
-                           .remote_offset = (uint64_t{1} << 36) - 16,
+                           .remote_offset = (uint64_t{1} << 40) - 16,
                            .channel = static_cast<Channel>(kNumChannels - 1),
                            .epoch = 15,
                            .value = 4095};
@@ -38,21 +34,19 @@ TEST(Command, has_these_golden_bytes) {
   constexpr auto kPacked = TryPack(Command{.op = Op::kWriteSignal,
                                            .dst_rank = 0x155,
                                            .length_bytes = 0x12345 * 16,
-                                           .local_region = 1,
-                                           .remote_region = 2,
                                            .local_offset = uint64_t{0xA'1234'5678} * 16,
-                                           .remote_offset = uint64_t{0x9ABC'DEF0} * 16,
+                                           .remote_offset = uint64_t{0x3'9ABC'DEF0} * 16,
                                            .channel = Channel::kCombine,
                                            .epoch = 0xC,
                                            .value = 0x7B3});
   static_assert(kPacked.has_value());
   EXPECT_EQ(kPacked->words[0], 0x9ABCDEF012345678u);
-  // value | epoch << 12 | channel << 16 | remote << 22 | local << 24 | (length - 1) << 26 |
-  // rank << 46 | op << 56 | local high << 59
+  // value | epoch << 12 | channel << 16 | (length - 1) << 22 | rank << 42 | op << 52 |
+  // remote high << 55 | local high << 59
   EXPECT_EQ(kPacked->words[1], uint64_t{0x7B3} | uint64_t{0xC} << 12 | uint64_t{6} << 16 |
-                                   uint64_t{2} << 22 | uint64_t{1} << 24 | uint64_t{0x12344} << 26 |
-                                   uint64_t{0x155} << 46 | uint64_t{1} << 56 | uint64_t{0xA} << 59);
-  EXPECT_EQ(kPacked->words[1], 0x5155448D1186C7B3u);
+                                   uint64_t{0x12344} << 22 | uint64_t{0x155} << 42 |
+                                   uint64_t{1} << 52 | uint64_t{3} << 55 | uint64_t{0xA} << 59);
+  EXPECT_EQ(kPacked->words[1], 0x51955448D106C7B3u);
 }
 
 TEST(Command, that_is_all_default_packs_to_zero_words) {
@@ -97,8 +91,6 @@ TEST(Command, that_does_not_fit_is_refused_and_never_cut) {
   EXPECT_TRUE(refused([](Command& c) { c.length_bytes += 16; }));
   EXPECT_TRUE(refused([](Command& c) { c.length_bytes = 0; }));
   EXPECT_TRUE(refused([](Command& c) { c.length_bytes = 24; }));
-  EXPECT_TRUE(refused([](Command& c) { c.local_region = 4; }));
-  EXPECT_TRUE(refused([](Command& c) { c.remote_region = 4; }));
   EXPECT_TRUE(refused([](Command& c) { c.local_offset += 16; }));
   EXPECT_TRUE(refused([](Command& c) { c.local_offset = 8; }));
   EXPECT_TRUE(refused([](Command& c) { c.remote_offset += 16; }));
@@ -115,10 +107,8 @@ TEST(Command, random_ones_round_trip) {
     command.op = static_cast<Op>(random() % kNumOps);
     command.dst_rank = static_cast<uint32_t>(random() % 1024);
     command.length_bytes = IsWrite(command.op) ? (1 + random() % (1 << 20)) * 16 : 0;
-    command.local_region = static_cast<uint32_t>(random() % 4);
-    command.remote_region = static_cast<uint32_t>(random() % 4);
     command.local_offset = (random() >> 28) * 16;
-    command.remote_offset = (random() >> 32) * 16;
+    command.remote_offset = (random() >> 28) * 16;
     command.channel = static_cast<Channel>(random() % kNumChannels);
     command.epoch = random() % 16;
     command.value = static_cast<uint32_t>(random() % 4096);

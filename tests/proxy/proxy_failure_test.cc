@@ -219,7 +219,6 @@ TEST(BadCommand, is_latched_with_the_rank_and_reaches_the_peers) {
   const Command bad[] = {
       {.op = Op::kSignal, .dst_rank = 0, .channel = Channel::kPlan, .epoch = 1},    // itself
       {.op = Op::kSignal, .dst_rank = 700, .channel = Channel::kPlan, .epoch = 1},  // nobody
-      {.op = Op::kWrite, .dst_rank = 1, .length_bytes = 16, .local_region = 1},
       {.op = Op::kWrite, .dst_rank = 1, .length_bytes = 16, .remote_offset = 1 << 20},
       {.op = Op::kWrite, .dst_rank = 1, .length_bytes = 16, .local_offset = 1 << 20},
       {.op = Op::kWriteSignal, .dst_rank = 1, .length_bytes = 16, .channel = Channel::kLlCombine},

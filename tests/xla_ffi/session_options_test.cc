@@ -23,38 +23,41 @@ TEST(PlaceOf, is_unknown_for_a_rank_that_the_host_does_not_list) {
   EXPECT_EQ(PlaceOf(SessionOptions{}, LocalRank{}).num_local, 0u);
 }
 
-// 8 ranks, T = 65,536, H = 7,168, f32: 89 GiB each.
+// 8 ranks, T = 65,536, H = 98,304, f32: 1.2 TiB each.
 SessionOptions HugeGroup(uint32_t node_size) {
   return {.name = "huge",
           .shape = {.num_ranks = 8,
                     .node_size = node_size,
                     .num_experts = 8,
                     .top_k = 2,
-                    .hidden = 7168,
+                    .hidden = 98304,
                     .max_tokens = 65536}};
 }
 
 TEST(CheckReach, refuses_what_a_command_cannot_name) {
   const SessionOptions huge = HugeGroup(1);
   const uint64_t bytes = HeapLayout::Make(huge.shape).total_bytes;
-  ASSERT_GT(bytes, uint64_t{64} << 30);
+  ASSERT_GT(bytes, uint64_t{1} << 40);
   const Status status = CheckReach(huge, bytes);
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
-  for (const char* part : {"group huge", "at most 64.0 GiB", "lower max_tokens"}) {
+  for (const char* part : {"group huge", "at most 1024.0 GiB", "lower max_tokens"}) {
     EXPECT_NE(status.message().find(part), std::string::npos) << status.message();
   }
   // The last offset that TryPack takes, and the first that it does not.
-  Command command{.op = Op::kWrite, .length_bytes = 16, .remote_offset = (uint64_t{64} << 30) - 16};
-  EXPECT_TRUE(TryPack(command).has_value());
-  EXPECT_TRUE(CheckReach(huge, uint64_t{64} << 30).ok());
-  command.remote_offset += 16;
-  EXPECT_FALSE(TryPack(command).has_value());
-  EXPECT_FALSE(CheckReach(huge, (uint64_t{64} << 30) + 16).ok());
+  EXPECT_TRUE(CheckReach(huge, uint64_t{1} << 40).ok());
+  EXPECT_FALSE(CheckReach(huge, (uint64_t{1} << 40) + 16).ok());
+  for (uint64_t Command::* offset : {&Command::local_offset, &Command::remote_offset}) {
+    Command command{.op = Op::kWrite, .length_bytes = 16};
+    command.*offset = (uint64_t{1} << 40) - 16;
+    EXPECT_TRUE(TryPack(command).has_value());
+    command.*offset += 16;
+    EXPECT_FALSE(TryPack(command).has_value());
+  }
 }
 
 TEST(CheckReach, takes_any_size_in_one_node) {
   const SessionOptions huge = HugeGroup(8);
-  EXPECT_TRUE(CheckReach(huge, uint64_t{1} << 40).ok());
+  EXPECT_TRUE(CheckReach(huge, uint64_t{1} << 41).ok());
 }
 
 }  // namespace
