@@ -5,7 +5,9 @@ Everything else in jax_ep calls these functions and stays the same when JAX move
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -90,33 +92,108 @@ def register_ffi(
         jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
 
 
-_lowered = threading.local()  # .module: that this thread lowers, if it has calls, and their key
+_lowered = threading.local()  # .module: the _Module that this thread lowers, if it has calls
+
+
+@dataclasses.dataclass
+class _Module:
+    """A module that is being lowered, and what call_primitive must know when it is complete."""
+
+    module: Any
+    module_key: Callable[[str], int]
+    numbered: bool  # its calls get numbers of their own
+    targets: set[str] = dataclasses.field(default_factory=set)
 
 
 def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
-    """When a module is complete, gives its calls their key (call_primitive)."""
+    """When a module is complete, gives its calls their names (call_primitive)."""
     del duration_secs
     if "jaxpr_to_mlir_module" not in event:
         return
-    found, _lowered.module = getattr(_lowered, "module", None), None
-    if found is None:
+    lowered: _Module | None = getattr(_lowered, "module", None)
+    _lowered.module = None
+    if lowered is None:
         return
-    module, targets, module_key = found
-    key = module_key(str(module.operation.get_asm(large_elements_limit=16)))
+    operation = lowered.module.operation
+    key = lowered.module_key(str(operation.get_asm(large_elements_limit=16)))
+    with lowered.module.context:
+        if lowered.numbered:
+            _separate_calls(lowered.module, lowered.targets)
+        calls = _operations(operation, lambda inner: _is_call(inner, lowered.targets))
+        for number, call in enumerate(calls, start=1):
+            config = call.attributes["mhlo.backend_config"]
+            entries = {config[i].name: config[i].attr for i in range(len(config))}
+            name = key | number if lowered.numbered else key
+            entries["module"] = mlir.ir.IntegerAttr.get(entries["module"].type, name)
+            call.attributes["mhlo.backend_config"] = mlir.ir.DictAttr.get(entries)
+
+
+def _operations(root: Any, wanted: Callable[[Any], bool]) -> list[Any]:
+    """The operations inside `root` that are `wanted`, in the order of the text."""
+    found: list[Any] = []
 
     def visit(operation: Any) -> Any:
-        attributes = operation.attributes
-        if operation.name == "stablehlo.custom_call":
-            target = mlir.ir.StringAttr(attributes["call_target_name"]).value
-            if target in targets:
-                config = attributes["mhlo.backend_config"]
-                entries = {config[i].name: config[i].attr for i in range(len(config))}
-                entries["module"] = mlir.ir.IntegerAttr.get(entries["module"].type, key)
-                attributes["mhlo.backend_config"] = mlir.ir.DictAttr.get(entries)
+        if wanted(operation):
+            found.append(operation)
         return mlir.ir.WalkResult.ADVANCE
 
-    with module.context:
-        module.operation.walk(visit)
+    root.walk(visit)
+    return found
+
+
+def _is_call(operation: Any, targets: set[str]) -> bool:
+    if operation.name != "stablehlo.custom_call":
+        return False
+    return mlir.ir.StringAttr(operation.attributes["call_target_name"]).value in targets
+
+
+def _separate_calls(module: Any, targets: set[str]) -> None:
+    """Copies functions until each that reaches a call of `targets` is used in one place only.
+
+    JAX lowers a jitted layer that is used sixteen times to one function. XLA inlines all of its
+    uses anyway, so this adds no work; but now each call that XLA will make is one in the text.
+    """
+    functions = {
+        mlir.ir.StringAttr(operation.attributes["sym_name"]).value: operation
+        for operation in (inner.operation for inner in module.body.operations)
+        if operation.name == "func.func"
+    }
+
+    def uses(function: Any) -> list[tuple[Any, str, str]]:
+        """Where `function` names another: the operation, its attribute, the other's name."""
+        return [
+            (operation, attribute.name, attribute.attr.value)
+            for operation in _operations(function, lambda _: True)
+            for attribute in map(operation.attributes.__getitem__, range(len(operation.attributes)))
+            if isinstance(attribute.attr, mlir.ir.FlatSymbolRefAttr)
+        ]
+
+    @functools.cache
+    def reaches_a_call(name: str) -> bool:
+        function = functions[name]
+        return bool(_operations(function, lambda inner: _is_call(inner, targets))) or any(
+            reaches_a_call(other) for _, _, other in uses(function) if other in functions
+        )
+
+    used: set[str] = set()
+    numbers = map("jax_ep_copy_{}".format, itertools.count())
+    fresh_names = (name for name in numbers if name not in functions)
+
+    def separate(function: Any) -> None:
+        for operation, attribute, name in uses(function):
+            if name not in functions or not reaches_a_call(name):
+                continue
+            if name in used:
+                copy = functions[name].clone()
+                name = next(fresh_names)
+                copy.attributes["sym_name"] = mlir.ir.StringAttr.get(name)
+                module.body.append(copy)
+                functions[name] = copy
+                operation.attributes[attribute] = mlir.ir.FlatSymbolRefAttr.get(name)
+            used.add(name)
+            separate(functions[name])
+
+    separate(functions["main"])
 
 
 jax.monitoring.register_event_duration_secs_listener(_note_lowered)
@@ -127,7 +204,11 @@ def call_primitive(
     check: Callable[[jax.sharding.Mesh | None, Any], bool],
     module_key: Callable[[str], int],
 ) -> Callable[..., Sequence[jax.Array]]:
-    """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that says where.
+    """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that names it.
+
+    The name is the key of the module and, in its lower half, the call's number in that module, from
+    1. In a program for jax.export, which may be called several times within another, and where no
+    CPU is lowered for, that half is 0.
 
     Args:
         name: of the primitive.
@@ -136,7 +217,7 @@ def call_primitive(
             Returns whether the call shall carry its position, the first operand; else that is
             replaced by one of no elements.
         module_key: from the text of a whole lowered module (long constants left out) to the i64
-            that its calls carry.
+            that its calls carry; its lower half is 0.
 
     Returns:
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
@@ -153,11 +234,12 @@ def call_primitive(
             operands = (mlir.ir_constant(nowhere), *operands[1:])
             ctx = ctx.replace(avals_in=[jax.typeof(nowhere), *ctx.avals_in[1:]])
         rule: Any = jax.ffi.ffi_lowering(target)
-        found: Any = getattr(_lowered, "module", None)
-        if found is None or found[0] is not ctx.module_context.module:
-            found = (ctx.module_context.module, set(), module_key)
-            _lowered.module = found
-        found[1].add(target)
+        lowered: _Module | None = getattr(_lowered, "module", None)
+        if lowered is None or lowered.module is not ctx.module_context.module:
+            numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
+            lowered = _Module(ctx.module_context.module, module_key, numbered)
+            _lowered.module = lowered
+        lowered.targets.add(target)
         results: Sequence[Any] = rule(ctx, *operands, **dict(attributes), module=np.int64(0))
         return results
 

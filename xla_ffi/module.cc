@@ -244,10 +244,6 @@ NB_MODULE(_core, m) {
   m.def(
       "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
       "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
-  m.def(
-      "begin_module",
-      [](int64_t key) { jax_ep::SiteNumbering::Instance().Begin(static_cast<uint64_t>(key)); },
-      nb::arg("key"), "A module is being lowered whose custom calls will carry `key` (site.h).");
   m.def("transports", &jax_ep::Transports, "[(name, available, reason)] of every transport.");
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");

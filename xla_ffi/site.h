@@ -1,13 +1,14 @@
-// Call sites: a name for "this custom call of that executable", equal on every device and, within
-// one compiled module, on every process. Needed because XLA:CPU runs independent calls in different
-// orders on different devices, and because the text of a call does not identify it: sixteen uses of
-// one jitted layer are sixteen calls with equal attributes.
+// Call sites: a name for "this custom call of that executable", equal on every device and, for one
+// program, on every process. Needed because XLA:CPU runs independent calls in different orders on
+// different devices, and because XLA instantiates the calls of programs that are compiled at the
+// same time in any order.
 //
-// XLA instantiates the calls of a module once, in the order of its schedule, on one of its own
-// threads; modules that are compiled or loaded at the same time come interleaved. So each call
-// carries a key of the module that it was lowered into (jax_ep/_ops/lowering.py), and the n-th
-// instantiated call of a module is the n-th on every process that compiled the same module. The
-// key is a hash of the lowered program: only equal programs share one.
+// So the program itself carries the names: where it is lowered, each call gets a hash of the whole
+// program and, below it, its number in it (jax_ep/_jax_compat.py, call_primitive). Only equal
+// programs share names, and XLA's run ids tell their executions apart.
+//
+// Only a program for jax.export carries no numbers, as another may call it several times: its calls
+// count on in the order in which they are instantiated.
 #pragma once
 
 #include <cstdint>
@@ -18,15 +19,13 @@ namespace jax_ep {
 
 struct CallSite {
   uint64_t unique = 0;  // never repeats in this process
-  // Equal on all processes: the key of the module, and this call's position in it.
-  uint64_t shared = 0;
+  uint64_t shared = 0;  // equal on all processes: the key of the program, and the call's number
 
-  // False if the module was lowered unseen: then `shared` means nothing.
+  // False if the program was lowered unseen: then `shared` means nothing.
   bool has_key() const { return shared >> 32 != 0; }
 };
 
-// Keys have zeros in their lower half, not in the upper one. Thread rule: any thread. The process
-// has one.
+// Thread rule: any thread. The process has one.
 class SiteNumbering {
  public:
   static SiteNumbering& Instance() {
@@ -34,22 +33,19 @@ class SiteNumbering {
     return *numbering;
   }
 
-  // A module is being lowered that will carry `key`: its calls count from zero. Modules that come
-  // without this (loaded executables, exported programs) and share a key go on counting.
-  void Begin(uint64_t key) {
+  // For each call that is instantiated. `name`: the key of its program in the upper half, its
+  // number there in the lower one, or 0 if it has none.
+  CallSite Next(uint64_t name) {
     std::lock_guard lock(mutex_);
-    next_index_[key] = 0;
-  }
-
-  CallSite Next(uint64_t key) {
-    std::lock_guard lock(mutex_);
-    return CallSite{.unique = next_unique_++, .shared = key | next_index_[key]++};
+    const bool is_numbered = static_cast<uint32_t>(name) != 0;
+    return CallSite{.unique = next_unique_++,
+                    .shared = is_numbered ? name : name | next_number_[name]++};
   }
 
  private:
   std::mutex mutex_;
   uint64_t next_unique_ = 1;
-  std::unordered_map<uint64_t, uint32_t> next_index_;  // by key
+  std::unordered_map<uint64_t, uint32_t> next_number_;  // by key, of programs without numbers
 };
 
 }  // namespace jax_ep

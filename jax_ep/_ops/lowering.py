@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from typing import Any
 
 import jax
@@ -56,25 +55,13 @@ def _refuse_stored_programs(group: Group) -> None:
 
 
 def module_key(text: str) -> int:
-    """Names a lowered module to xla_ffi/site.h, which numbers its calls: a hash of the program.
+    """Names a lowered module: a hash of the program, in the upper half (xla_ffi/site.h).
 
     Nothing else will do: XLA's run ids depend on the program, so what it carries must not tell what
     else this process has lowered.
     """
     digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
-    key = (int.from_bytes(digest, "little", signed=True) or 1) << 32
-    core = _core()
-    if core is not None:
-        core.begin_module(key)
-    return key
-
-
-def _core() -> Any:
-    """The extension, or None where it is not built (groups that only lower need none)."""
-    try:
-        return importlib.import_module("jax_ep._core")
-    except ImportError:
-        return None
+    return (int.from_bytes(digest, "little", signed=True) or 1) << 32
 
 
 def _ids(teams: Any) -> list[list[int]]:

@@ -456,17 +456,46 @@ def test_lowering_needs_no_hardware(platform: str) -> None:
     assert ("all_gather" in text) == (platform == "tpu")
 
 
+def _names(lowered: Any) -> list[int]:
+    """What each call of a lowered program is named by on CPUs (xla_ffi/site.h)."""
+    return [int(name) for name in re.findall(r"module = (-?\d+) : i64", lowered.as_text())]
+
+
 def test_every_call_carries_the_key_of_its_module(native: str) -> None:
     """JAX says when a module is complete (_jax_compat): if it stops, this fails first."""
     group = group_of(CASE, native)
     inputs = inputs_of(CASE)
     args = put(group, (inputs.x, inputs.ids, inputs.weights))
-    texts = [
-        per_rank(group, lambda *a, f=f: layer(group, *a) * f).lower(*args).as_text() for f in (1, 2)
-    ]
-    keys = [set(re.findall(r"module = (-?\d+) : i64", text)) for text in texts]
-    assert [len(found) for found in keys] == [1, 1] and "0" not in keys[0] | keys[1]
+    keys = []
+    for factor in (1, 2):
+        step = per_rank(group, lambda *a, factor=factor: layer(group, *a) * factor)
+        keys.append({name >> 32 for name in _names(step.lower(*args))})
+    assert [len(found) for found in keys] == [1, 1] and 0 not in keys[0] | keys[1]
     assert keys[0] != keys[1]
+
+
+def test_every_call_has_a_number_of_its_own(native: str) -> None:
+    """A jitted layer that is used again is one function in the text, and other calls each time."""
+    group = group_of(CASE, native)
+    inputs = inputs_of(CASE)
+    args = put(group, (inputs.x, inputs.ids, inputs.weights))
+    once = jax.jit(functools.partial(layer, group, mode="ht"))
+    twice = jax.jit(lambda x, ids, w: once(once(x, ids, w), ids, w))
+
+    def step(x: Array, ids: Array, w: Array) -> Array:
+        x = twice(twice(x, ids, w), ids, w)
+        x, _ = lax.scan(lambda x, _: (once(x, ids, w), None), x, None, length=3)
+        return lax.cond(jnp.sum(x * x) > 0, twice, once, x, ids, w)
+
+    names = _names(per_rank(group, step).lower(*args))
+    on_cpu = jax.default_backend() == "cpu"  # elsewhere calls need no names
+    layers = 4 + 1 + 3 if on_cpu else 3  # each with a plan, a dispatch and a combine
+    numbers = sorted(name & 0xFFFFFFFF for name in names)
+    assert numbers == (list(range(1, 3 * layers + 1)) if on_cpu else [0] * 3 * layers)
+    assert names == _names(per_rank(group, step).lower(*args))  # whatever was lowered before
+    out = run(group, step, inputs.x, inputs.ids, inputs.weights)
+    factor = 2 * inputs.weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, inputs.x * factor ** (4 + 3 + 2), rtol=1e-4)
 
 
 def test_native_lowers_for_no_other_platform() -> None:

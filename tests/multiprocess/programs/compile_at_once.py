@@ -1,4 +1,4 @@
-"""Two programs compiled by two threads, in another order on each process, beside unrelated jits."""
+"""Programs compiled by several threads, other ones on each process, beside unrelated jits."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def place(array):
 x, ids = place(values), place(experts)
 
 
-def compiled(first):
+def lowered(first):
     """Independent layers (XLA may run them in any order); both programs have one name."""
 
     def step(x, ids):
@@ -46,7 +46,19 @@ def compiled(first):
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(P("ep"), P("ep")), out_specs=P("ep"), check_vma=False
     )
-    return jax.jit(mapped).lower(x, ids).compile()
+    return jax.jit(mapped).lower(x, ids)
+
+
+def compiled(first):
+    return lowered(first).compile()
+
+
+def check(program, first):
+    for i, out in enumerate(program(x, ids)):
+        for shard in out.addressable_shards:
+            np.testing.assert_array_equal(
+                np.asarray(shard.data), values[shard.index] * K * (first + i)
+            )
 
 
 stop = threading.Event()
@@ -69,14 +81,15 @@ try:
         with ThreadPoolExecutor(2) as pool:
             programs = dict(zip(order, pool.map(compiled, order), strict=True))
         for first in firsts:
-            for i, out in enumerate(programs[first](x, ids)):
-                for shard in out.addressable_shards:
-                    np.testing.assert_array_equal(
-                        np.asarray(shard.data), values[shard.index] * K * (first + i)
-                    )
+            check(programs[first], first)
+    # One program, compiled several times at once here and once there.
+    copies = 1 if jax.process_index() == 0 else 4
+    with ThreadPoolExecutor(copies) as pool:
+        equal = [lowered(7) for _ in range(copies)]
+        check(list(pool.map(lambda program: program.compile(), equal))[-1], 7)
 finally:
     stop.set()
     if noise.is_alive():
         noise.join()
-print("programs", 2 * REPEATS, flush=True)
+print("programs", 2 * REPEATS + 1, flush=True)
 group.close()
