@@ -116,7 +116,7 @@ def _summary(group: Group) -> str:
 
 def _start(group: Group, exchange: bootstrap.Exchange) -> None:
     """Registers the handlers and starts the native session; collective over the processes."""
-    from jax_ep._runtime import start
+    from jax_ep._runtime import start  # what native groups alone need
 
     try:
         ffi.register(_ffi_platform(group.mesh))

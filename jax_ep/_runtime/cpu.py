@@ -40,7 +40,7 @@ def warn_about_small_pool() -> None:
             "NPROC=32 or more in the environment before jax is imported, or use `python -m jax_ep "
             "launch`",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,  # the caller of create_group
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -19,7 +20,6 @@ from jax_ep._runtime.topology import Layout
 # same group of the others. Strong, as a program may drop a Group that others still use.
 _open_sessions: dict[NativeSession, None] = {}
 _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
-_hooks_installed = False
 
 
 class NativeSession:
@@ -32,7 +32,7 @@ class NativeSession:
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.RLock()  # a signal handler may close while its thread does
-        self._devices = [group.mesh.devices.flat[i] for i in layout.local_positions]
+        self._devices = layout.devices
         self._timeout_s = group.config.timeout_s
         self._peer_timeout_s = _config.peer_timeout_s(group.config)
         self._drain = Drain(self._devices) if group.platform == "cpu" else None
@@ -171,12 +171,9 @@ class _Released:
         return self._state
 
 
+@functools.cache
 def close_at_exit() -> None:
-    """Has the process close its groups when it exits; once is enough."""
-    global _hooks_installed
-    if _hooks_installed:
-        return
-    _hooks_installed = True
+    """Has the process close its groups when it exits."""
     # After this, before JAX's own exit handlers: a process that ends while others still use the
     # group must say good-bye, or they take it for dead.
     atexit.register(close_all)

@@ -31,10 +31,56 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     name = f"{group.label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
-    me = exchange.me
+    greetings = _greet(group, exchange)
+    host = greetings[exchange.me]["host"]
     teams = _mesh.teams(group.mesh, group.axes)
-    team_processes = [[int(device.process_index) for device in team] for team in teams]
-    hello: dict[str, Any] = {
+    hosts = [[greetings[device.process_index]["host"] for device in team] for team in teams]
+    node_size = topology.choose_node_size(group, hosts)
+    layout = topology.layout_of(group, exchange.me, node_size)
+    available = {name: (ok, reason) for name, ok, reason in core.transports()}
+    transport = topology.choose_transport(
+        group,
+        num_nodes=group.num_ranks // node_size,
+        one_process=exchange.alone,
+        one_host=len({host for team in hosts for host in team}) == 1,
+        available=available,
+    )
+    on_gpu = group.platform != "cpu"
+    options = core.SessionOptions(
+        session_id=group.session_id,
+        name=name,
+        shape=core.GroupShape(**shape_arguments(group, node_size)),
+        team_processes=layout.team_processes,
+        local_ranks=layout.local_ranks,
+        host_ranks=[
+            (t, r)
+            for t, team in enumerate(hosts)
+            for r, host_of_rank in enumerate(team)
+            if host_of_rank == host
+        ],
+        process_index=exchange.me,
+        transport=transport,
+        timeout_s=group.config.timeout_s,
+        peer_timeout_s=_config.peer_timeout_s(group.config),
+        threads_per_rank=1 if on_gpu else cpu.threads_per_rank(greetings, host, teams),
+        huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
+        debug=_env.flag("JAX_EP_DEBUG") is True,
+    )
+    if on_gpu:
+        session = gpu.start(options, exchange, layout.devices, layout.mates)
+    else:
+        session = cpu.start(core.Session(options), exchange)
+    try:
+        exchange.clean_up()
+        return NativeSession(session, name, group, layout, transport)
+    except BaseException as error:
+        session.abort(f"process {exchange.me} failed in create_group: {error!r}")
+        raise
+
+
+def _greet(group: Group, exchange: bootstrap.Exchange) -> dict[int, Any]:
+    """Tells the others what this process calls create_group with; what each process says."""
+    hello = {
         "version": bootstrap.PROTOCOL_VERSION,
         "mesh": repr(list(group.mesh.shape.items())),
         "devices": repr([device.id for device in group.mesh.devices.flat]),
@@ -46,62 +92,12 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         "cpus": sorted(os.sched_getaffinity(0)),
     }
     greetings = {process: record for process, (record, _) in exchange.share("hello", hello).items()}
-    _check_greetings(exchange.label, greetings, me)
+    _check_greetings(exchange.label, greetings, exchange.me)
     group.number.agree(max(record["number"] for record in greetings.values()))
     exchange.watch(
         {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
     )
-    hosts = [[greetings[process]["host"] for process in team] for team in team_processes]
-    node_size = topology.choose_node_size(group, hosts)
-    available = {name: (ok, reason) for name, ok, reason in core.transports()}
-    num_nodes = group.num_ranks // node_size
-    one_host = len({host for team in hosts for host in team}) == 1
-    transport = topology.choose_transport(group, num_nodes, exchange.alone, one_host, available)
-    flat_ids = {device.id: position for position, device in enumerate(group.mesh.devices.flat)}
-    on_gpu = group.platform != "cpu"
-    local = [
-        (device, t, r)
-        for t, team in enumerate(teams)
-        for r, device in enumerate(team)
-        if device.process_index == me
-    ]
-    layout = topology.Layout(
-        team_processes,
-        [(_ordinal(device), t, r) for device, t, r in local],
-        [flat_ids[device.id] for device, _, _ in local],
-        exchange.processes,
-        node_size,
-    )
-    options = core.SessionOptions(
-        session_id=group.session_id,
-        name=name,
-        shape=core.GroupShape(**shape_arguments(group, node_size)),
-        team_processes=team_processes,
-        local_ranks=layout.local_ranks,
-        host_ranks=[
-            (t, r)
-            for t, team in enumerate(hosts)
-            for r, host in enumerate(team)
-            if host == hello["host"]
-        ],
-        process_index=me,
-        transport=transport,
-        timeout_s=group.config.timeout_s,
-        peer_timeout_s=_config.peer_timeout_s(group.config),
-        threads_per_rank=1 if on_gpu else cpu.threads_per_rank(greetings, hello["host"], teams),
-        huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
-        debug=_env.flag("JAX_EP_DEBUG") is True,
-    )
-    if on_gpu:
-        session = gpu.start(options, exchange, [device for device, _, _ in local], layout.mates)
-    else:
-        session = cpu.start(core.Session(options), exchange)
-    try:
-        exchange.clean_up()
-        return NativeSession(session, name, group, layout, transport)
-    except BaseException as error:
-        session.abort(f"process {me} failed in create_group: {error!r}")
-        raise
+    return greetings
 
 
 def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
@@ -115,11 +111,6 @@ def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
                     f"{record.get(field)}, this process ({me}) with {own[field]}; all processes "
                     "must pass the same"
                 )
-
-
-def _ordinal(device: Any) -> int:
-    """How the FFI names a device of this process."""
-    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
 
 
 def shape_arguments(group: Group, node_size: int) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from jax_ep import _mesh
 from jax_ep._group import Group
 
 
@@ -12,9 +14,8 @@ class Layout:
     """Who runs what: the same on every process, but for the local fields."""
 
     team_processes: list[list[int]]
-    local_ranks: list[tuple[int, int, int]]  # (device id, team, rank)
-    local_positions: list[int]  # of this process's devices in mesh.devices.flat
-    processes: list[int]
+    devices: list[Any]  # of this process, in the order of local_ranks
+    local_ranks: list[tuple[int, int, int]]  # (how the FFI names the device, team, rank)
     node_size: int
 
     @property
@@ -27,6 +28,28 @@ class Layout:
         return mates
 
 
+def layout_of(group: Group, process: int, node_size: int) -> Layout:
+    """The layout as `process` sees it."""
+    teams = _mesh.teams(group.mesh, group.axes)
+    local = [
+        (device, t, r)
+        for t, team in enumerate(teams)
+        for r, device in enumerate(team)
+        if device.process_index == process
+    ]
+    return Layout(
+        team_processes=[[int(device.process_index) for device in team] for team in teams],
+        devices=[device for device, _, _ in local],
+        local_ranks=[(_ordinal(device), t, r) for device, t, r in local],
+        node_size=node_size,
+    )
+
+
+def _ordinal(device: Any) -> int:
+    """How the FFI names a device of this process."""
+    return int(device.id if device.platform == "cpu" else device.local_hardware_id)
+
+
 def _common_block(hosts: list[list[str]], num_ranks: int) -> int:
     """Largest divisor S of num_ranks such that ranks [i*S, (i+1)*S) share a host in every team."""
     for size in sorted((s for s in range(1, num_ranks + 1) if num_ranks % s == 0), reverse=True):
@@ -37,6 +60,11 @@ def _common_block(hosts: list[list[str]], num_ranks: int) -> int:
 
 
 def choose_node_size(group: Group, hosts: list[list[str]]) -> int:
+    """Ranks per node of a group whose ranks are on `hosts`, by team.
+
+    Raises:
+        ValueError: Config.node_size does not divide the ranks, or asks for memory across hosts.
+    """
     largest = _common_block(hosts, group.num_ranks)
     wanted = group.config.node_size
     if wanted is None:
@@ -58,12 +86,19 @@ def choose_node_size(group: Group, hosts: list[list[str]]) -> int:
 
 def choose_transport(
     group: Group,
+    *,
     num_nodes: int,
     one_process: bool,
     one_host: bool,
     available: dict[str, tuple[bool, str]],
 ) -> str:
-    """The transport between nodes; "none" where there is one node and none was asked for."""
+    """The transport between nodes; "none" where there is one node.
+
+    `available` says of each transport whether it can be used here, and if not, why.
+
+    Raises:
+        ValueError: Config.transport cannot be used here, or "auto" finds none.
+    """
     wanted = group.config.transport
     if wanted == "auto":
         if num_nodes == 1:
