@@ -63,7 +63,7 @@ def test_ofi_gives_the_same_bits():
 
 @pytest.mark.parametrize("node_size", [2, 1])
 def test_faulty_networks_give_the_same_bits(node_size):
-    # Seeds 0..99 were run once: benchmarks/notes.md.
+    # Seeds 0..99 were run once: docs/transports.md.
     options = ("--first", 0, "--last", 9, "--node-size", node_size)
     done = launch("faulty_bits.py", *options, processes=1, devices_per_process=4)
     assert done.returncode == 0, done.text[-6000:]

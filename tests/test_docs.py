@@ -1,0 +1,80 @@
+"""Documents: links lead somewhere, numbers stand in benchmarks/results, files there have names."""
+
+import json
+import os
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
+# A document may use another unit than a file: ms for us, GB for bytes, percent for shares.
+UNITS = (1.0, 1e-3, 1e3, 1e-6, 1e-9, 100.0)
+NOT_MEASURED = {"1.17"}  # libfabric's version
+
+
+def _anchors(page):
+    """Names of the page's headings as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = pathlib.Path(os.path.normpath(page.parent / path)) if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def _numbers(value):
+    """Every number of a results file, also those in texts and names."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(name)
+            yield from _numbers(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner)
+    elif isinstance(value, str):
+        yield from map(float, re.findall(r"\d+(?:\.\d+)?", value.replace(",", "")))
+    elif isinstance(value, int | float):
+        yield float(value)
+
+
+def test_numbers_of_the_page_on_performance_were_measured():
+    measured = [
+        n for path in RESULTS.glob("*.json") for n in _numbers(json.loads(path.read_text()))
+    ]
+    page = (ROOT / "docs" / "performance.md").read_text()
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7}\b", "", page)
+    # Whole numbers below 1,000 are left out: nearly each of them stands in some file by chance.
+    for text in set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d+", prose)) - NOT_MEASURED:
+        digits = len(text.partition(".")[2])
+        wanted = float(text.replace(",", ""))
+        # A bound in microseconds may be rounded to hundreds.
+        places = (digits, -2) if wanted >= 10_000 else (digits,)
+        assert any(
+            abs(round(number * unit, places_of) - wanted) < 1e-9
+            for number in measured
+            for unit in UNITS
+            for places_of in places
+        ), f"{text} stands in no file of benchmarks/results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.name)
+def test_result_files_say_what_they_are(path):
+    assert re.fullmatch(r"[a-z]+(_[a-z]+)?_(cpu|\d+x[a-z0-9]+)\.(json|png)", path.name)
+    benchmark = path.stem.rpartition("_")[0]
+    assert f"`{benchmark}_" in (ROOT / "benchmarks" / "README.md").read_text()
+    if path.suffix == ".png":
+        assert path.with_suffix(".json").exists()
+        return
+    report = json.loads(path.read_text())
+    assert report["machine"] and report["date"]
+    assert "commit" in report or benchmark == "experiments"
