@@ -16,6 +16,15 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault("JAX_PLATFORMS", "" if ON_GPU else "cpu")
 # Tests that launch processes share the GPUs with this one.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".3")
+if not ON_GPU:
+    # Most of the time is XLA:CPU's code generation, for programs that run once or twice: the HLO
+    # passes stay, LLVM's optimizations and the MLIR emitters go. Tests of what a user types (the
+    # examples, the documents' code, the command line) start processes without these flags.
+    os.environ.setdefault(
+        "XLA_FLAGS",
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_cpu_use_fusion_emitters=false",
+    )
 
 import importlib.util
 
@@ -45,6 +54,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads these options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest` alone, on CPUs, is `pytest -n auto --dist loadfile` where pytest-xdist is there."""
+    option = config.option
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not is_whole or ON_GPU or option.collectonly or not hasattr(option, "numprocesses"):
+        return
+    if option.numprocesses is None and option.dist == "no":
+        option.numprocesses = "auto"
+    if option.dist == "no":
+        option.dist = "loadfile"  # the tests of a file share jobs and compiled programs
+    option.loadscopereorder = False  # pytest_collection_modifyitems has the order
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for `implementation` runs once for each of them."""
     if "implementation" in metafunc.fixturenames:
@@ -52,7 +75,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Gives jobs of several processes time; under `-m gpu`, tests of native operations are its."""
+    """Jobs of several processes get time, and come first, so that no long file is the last to end.
+
+    Under `-m gpu`, tests of native operations are its.
+    """
+    starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
+    items.sort(key=lambda item: item.path not in starts_jobs)
     for item in items:
         if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(MULTIPROCESS_LIMIT_S))

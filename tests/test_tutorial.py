@@ -1,12 +1,12 @@
 """docs/tutorial.md and docs/migrating.md: their Python blocks run and give what they say."""
 
 import inspect
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -22,13 +22,12 @@ def test_the_tutorial_prints_what_it_says(tmp_path, options):
     assert len(code) == len(expected) == len(re.findall(r"^## \d+\.", text, re.MULTILINE)) == 10
     script = tmp_path / "tutorial.py"
     script.write_text("\n".join(code))
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     done = subprocess.run(
         [sys.executable, "-m", "jax_ep", "launch", *options.split(), str(script)],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**env, "JAX_PLATFORMS": "cpu"},
+        env={**children.plain(), "JAX_PLATFORMS": "cpu"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     printed = re.findall(r"^(?:\[0\] )?(\d+: .*)$", done.stdout, re.MULTILINE)

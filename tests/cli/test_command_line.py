@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
+import children
 import pytest
 
 from jax_ep import __main__ as command_line
@@ -16,13 +16,12 @@ LIMIT_S = 700.0  # above both limits of the selftest
 
 
 def _run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     return subprocess.run(
         [sys.executable, "-m", "jax_ep", *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**env, "JAX_PLATFORMS": "cpu", "COLUMNS": "120", **extra},
+        env={**children.plain(), "JAX_PLATFORMS": "cpu", "COLUMNS": "120", **extra},
         check=False,
     )
 

@@ -56,6 +56,8 @@ def test_all_cpp_tests_pass(record_property, tmp_path):
             "ctest",
             "--test-dir",
             BUILD,
+            "-j",
+            jobs,
             "--output-on-failure",
             "--timeout",
             "300",

@@ -1,11 +1,11 @@
 """examples/pallas_experts.py and examples/compare.py run as written and give what they state."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import children
 import emulated_collectives
 import jax
 import numpy as np
@@ -19,14 +19,13 @@ pytest.importorskip("matplotlib")
 
 
 def launch(example, *options, processes=2):
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes)]
     return subprocess.run(
         [*command, str(EXAMPLES / example), *options],
         capture_output=True,
         text=True,
         timeout=600,
-        env={**env, "JAX_PLATFORMS": "cpu"},
+        env={**children.quick(), "JAX_PLATFORMS": "cpu"},
     )
 
 

@@ -25,8 +25,7 @@ def environment(**extra: object) -> dict[str, str]:
     env = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith((*OF_LAUNCHERS, "KUBERNETES_"))
-        and name not in ("XLA_FLAGS", "NPROC")
+        if not name.startswith((*OF_LAUNCHERS, "KUBERNETES_")) and name != "NPROC"
     }
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
     plain = {"JAX_PLATFORMS": "cpu", "TERM": "dumb", "COLUMNS": "200"}  # mpirun gives a terminal

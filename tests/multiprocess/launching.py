@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+import children
+
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 
 
@@ -37,22 +39,16 @@ class Outcome:
 
 def launch(program, *args, processes, devices_per_process=1, env=None, timeout=1100, grace=60):
     """Starts the program; `env` adds to this process's environment."""
-    import os
-
     command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes)]
     command += ["--devices-per-process", str(devices_per_process), "--grace", str(grace)]
     command += [str(PROGRAMS / program), *map(str, args)]
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "NPROC")
-    }
-    environment.update(env or {})
     start = time.monotonic()
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=children.quick() | (env or {}),
         timeout=timeout,
     )
     return Outcome(done.returncode, time.monotonic() - start, done.stdout)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import children
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -22,7 +22,6 @@ SMALL = ("--width=32", "--layers=1", "--heads=2", "--expert-width=32", "--batch=
 
 
 def _train(out: Path, *options: str, launch: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
     command = [sys.executable, "-m", "jax_ep", "launch", *launch.split()]
     command += [str(EXAMPLES / "train_moe_lm.py"), *SMALL, "--out", str(out), *options]
     return subprocess.run(
@@ -30,7 +29,7 @@ def _train(out: Path, *options: str, launch: str) -> subprocess.CompletedProcess
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
-        env={**env, "JAX_PLATFORMS": "cpu"},
+        env={**children.quick(), "JAX_PLATFORMS": "cpu"},
         check=False,
     )
 

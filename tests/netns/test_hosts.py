@@ -1,13 +1,13 @@
 """Real TCP between hosts of their own: training, death by process and by cable, a healed link."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
 import time
 
+import children
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -21,10 +21,6 @@ SLACK_S = 4.0  # what this shared machine may take to run the survivors
 # Small: what matters is the path, and compilation is most of the time.
 TRAINING = ["--steps", 12, "--batch", 4, "--length", 32, "--width", 32, "--expert-width", 64]
 TRAINING += ["--layers", 1, "--heads", 2, "--experts", 4, "--log-every", 4]
-
-
-def _environment():
-    return {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
 
 
 def _losses(folder):
@@ -41,7 +37,7 @@ def on_one_host(tmp_path_factory):
             folder = tmp_path_factory.mktemp(f"one_host_{ranks}")
             launch = [sys.executable, "-m", "jax_ep", "launch", "-n", 1, "-D", ranks]
             command = [*launch, EXAMPLE, *TRAINING, "--out", folder]
-            subprocess.run(list(map(str, command)), check=True, env=_environment(), timeout=500)
+            subprocess.run(list(map(str, command)), check=True, env=children.quick(), timeout=500)
             made[ranks] = folder / "results.json"
         return made[ranks]
 
@@ -52,7 +48,7 @@ def _train(network, count, mode, one_host, folder):
     command = [EXAMPLE, *TRAINING, "--mode", mode, "--transport", "ofi", "--out", folder]
     with network.Hosts(count) as hosts:
         command = [*command, "--compare", one_host]
-        hosts.start(network.as_job([sys.executable, *command], PORT), env=_environment())
+        hosts.start(network.as_job([sys.executable, *command], PORT), env=children.quick())
         codes = hosts.wait(500)
     assert codes == [0] * count, hosts.text()[-6000:]
 
@@ -70,7 +66,7 @@ def _exchange(network, count, *options):
     hosts = network.Hosts(count)
     with hosts:
         command = [HERE / "exchange.py", "--peer-timeout", PEER_TIMEOUT_S, *options]
-        hosts.start(network.as_job([sys.executable, *command], PORT), env=_environment())
+        hosts.start(network.as_job([sys.executable, *command], PORT), env=children.quick())
         for host in hosts.hosts:
             host.await_line("warm", timeout=300)
         yield hosts
