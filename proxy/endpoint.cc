@@ -21,8 +21,8 @@ Status CheckOptions(const EndpointOptions& options) {
     return InvalidArgument("proxy endpoint of rank " + std::to_string(options.rank) + ": " + what);
   };
   if (options.num_ranks > kMaxRanks || options.rank >= options.num_ranks) {
-    return bad("rank and num_ranks=" + std::to_string(options.num_ranks) + " do not fit; at most " +
-               std::to_string(kMaxRanks) + " ranks are supported");
+    return bad("got num_ranks=" + std::to_string(options.num_ranks) +
+               ", expected more than this rank and at most " + std::to_string(kMaxRanks));
   }
   constexpr uint32_t kMaxPeers = kMaxFlows / kNumChannels;
   if (options.peers.size() > kMaxPeers) {
@@ -32,7 +32,8 @@ Status CheckOptions(const EndpointOptions& options) {
   std::vector<bool> is_peer(options.num_ranks);
   for (const uint32_t peer : options.peers) {
     if (peer >= options.num_ranks || peer == options.rank || is_peer[peer]) {
-      return bad("peer " + std::to_string(peer) + " is no other rank, or is named twice");
+      return bad("peer " + std::to_string(peer) +
+                 " is this rank, no rank of the group, or listed twice");
     }
     is_peer[peer] = true;
   }

@@ -28,7 +28,7 @@ Status Endpoint::PollTransport(bool* did_work) {
           break;
         case TransportEvent::Kind::kFlushed:
           if (!is_flushing_ || event.token != flush_token_) {
-            return Internal(Where() + ": the transport reports a flush that nobody asked for");
+            return Internal(Where() + ": the transport reports a flush that was not started");
           }
           is_flushing_ = false;
           break;
@@ -55,7 +55,7 @@ Status Endpoint::OnArrival(const TransportEvent& event) {
     return Status::Ok();
   }
   if (imm.flow >= recv_flows_.size()) {
-    return InvalidArgument(Where() + ": an arrival of unknown sender: immediate " +
+    return InvalidArgument(Where() + ": an arrival from an unknown sender: immediate " +
                            std::to_string(immediate) + " names flow " + std::to_string(imm.flow) +
                            " of " + std::to_string(recv_flows_.size()));
   }
@@ -70,7 +70,7 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
   if (imm.kind == ImmKind::kCounted) {
     if (!flow.counted) {
       blamed_rank_ = peers_[peer].rank;
-      return BadArrival(peer, imm, "a counted message on a channel that does not count");
+      return BadArrival(peer, imm, "a counted message on a sequenced channel");
     }
     const uint32_t value = imm.payload & ~kImmCountBit;
     arrival = (imm.payload & kImmCountBit) != 0 ? flow.counted->ArriveCount(imm.epoch, value)
@@ -101,11 +101,11 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
       }
       return Status::Ok();
     case Arrival::kBeyondWindow:
-      return fail("its sequence lies beyond the window");
+      return fail("its sequence number is beyond the window");
     case Arrival::kWrongEpoch:
-      return fail("its epoch is not the one that is next on this channel");
+      return fail("its epoch is not the next one of this channel");
     case Arrival::kBadSlot:
-      return fail("its slot or count is impossible");
+      return fail("its slot or count is out of range");
   }
   return Internal(Where() + ": unknown arrival");
 }
@@ -214,7 +214,7 @@ Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t fl
       return InvalidArgument(
           Where() + ": rank " + std::to_string(peers_[peer].rank) + " signals on channel " +
           std::string(ChannelName(static_cast<Channel>(flow_index % kNumChannels))) +
-          ", which has no flag here");
+          ", which has no flag on this rank");
     }
     // Release pairs with the acquire of the kernel that waits for this epoch: it sees the payload
     // that the transport has made visible to this thread.

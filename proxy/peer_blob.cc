@@ -29,8 +29,8 @@ Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
   const uint64_t magic = reader.U64();
   const uint64_t version = reader.U64();
   if (!reader.ok() || magic != kMagic) {
-    return InvalidArgument("not the blob of an endpoint (" + std::to_string(text.size()) +
-                           " bytes)");
+    return InvalidArgument("not the bootstrap record of an endpoint (" +
+                           std::to_string(text.size()) + " bytes)");
   }
   if (version != kProtocolVersion) {
     return InvalidArgument("the peer speaks protocol version " + std::to_string(version) +
@@ -48,14 +48,14 @@ Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
   const std::string_view bits = reader.Text();
   const std::string_view packed = reader.Text();
   if (!reader.finished() || blob.num_ranks > kMaxRanks || bits.size() != (blob.num_ranks + 7) / 8) {
-    return InvalidArgument("the blob of an endpoint is damaged");
+    return InvalidArgument("the bootstrap record of an endpoint is damaged");
   }
   for (uint32_t rank = 0; rank < blob.num_ranks; ++rank) {
     if ((bits[rank / 8] >> (rank % 8) & 1) != 0) blob.peers.push_back(rank);
   }
   if (!packed.empty()) {
     if (packed.size() != blob.peers.size() * sizeof(uint32_t)) {
-      return InvalidArgument("the blob of an endpoint is damaged");
+      return InvalidArgument("the bootstrap record of an endpoint is damaged");
     }
     blob.secrets.resize(blob.peers.size());
     std::memcpy(blob.secrets.data(), packed.data(), packed.size());

@@ -37,7 +37,7 @@ void CheckTokens(Checker& check, const GroupShape& shape, Mode mode, int64_t num
            std::to_string(limit) + " in this mode";
   });
   check.Require(mode == Mode::kLl || shape.has_ht,
-                [] { return "the group was created for mode ll only"; });
+                [] { return "the group has Config.mode='ll', expected 'ht' or 'auto'"; });
 }
 
 }  // namespace

@@ -167,7 +167,7 @@ Status GpuSession::DrainDevices() const {
   for (const int device : Devices()) {
     JAX_EP_RETURN_IF_ERROR(
         ToStatus(api_->memory->synchronize(device),
-                 "group " + options().name + ": what runs on GPU " + std::to_string(device)));
+                 "group " + options().name + ": waiting for GPU " + std::to_string(device)));
   }
   return Status::Ok();
 }
@@ -456,7 +456,7 @@ std::string GpuSession::Describe(const Member& member) const {
              " s (waited for " + std::to_string(status.expected) + ", saw " +
              std::to_string(status.actual) + ")";
     case gpu::FailureKind::kPeerFailed:
-      return text + ": " + peer + " gave up first; its own message says why";
+      return text + ": " + peer + " failed first; its own message says why";
     case gpu::FailureKind::kAborted:
       if (const auto left = FindDeparted(); left.has_value()) return left->status.message();
       return text + " was ended because the group had failed";
@@ -474,8 +474,10 @@ std::string GpuSession::Describe(const Member& member) const {
     case gpu::FailureKind::kTooManyOpen:
       return text + ": more than max_in_flight starts before a done";
     case gpu::FailureKind::kStaleEpoch:
-      return text + ": its start was repeated or lost, the slot set holds epoch " +
-             std::to_string(status.actual) + ", not " + std::to_string(status.expected);
+      return text +
+             ": its *_start ran twice or not at all, under remat for instance: the slot set holds "
+             "epoch " +
+             std::to_string(status.actual) + ", expected " + std::to_string(status.expected);
     case gpu::FailureKind::kInvalidId:
       return text + " got expert id(s) of num_experts or more (JAX_EP_DEBUG=1); fix the router";
     case gpu::FailureKind::kRingFull:

@@ -55,8 +55,7 @@ Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
 
 std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) {
   if (mode == Mode::kHt && !shape.has_ht) {
-    return "the group was created with Config.mode='ll' and has no mode ht; create it with "
-           "mode='auto'";
+    return "the group has Config.mode='ll', expected 'ht' or 'auto'";
   }
   if (shape.top_k > kMaxTopK) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);

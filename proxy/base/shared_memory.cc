@@ -197,7 +197,7 @@ Result<SharedMemory> SharedMemory::Import(std::string_view blob) {
   const uint64_t token = reader.U64();
   if (!reader.finished() || magic != kBlobMagic || num_bytes == 0 || num_bytes > (SIZE_MAX >> 1)) {
     return InvalidArgument("shared memory: " + std::to_string(blob.size()) +
-                           " bytes that are no export of this version");
+                           " bytes that are not an export of this version of jax_ep");
   }
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const Status gone =

@@ -79,7 +79,7 @@ Result<std::vector<Interface>> ChooseInterfaces(std::string_view wanted) {
     chosen.push_back(*it);
   }
   if (chosen.empty()) {
-    if (all.empty()) return Unavailable("no network interface is up with an address");
+    if (all.empty()) return Unavailable("no network interface is up and has an address");
     chosen.push_back(all.front());
   }
   return chosen;
