@@ -4,7 +4,7 @@
 //   bench_wire TRANSPORT WINDOW_MESSAGES WINDOW_BYTES [FAULTY [DIVISOR]]
 //
 // FAULTY: spec of the faulty wrapper, "" for none. DIVISOR: that many times fewer messages.
-// Transports read their environment (JAX_EP_OFI_PROVIDER, JAX_EP_SOCKET_IFNAME, ...).
+// The environment counts (JAX_EP_CALLER_PROGRESS, JAX_EP_OFI_PROVIDER, JAX_EP_SOCKET_IFNAME, ...).
 #include <stdlib.h>
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include "benchmarks/wire_cases.h"
 #include "proxy/abi/command.h"
 #include "proxy/base/doorbell.h"
+#include "proxy/base/env.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/proxy.h"
 
@@ -45,11 +46,14 @@ int main(int argc, char** argv) {
   };
   Doorbell& doorbell = *reinterpret_cast<Doorbell*>(heap);
   FailureLatch failure;
+  const Result<Env> env = Env::Read();
+  if (!env.ok()) Die(env.status().message());
   auto proxy = Proxy::Create(ProxyOptions{.group_name = "wire",
                                           .transport = argv[1],
                                           .faulty_spec = argc > 4 ? argv[4] : "",
                                           .window_messages = static_cast<uint32_t>(atol(argv[2])),
-                                          .window_bytes = static_cast<uint64_t>(atol(argv[3]))},
+                                          .window_bytes = static_cast<uint64_t>(atol(argv[3])),
+                                          .caller_progress = env->caller_progress != 0},
                              &failure);
   if (!proxy.ok()) Die(proxy.status().message());
   const auto endpoint = (*proxy)->AddEndpoint(EndpointOptions{.rank = rank,

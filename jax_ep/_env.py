@@ -101,6 +101,7 @@ NAMES: dict[str, Callable[[str], object]] = {
             "JAX_EP_RING_SLOTS",
             "JAX_EP_PROXY_THREADS",
             "JAX_EP_INBOX_SLOTS",
+            "JAX_EP_CALLER_PROGRESS",
             "JAX_EP_FAULTY",
             "JAX_EP_SOCKET_IFNAME",
             "JAX_EP_OFI_PROVIDER",

@@ -40,6 +40,8 @@ struct ProxyOptions {
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(15);
   // A peer that was never heard since Start is reported after this.
   std::chrono::nanoseconds timeout = std::chrono::seconds(600);
+  // Whether threads that wait may do the proxy's rounds, where the network wakes it dearly.
+  bool caller_progress = true;
   // CPUs that the thread may run on; empty: any.
   std::vector<int> cpus = {};
   // Overrides `transport`; for tests and benchmarks.
@@ -120,7 +122,7 @@ class Proxy final : public ProxyPort {
   std::vector<FlowStats> Stats() const;
 
  private:
-  struct Impl;  // the thread and what it owns: proxy.cc
+  struct Impl;
   explicit Proxy(std::unique_ptr<Impl> impl);
 
   std::unique_ptr<Impl> impl_;

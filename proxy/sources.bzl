@@ -13,6 +13,7 @@ PROXY = [
     "endpoint_send.cc",
     "peer_blob.cc",
     "peer_watch.cc",
+    "progress.cc",
     "proxy.cc",
     "sequencer.cc",
     "transport/choose_nics.cc",

@@ -53,7 +53,8 @@ Status Session::AllocateMembers() {
                                                        .window_bytes = env.window_bytes,
                                                        .inbox_slots = env.inbox_slots,
                                                        .peer_timeout = options_.peer_timeout,
-                                                       .timeout = options_.timeout},
+                                                       .timeout = options_.timeout,
+                                                       .caller_progress = env.caller_progress != 0},
                                           failure_.get()));
   }
   for (const LocalRank& local : options_.local_ranks) {

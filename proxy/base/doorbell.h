@@ -38,10 +38,6 @@ static_assert(sizeof(Doorbell) == 64, "a doorbell owns its cache line");
 // the thread that is waited for (benchmarks/bench_ll.py), so both are small.
 inline constexpr int kSpinRounds = 64;
 inline constexpr int kYieldRounds = 8;
-// Yields of a proxy whose network wakes it through another thread: two switches, so it stays a
-// little. It does not spin before: a round of a network is a system call or competes with the
-// kernel's network threads, and what it waits for may need this core.
-inline constexpr int kNetworkYieldRounds = 192;
 // Longest single sleep: bounds how late a waiter sees a failure latched without a Ring.
 inline constexpr std::chrono::milliseconds kMaxSleep{20};
 

@@ -115,6 +115,8 @@ Result<Env> Env::Read(const Lookup& lookup) {
   JAX_EP_RETURN_IF_ERROR(
       reader.Number("JAX_EP_PROXY_THREADS", 1, 8, "a number from 1 to 8", &env.proxy_threads));
   JAX_EP_RETURN_IF_ERROR(reader.PowerOfTwo("JAX_EP_INBOX_SLOTS", &env.inbox_slots));
+  JAX_EP_RETURN_IF_ERROR(
+      reader.Number("JAX_EP_CALLER_PROGRESS", 0, 1, "0 or 1", &env.caller_progress));
   env.faulty_spec = std::string(reader.Text("JAX_EP_FAULTY"));
   env.socket_ifname = std::string(reader.Text("JAX_EP_SOCKET_IFNAME"));
   env.ofi_provider = std::string(reader.Text("JAX_EP_OFI_PROVIDER"));

@@ -26,6 +26,9 @@ struct Env {
   // JAX_EP_INBOX_SLOTS: power of two, 16..1048576. Arrivals that a loopback or shm endpoint holds
   // before its senders have to retry.
   uint32_t inbox_slots = 8192;
+  // JAX_EP_CALLER_PROGRESS: 0: only the proxy thread moves messages. 1: threads that wait for
+  // another node help it where its network does not wake it cheaply (proxy/base/proxy_port.h).
+  uint32_t caller_progress = 1;
   // JAX_EP_FAULTY: spec of the faulty transport (proxy/transport/faulty.h); empty: none. Tests
   // only.
   std::string faulty_spec;

@@ -32,6 +32,7 @@ TEST(Env, unset_and_empty_give_the_defaults) {
   const Result<Env> env = ReadEnv({{"JAX_EP_WINDOW_BYTES", ""}});
   ASSERT_TRUE(env.ok());
   EXPECT_EQ(env->window_messages, Env().window_messages);
+  EXPECT_EQ(env->caller_progress, 1u);
   EXPECT_EQ(env->window_bytes, Env().window_bytes);
   EXPECT_EQ(env->faulty_spec, "");
 }
@@ -42,6 +43,7 @@ TEST(Env, values_are_taken_with_suffixes) {
                                    {"JAX_EP_WINDOW_BYTES", "3M"},
                                    {"JAX_EP_RING_SLOTS", "64"},
                                    {"JAX_EP_INBOX_SLOTS", "128"},
+                                   {"JAX_EP_CALLER_PROGRESS", "0"},
                                    {"JAX_EP_FAULTY", "seed=1"}});
   ASSERT_TRUE(env.ok()) << env.status().message();
   EXPECT_EQ(env->log_level, LogLevel::kDebug);
@@ -49,6 +51,7 @@ TEST(Env, values_are_taken_with_suffixes) {
   EXPECT_EQ(env->window_bytes, uint64_t{3} << 20);
   EXPECT_EQ(env->ring_slots, 64u);
   EXPECT_EQ(env->inbox_slots, 128u);
+  EXPECT_EQ(env->caller_progress, 0u);
   EXPECT_EQ(env->faulty_spec, "seed=1");
 }
 
@@ -64,6 +67,7 @@ TEST(Env, a_bad_value_is_an_error_that_names_it) {
       {"JAX_EP_WINDOW_BYTES", "99999999999999G"},
       {"JAX_EP_RING_SLOTS", "100"},
       {"JAX_EP_INBOX_SLOTS", "8"},
+      {"JAX_EP_CALLER_PROGRESS", "2"},
   };
   for (const auto& [name, value] : bad) {
     const Result<Env> env = ReadEnv({{name, value}});

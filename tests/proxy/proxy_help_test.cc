@@ -105,6 +105,21 @@ TEST(Help, is_not_wanted_where_waking_is_cheap) {
   world.Stop();
 }
 
+TEST(Help, can_be_switched_off) {
+  const auto seen = std::make_shared<WitnessTransport::Seen>();
+  WorldOptions options = Witnessed(seen, "seed=9,reorder=8");
+  options.proxy.caller_progress = false;
+  ProxyWorld world(options);
+  world.Start();
+  EXPECT_FALSE(world.proxy(0).wants_help());
+  EXPECT_FALSE(world.proxy(0).Help());
+  Exchange(&world).Run(/*num_epochs=*/50);
+  world.Barrier();
+  world.Stop();
+  EXPECT_EQ(seen->num_posts_of_main, 0u);
+  EXPECT_FALSE(world.failure(0).failed()) << world.failure(0).status().message();
+}
+
 TEST(Help, that_never_comes_holds_nobody_up) {
   const auto seen = std::make_shared<WitnessTransport::Seen>();
   ProxyWorld world(Witnessed(seen, "seed=3,reorder=8,duplicate=10"));

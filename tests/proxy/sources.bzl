@@ -12,6 +12,7 @@ TESTS = [
     "loopback_test.cc",
     "ofi_stranger_test.cc",
     "ofi_test.cc",
+    "progress_model_test.cc",
     "protocol_model_test.cc",
     "proxy_failure_test.cc",
     "proxy_faulty_test.cc",
