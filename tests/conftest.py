@@ -26,6 +26,7 @@ if not ON_GPU:
         "--xla_cpu_use_fusion_emitters=false",
     )
 
+import gc
 import importlib.util
 
 import jax
@@ -56,16 +57,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """`pytest` alone, on CPUs, is `pytest -n auto --dist loadfile` where pytest-xdist is there."""
+    """`pytest` alone runs all tests on all cores, where pytest-xdist is installed: -n0 does not."""
     option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     if not is_whole or ON_GPU or option.collectonly or not hasattr(option, "numprocesses"):
         return
-    if option.numprocesses is None and option.dist == "no":
-        option.numprocesses = "auto"
-    if option.dist == "no":
+    if option.numprocesses is None and option.dist == "no" and not option.usepdb:
+        # One more than cores: tests that lose a rank wait. More than eight would only take memory.
+        option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         option.dist = "loadfile"  # the tests of a file share jobs and compiled programs
-    option.loadscopereorder = False  # pytest_collection_modifyitems has the order
+        option.loadscopereorder = False  # pytest_collection_modifyitems has the order
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -77,8 +78,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Jobs of several processes get time, and come first, so that no long file is the last to end.
 
-    Under `-m gpu`, tests of native operations are its.
+    Tests marked `ci` run by `-m ci` only. Under `-m gpu`, tests of native operations are its.
     """
+    if "ci" not in config.option.markexpr.split():
+        for item in items:
+            if item.get_closest_marker("ci"):
+                item.add_marker(pytest.mark.skip(reason="CI's part of the tests: pytest -m ci"))
     starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
     items.sort(key=lambda item: item.path not in starts_jobs)
     for item in items:
@@ -94,6 +99,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
         elif item.get_closest_marker("more_sizes") and not config.getoption("--all-sizes"):
             item.add_marker(pytest.mark.skip(reason="one more size: --all-sizes runs it"))
+
+
+def pytest_collection_finish() -> None:
+    """A tenth of the time would go into looking for garbage among JAX's modules, again and again.
+
+    Not among the tests' own objects, though.
+    """
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

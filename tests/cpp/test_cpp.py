@@ -36,7 +36,7 @@ def _skipped(report):
     return sorted(found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci  # the build is most of the time, as long as a third of all other tests
 @pytest.mark.timeout(1200)
 def test_all_cpp_tests_pass(record_property, tmp_path):
     if reason := _missing():

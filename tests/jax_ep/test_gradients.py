@@ -95,6 +95,9 @@ def dense_loss(x: Array, ids: Array, weights: Array, kernels: Array, kept: Array
     return jnp.sum(jnp.sum(chosen * scale[..., None], axis=2) ** 2)
 
 
+DENSE_GRADIENTS = jax.jit(jax.value_and_grad(dense_loss, argnums=(0, 2, 3)))
+
+
 def gradient_case(
     case: Case, implementation: str, routing: str, style: str, check_vma: bool = True
 ) -> None:
@@ -110,9 +113,7 @@ def gradient_case(
     )
     (loss, slots), grads = jax.device_get(jax.jit(step)(x, ids, weights, kernels))
     kept = slots >= 0
-    expected_loss, expected = jax.value_and_grad(dense_loss, argnums=(0, 2, 3))(
-        *jax.device_get((x, ids, weights, kernels)), kept
-    )
+    expected_loss, expected = DENSE_GRADIENTS(*jax.device_get((x, ids, weights, kernels)), kept)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for got, wanted in zip(grads, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5 * np.abs(wanted).max())
@@ -266,7 +267,7 @@ def test_moe_in_chunks_has_the_gradients_of_the_dense_layer(
     args = put(group, (inputs.x, inputs.ids, inputs.weights, kernels))
     loss, grads = jax.device_get(moe_step(group, chunks)(*args))
     host = (inputs.x, inputs.ids, inputs.weights, kernels, inputs.ids >= 0)
-    expected_loss, expected = jax.value_and_grad(dense_loss, argnums=(0, 2, 3))(*host)
+    expected_loss, expected = DENSE_GRADIENTS(*host)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for got, wanted in zip(grads, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5 * np.abs(wanted).max())
