@@ -161,7 +161,7 @@ def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> 
     if not axes or unknown or len(set(axes)) != len(axes):
         raise ValueError(
             f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of "
-            f"the mesh axes {tuple(mesh.shape)}; correct the name"
+            f"the mesh axes {tuple(mesh.shape)}; pass one of these"
         )
 
 

@@ -29,7 +29,7 @@ def flag(name: str) -> bool | None:
     """
     text = os.environ.get(name, "")
     if text not in ("", "0", "1"):
-        raise ValueError(f"{name}: got {text!r}, expected 0 or 1; correct or unset it")
+        raise ValueError(f"{name}: got {text!r}, expected 0 or 1; unset it for the default")
     return None if text == "" else text == "1"
 
 
@@ -44,7 +44,7 @@ def positive_int(name: str) -> int | None:
         return None
     if not text.isdigit() or int(text) < 1:
         raise ValueError(
-            f"{name}: got {text!r}, expected an int of at least 1; correct or unset it"
+            f"{name}: got {text!r}, expected an int of at least 1; unset it for the default"
         )
     return int(text)
 
@@ -58,7 +58,7 @@ def log_level(name: str = "JAX_EP_LOG") -> str:
     text = os.environ.get(name, "") or "warning"
     if text not in LOG_LEVELS:
         raise ValueError(
-            f"{name}: got {text!r}, expected one of {', '.join(LOG_LEVELS)}; correct or unset it"
+            f"{name}: got {text!r}, expected one of {', '.join(LOG_LEVELS)}; unset it for the default"
         )
     return text
 

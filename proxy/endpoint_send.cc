@@ -46,8 +46,9 @@ Status Endpoint::CheckCommand(const Command& command) const {
   }
   if (is_counted && command.length_bytes > caps_.max_message_bytes) {
     // Pieces of one slot could not be told apart by a receiver that counts slots.
-    return bad("an LL message of " + std::to_string(command.length_bytes) +
-               " bytes; the transport takes " + std::to_string(caps_.max_message_bytes));
+    return bad("an ll message of " + std::to_string(command.length_bytes) +
+               " bytes, the transport takes at most " + std::to_string(caps_.max_message_bytes) +
+               "; lower hidden");
   }
   if (watch_.has_departed(static_cast<uint32_t>(peer_of_rank_[command.dst_rank]))) {
     return FailedPrecondition(Where() + ": rank " + std::to_string(command.dst_rank) +

@@ -39,7 +39,7 @@ Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes) {
   return InvalidArgument(
       "group " + options.name + ": got sizes that need " + Gibibytes(buffer_bytes) +
       " of exchange buffers per rank, expected at most " + Gibibytes(kMaxHeapBytes) +
-      " in a group of several nodes, as a command between them can name no more; "
+      " in a group of several nodes, the most that a command between nodes can address; "
       "lower max_tokens, hidden or max_in_flight, or have more ranks per node");
 }
 

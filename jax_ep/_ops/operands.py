@@ -87,7 +87,7 @@ def make_call(
         ("pad", pad, _config.PADS),
     ):
         if value not in choices:
-            raise fail(operation, f"{name}=", repr(value), f"one of {choices}", "correct it")
+            raise fail(operation, f"{name}=", repr(value), f"one of {choices}", "use one of these")
     if num_tokens > group.config.max_tokens:
         raise fail(
             operation,
