@@ -58,7 +58,8 @@ def log_level(name: str = "JAX_EP_LOG") -> str:
     text = os.environ.get(name, "") or "warning"
     if text not in LOG_LEVELS:
         raise ValueError(
-            f"{name}: got {text!r}, expected one of {', '.join(LOG_LEVELS)}; unset it for the default"
+            f"{name}: got {text!r}, expected one of {', '.join(LOG_LEVELS)}; "
+            "unset it for the default"
         )
     return text
 

@@ -100,5 +100,6 @@ def test_shm_in_one_process_is_refused_in_words(native: str) -> None:
 
 def test_sizes_that_a_command_between_nodes_cannot_name_are_refused(native: str) -> None:
     config = jax_ep.Config(num_experts=8, top_k=2, hidden=98304, max_tokens=65536, node_size=1)
-    with pytest.raises(ValueError, match=r"need [0-9.]+ GiB .* at most 1024.0 GiB .* lower max_tok"):
+    message = r"need [0-9.]+ GiB .* at most 1024.0 GiB .* lower max_tokens"
+    with pytest.raises(ValueError, match=message):
         jax_ep.create_group(mesh_of(8), "ep", config, native)
