@@ -60,9 +60,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """`pytest` alone runs all tests on all cores, where pytest-xdist is installed: -n0 does not."""
     option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if not is_whole or ON_GPU or option.collectonly or not hasattr(option, "numprocesses"):
+    is_worker = hasattr(config, "workerinput")  # it comes here, too
+    if not is_whole or is_worker or ON_GPU or not hasattr(option, "numprocesses"):
         return
-    if option.numprocesses is None and option.dist == "no" and not option.usepdb:
+    if option.numprocesses is None and not (option.usepdb or option.collectonly):
         # One more than cores: tests that lose a rank wait. More than eight would only take memory.
         option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         option.dist = "loadfile"  # the tests of a file share jobs and compiled programs
