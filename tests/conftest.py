@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Jobs of several processes get time, and come first, so that no long file is the last to end.
+    """Jobs of several processes get time, and on CPUs come first: they are the longest files.
 
     Tests marked `ci` run by `-m ci` only. Under `-m gpu`, tests of native operations are its.
     """
@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("ci"):
                 item.add_marker(pytest.mark.skip(reason="CI's part of the tests: pytest -m ci"))
-    starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
-    items.sort(key=lambda item: item.path not in starts_jobs)
+    if not ON_GPU:
+        starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
+        items.sort(key=lambda item: item.path not in starts_jobs)
     for item in items:
         if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(MULTIPROCESS_LIMIT_S))
