@@ -60,9 +60,10 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """`pytest` alone runs all tests on all cores, where pytest-xdist is installed: -n0 does not."""
     option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if not is_whole or ON_GPU or option.collectonly or not hasattr(option, "numprocesses"):
+    is_worker = hasattr(config, "workerinput")  # it comes here, too
+    if not is_whole or is_worker or ON_GPU or not hasattr(option, "numprocesses"):
         return
-    if option.numprocesses is None and option.dist == "no" and not option.usepdb:
+    if option.numprocesses is None and not (option.usepdb or option.collectonly):
         # One more than cores: tests that lose a rank wait. More than eight would only take memory.
         option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         option.dist = "loadfile"  # the tests of a file share jobs and compiled programs
@@ -76,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Jobs of several processes get time, and come first, so that no long file is the last to end.
+    """Jobs of several processes get time, and on CPUs come first: they are the longest files.
 
     Tests marked `ci` run by `-m ci` only. Under `-m gpu`, tests of native operations are its.
     """
@@ -84,8 +85,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("ci"):
                 item.add_marker(pytest.mark.skip(reason="CI's part of the tests: pytest -m ci"))
-    starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
-    items.sort(key=lambda item: item.path not in starts_jobs)
+    if not ON_GPU:
+        starts_jobs = {item.path for item in items if item.get_closest_marker("multiprocess")}
+        items.sort(key=lambda item: item.path not in starts_jobs)
     for item in items:
         if item.get_closest_marker("multiprocess") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(MULTIPROCESS_LIMIT_S))
