@@ -42,7 +42,7 @@ ALLOWED_INCLUDES = {
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/gpu/api.h",
-        "kernels/gpu/device_memory.h",
+        "kernels/gpu/memory/device_memory.h",
         "proxy/abi/",
         "proxy/base/",
         "proxy/transport/registry.h",

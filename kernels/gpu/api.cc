@@ -5,10 +5,10 @@
 #include <memory>
 #include <string>
 
-#include "kernels/gpu/device_memory.h"
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/net_kernels.h"
-#include "kernels/gpu/network.h"
+#include "kernels/gpu/memory/device_memory.h"
+#include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/network/network.h"
 #include "proxy/abi/ring.h"
 
 namespace jax_ep::gpu {

@@ -7,8 +7,8 @@
 #include <string>
 
 #include "kernels/gpu/api.h"
-#include "kernels/gpu/device_rank.h"
-#include "kernels/gpu/vendor.h"
+#include "kernels/gpu/device/vendor.h"
+#include "kernels/gpu/protocol/device_rank.h"
 
 namespace jax_ep::gpu {
 

@@ -1,0 +1,96 @@
+// What the two kernels of an HT combine share: parameters and the end of the operation.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/token_slices.h"
+#include "kernels/gpu/protocol/control.cuh"
+
+namespace jax_ep::gpu {
+
+struct CombineKernelParams {
+  DeviceRank device;
+  Layout layout;
+  uint32_t num_tokens;
+  uint32_t num_chunks;  // of kChunkTokens
+  uint32_t lag;         // chunks between a partial and its use; without bulk copies
+  uint32_t max_blocks;
+  int32_t rank_rows;  // slots of one rank in send_slot
+  uint64_t row_bytes;
+  const std::byte* y;        // [R, H] or null
+  const float* row_weights;  // [R] or null
+  const float* ride;         // [R], rank_major [R * K], or null
+  const int32_t* send_slot;  // [T * K]
+  std::byte* out;            // [T, H] or null
+  float* ride_out;           // [T * K] or null
+  // Bulk copies only (combine_rows_in_bulk.cu).
+  uint32_t piece_elems;     // that a ring slot holds
+  uint32_t partial_blocks;  // the first to start, which make partials before sums
+  uint32_t num_teams;       // of a block
+  uint32_t summers;         // warps of a team that sum
+  uint32_t group_rows;      // rows of a sum that are handed over at once, at most
+  uint32_t ring_slots;      // of a team
+  uint32_t slot_bytes;
+  uint32_t team_bytes;  // of shared memory
+  // Over several nodes only (network/combine.cu): the tokens of this kernel, of each owner.
+  TokenSlice slice;
+};
+
+__device__ inline const uint64_t* ChunkFlag(const DeviceRank& device, uint32_t peer,
+                                            uint32_t chunk) {
+  return OwnHeapAt<uint64_t>(device, device.layout.chunk_flags) + peer * device.layout.num_chunks +
+         chunk;
+}
+// One warp waits until the partials of a chunk of all peers are here. flag_of(peer): its flag.
+template <typename FlagOf>
+__device__ inline bool WaitChunk(const DeviceRank& device, uint64_t value, FlagOf&& flag_of) {
+  bool is_ok = true;
+  for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
+    if (peer == device.rank) continue;
+    is_ok &= WaitExactFlag(device, flag_of(peer), peer, Operation::kCombine, value);
+  }
+  return AllHaveWaited(is_ok);
+}
+// This rank's, at the owner of the chunk's tokens.
+__device__ inline uint64_t* ChunkFlagAt(const DeviceRank& device, uint32_t owner, uint32_t chunk) {
+  return HeapAt<uint64_t>(device, owner, device.layout.chunk_flags) +
+         device.rank * device.layout.num_chunks + chunk;
+}
+// One lane, after a release by the warps that stored the partials of the chunk: publishes them.
+__device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, uint32_t chunk,
+                                    uint64_t value) {
+  StoreReleaseSys(ChunkFlagAt(device, owner, chunk), value);
+}
+
+// All threads of the block, as the last thing of the combine `sequence`; `word` is shared. True in
+// the block that comes last.
+__device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t sequence,
+                                     uint32_t* word) {
+  const DeviceRank& device = params.device;
+  if (!LastToArrive(device, word)) return false;
+  if (threadIdx.x == 0) {
+    Control* control = ControlOf(device);
+    CountUp(&control->combines, 1);
+    control->partials_taken = 0;
+    control->sums_taken = 0;
+    control->blocks_started = 0;
+    EndOperation(device, sequence);
+  }
+  // What a start keeps in the heap is not asked for after a failure.
+  if (HasFailed(device) && !IsInOwnHeap(device, params.out) &&
+      !IsInOwnHeap(device, params.ride_out)) {
+    PoisonBytes(params.out, params.num_tokens * params.row_bytes);
+    PoisonBytes(params.ride_out,
+                static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
+  }
+  return true;
+}
+
+const char* PrepareBulkCombineKernels(const RankHandle& rank);
+// Rows are made of 16-byte words, and the device has bulk copies.
+const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
+                              cudaStream_t stream);
+
+}  // namespace jax_ep::gpu
