@@ -36,6 +36,28 @@ ALLOWED_INCLUDES = {
         "proxy/abi/",
         "proxy/base/",
     ),
+    # What all operations stand on; device and memory know nothing of the protocol.
+    "kernels/gpu/device": ("kernels/layout.h", "kernels/gpu/device/"),
+    "kernels/gpu/memory": ("kernels/gpu/memory/", "kernels/gpu/device/"),
+    "kernels/gpu/protocol": (
+        "kernels/layout.h",
+        "kernels/gpu/api.h",
+        "kernels/gpu/launch_state.h",
+        "kernels/gpu/device/",
+        "kernels/gpu/protocol/",
+    ),
+    "kernels/gpu/sums": ("kernels/gpu/device/", "kernels/gpu/protocol/", "kernels/gpu/sums/"),
+    # The plan is made once for both modes; the rest of a mode is its own.
+    "kernels/gpu/ht": (
+        "kernels/launch.h",
+        r"kernels/gpu/[a-z_]+\.h$",
+        r"kernels/gpu/(device|protocol|sums|network|ht)/",
+    ),
+    "kernels/gpu/ll": (
+        "kernels/launch.h",
+        r"kernels/gpu/[a-z_]+\.h$",
+        r"kernels/gpu/(device|protocol|sums|network|lanes|ll|ht/plan)/",
+    ),
     "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
     "xla_ffi": (
         "xla_ffi/",
