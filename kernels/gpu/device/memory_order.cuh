@@ -1,3 +1,7 @@
+// kernels/gpu/device: what the hardware offers, as small functions.
+//   In and out: pointers and registers. Nothing here knows of ranks, heaps or operations.
+//   Waits: only BarrierWait, for bulk copies and warps of the same block.
+//
 // Every load, store, fence and bulk copy whose order matters, named by order and scope. No other
 // file of this folder contains asm or vendor builtins of that kind.
 #pragma once

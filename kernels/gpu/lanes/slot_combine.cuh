@@ -1,3 +1,7 @@
+// kernels/gpu/lanes: the same operations without bulk copies (sm_80, AMD, rows of odd size).
+//   In and out: as in ht/combine, ll/dispatch and ll/combine.
+//   Waits: as there. The flags are the same, so ranks may differ in which of the two they run.
+//
 // What the parts of a combine through slot sets share: parameters, types, sums of local rows.
 #pragma once
 

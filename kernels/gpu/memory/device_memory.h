@@ -1,3 +1,7 @@
+// kernels/gpu/memory: memory that several ranks or processes map.
+//   In: sizes, devices, descriptors of other processes. Out: mapped ranges, and their descriptors.
+//   Waits: nothing. The host alone runs this, before the first kernel and after the last.
+//
 // Memory that GPU kernels of several ranks share: heaps, XLA's arenas, pinned status words. Part of
 // the table in api.h; no CUDA types, so that xla_ffi can include it.
 //

@@ -1,3 +1,7 @@
+// kernels/gpu/network: what an operation adds between nodes, through pinned stages and proxies.
+//   In: rows, partials and lists for other nodes. Out: commands to proxies; at the receiver, data.
+//   Waits: kernels for the signals that proxies count in the stage, and for space in the rings.
+//
 // What kernels know of the network between nodes: stages, rings, and how far each exchange is.
 // Plain data for host and device.
 #pragma once

@@ -1,3 +1,7 @@
+// kernels/gpu/protocol: who may write what, and when.
+//   In: a rank's view of the heaps (DeviceRank). Out: flags, slot sets, row index, failed ranks.
+//   Waits: readers for the writer's flag; writers of a set for the flag of its last readers.
+//
 // How ranks wait for each other and how they give up. Every wait has a deadline; whoever gives up
 // tells its peers and the host, and stays failed.
 //

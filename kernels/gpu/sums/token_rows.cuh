@@ -1,3 +1,7 @@
+// kernels/gpu/sums: the fixed order of additions (docs/semantics.md), for all combines.
+//   In: the rows that a rank holds of a token, the partials of other ranks. Out: one sum, in f32.
+//   Waits: nothing. The caller has waited for what it passes.
+//
 // The rows that a rank holds of one token, and the sum over ranks of what they sum to: what the
 // kernels share that combine without bulk copies.
 #pragma once

@@ -1,3 +1,7 @@
+// kernels/gpu/ht/combine: rows back to the owners of their tokens, summed.
+//   In: y, recv_src, send_slot. Out: partials in the owners' heaps, the sum of each own token.
+//   Waits: owners for the flag of each chunk; computing a partial for the entry flags only.
+//
 // What the two kernels of an HT combine share: parameters and the end of the operation.
 #pragma once
 

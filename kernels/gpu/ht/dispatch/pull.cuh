@@ -1,3 +1,7 @@
+// kernels/gpu/ht/dispatch: rows to the ranks of their experts; backward, scaled, and dot products.
+//   In: x and weights of every rank, recv_src. Out: recv_x, recv_weights, recv_dots.
+//   Waits: receivers for the sources' entry flags; sources, at the end, for the tail flags of all.
+//
 // What the kernels that pull rows share: where the sources' rows are, which rows a warp handles,
 // the padding, and the end of the operation.
 #pragma once

@@ -1,3 +1,7 @@
+// kernels/gpu/ll/combine: rows back to the owners of their tokens, by bulk copies, in one kernel.
+//   In: y, recv_src, send_slot. Out: partials in the owners' slots, the sum of each own token.
+//   Waits: adders for the flag of each piece; senders for the readers of the set's previous use.
+//
 // What the parts of an LL combine with bulk copies share (ll_combine.cu): parameters, and the items
 // of a block. An item is a token of an owner to whom this rank sends its rows' sum, or a token of
 // its own, whose partials it adds.

@@ -1,3 +1,7 @@
+// kernels/gpu/ll/dispatch: rows to the ranks of their experts, for few tokens, in one kernel.
+//   In: x, weights, topk_idx or a plan. Out: rows in the slots of peers, from there to recv_x.
+//   Waits: receivers for ids and row flags; senders for the readers of the set's previous use.
+//
 // What the parts of an LL dispatch share: parameters, and copies by one warp.
 #pragma once
 

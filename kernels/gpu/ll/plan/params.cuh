@@ -1,3 +1,7 @@
+// kernels/gpu/ll/plan: the plan inside a routed ll dispatch, made by each receiving block.
+//   In: the expert ids of all ranks, as tagged words. Out: PlanArrays, the index of own tokens.
+//   Waits: each block for the ids of all ranks, no block for another.
+//
 // What the plans of a routed LL dispatch share. Every block that receives has all ids of the group
 // and makes the plan for itself, so that no block waits for another; it writes the outputs of its
 // own tokens, and the first block the totals.
