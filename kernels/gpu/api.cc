@@ -98,7 +98,7 @@ const char* PrepareKernels(const RankHandle& rank) {
   for (const auto prepare :
        {&PrepareAbandonKernel, &PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
         &PrepareWeightedDispatchKernels, &PrepareCombineKernels, &PrepareDispatchStartKernels,
-        &PrepareLlDispatchKernels, &PreparePushCombineKernels}) {
+        &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   if (rank.device.shape.num_nodes() == 1) return nullptr;
@@ -254,7 +254,8 @@ std::string CheckStart(const GroupShape& shape, const DispatchParams& params) {
 }
 
 const char* RunLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                          Part part, const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
+                          CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
+                          Stream stream) {
   const GroupShape& shape = rank.device.shape;
   DispatchParams params = call;
   params.mode = Mode::kLl;
@@ -269,12 +270,12 @@ const char* RunLlDispatch(RankHandle& rank, const PlanParams* plan, const Dispat
     params.recv_src = plan->out.recv_src;
     params.recv_topk_idx = plan->out.recv_topk_idx;
     params.send_slot = plan->topk_idx;  // for the checks: of the same size, not read
-    if (wrong.empty() && part != Part::kStart) wrong = CheckPlan(shape, *plan);
+    if (wrong.empty() && part != CallPart::kStart) wrong = CheckPlan(shape, *plan);
   }
   if (wrong.empty()) {
-    wrong = part == Part::kStart ? CheckStart(shape, params) : CheckDispatch(shape, params);
+    wrong = part == CallPart::kStart ? CheckStart(shape, params) : CheckDispatch(shape, params);
   }
-  if (wrong.empty() && part == Part::kWhole &&
+  if (wrong.empty() && part == CallPart::kWhole &&
       params.send_slot.size() != static_cast<uint64_t>(params.num_tokens) * shape.top_k) {
     wrong = "send_slot does not have T * K elements";
   }
@@ -283,14 +284,14 @@ const char* RunLlDispatch(RankHandle& rank, const PlanParams* plan, const Dispat
                           static_cast<cudaStream_t>(stream));
 }
 
-const char* RunPushCombine(RankHandle& rank, const CombineParams& call, Part part,
+const char* RunSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                            const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
   const GroupShape& shape = rank.device.shape;
-  const bool is_start = part == Part::kStart;
+  const bool is_start = part == CallPart::kStart;
   const uint64_t pairs = static_cast<uint64_t>(call.num_tokens) * shape.top_k;
   CombineParams params = call;
   std::string wrong = CheckTokens(shape, params.mode, params.num_tokens);
-  if (wrong.empty() && part == Part::kWhole) wrong = CheckCombine(shape, params);
+  if (wrong.empty() && part == CallPart::kWhole) wrong = CheckCombine(shape, params);
   if (wrong.empty() && is_start) {
     params.ride_out = {};
     const auto rows = static_cast<uint64_t>(params.recv_rows);
@@ -304,13 +305,13 @@ const char* RunPushCombine(RankHandle& rank, const CombineParams& call, Part par
               std::to_string(rows);
     }
   }
-  if (wrong.empty() && part == Part::kDone &&
+  if (wrong.empty() && part == CallPart::kDone &&
       (params.send_slot.size() != pairs ||
        (!params.ride_out.empty() && params.ride_out.size() != pairs))) {
     wrong = "send_slot or ride_out do not have T * K = " + std::to_string(pairs) + " elements";
   }
   if (!wrong.empty()) return KeepText("combine: " + std::move(wrong));
-  return LaunchPushCombine(rank, params, part, epoch_in, epoch_out,
+  return LaunchSlotCombine(rank, params, part, epoch_in, epoch_out,
                            static_cast<cudaStream_t>(stream));
 }
 
@@ -341,7 +342,7 @@ const char* Plan(RankHandle* rank, const PlanParams* params, Stream stream) {
 const char* Dispatch(RankHandle* rank, const DispatchParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
     return Locked(rank, Operation::kLlDispatch, *params, stream, [&] {
-      return RunLlDispatch(*rank, nullptr, *params, Part::kWhole, nullptr, nullptr, stream);
+      return RunLlDispatch(*rank, nullptr, *params, CallPart::kWhole, nullptr, nullptr, stream);
     });
   }
   return Locked(rank, Operation::kDispatch, *params, stream, [&] {
@@ -353,7 +354,7 @@ const char* DispatchStart(RankHandle* rank, const DispatchParams* params, int32_
                           Stream stream) {
   if (params->mode == Mode::kLl) {
     return Locked(rank, Operation::kLlDispatchStart, *params, stream, [&] {
-      return RunLlDispatch(*rank, nullptr, *params, Part::kStart, nullptr, epoch, stream);
+      return RunLlDispatch(*rank, nullptr, *params, CallPart::kStart, nullptr, epoch, stream);
     });
   }
   if (std::string wrong = CheckStart(rank->device.shape, *params); !wrong.empty()) {
@@ -368,7 +369,7 @@ const char* DispatchDone(RankHandle* rank, const DispatchParams* params, const i
                          Stream stream) {
   if (params->mode == Mode::kLl) {
     return Locked(rank, Operation::kLlDispatchDone, *params, stream, [&] {
-      return RunLlDispatch(*rank, nullptr, *params, Part::kDone, epoch, nullptr, stream);
+      return RunLlDispatch(*rank, nullptr, *params, CallPart::kDone, epoch, nullptr, stream);
     });
   }
   return Locked(rank, Operation::kDispatchDone, *params, stream, [&] {
@@ -378,7 +379,7 @@ const char* DispatchDone(RankHandle* rank, const DispatchParams* params, const i
 
 const char* LlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream stream) {
   return Locked(rank, Operation::kLlDispatch, params->plan, stream, [&] {
-    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kWhole, nullptr, nullptr,
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kWhole, nullptr, nullptr,
                          stream);
   });
 }
@@ -386,7 +387,7 @@ const char* LlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream 
 const char* LlDispatchStart(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
                             Stream stream) {
   return Locked(rank, Operation::kLlDispatchStart, params->plan, stream, [&] {
-    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kStart, nullptr, epoch,
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kStart, nullptr, epoch,
                          stream);
   });
 }
@@ -394,7 +395,7 @@ const char* LlDispatchStart(RankHandle* rank, const LlDispatchParams* params, in
 const char* LlDispatchDone(RankHandle* rank, const LlDispatchParams* params, const int32_t* epoch,
                            Stream stream) {
   return Locked(rank, Operation::kLlDispatchDone, params->plan, stream, [&] {
-    return RunLlDispatch(*rank, &params->plan, params->dispatch, Part::kDone, epoch, nullptr,
+    return RunLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kDone, epoch, nullptr,
                          stream);
   });
 }
@@ -402,7 +403,7 @@ const char* LlDispatchDone(RankHandle* rank, const LlDispatchParams* params, con
 const char* Combine(RankHandle* rank, const CombineParams* params, Stream stream) {
   if (params->mode == Mode::kLl) {
     return Locked(rank, Operation::kLlCombine, *params, stream, [&] {
-      return RunPushCombine(*rank, *params, Part::kWhole, nullptr, nullptr, stream);
+      return RunSlotCombine(*rank, *params, CallPart::kWhole, nullptr, nullptr, stream);
     });
   }
   return Locked(rank, Operation::kCombine, *params, stream,
@@ -414,7 +415,7 @@ const char* CombineStart(RankHandle* rank, const CombineParams* params, int32_t*
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
   return Locked(rank, operation, *params, stream, [&] {
-    return RunPushCombine(*rank, *params, Part::kStart, nullptr, epoch, stream);
+    return RunSlotCombine(*rank, *params, CallPart::kStart, nullptr, epoch, stream);
   });
 }
 
@@ -423,7 +424,7 @@ const char* CombineDone(RankHandle* rank, const CombineParams* params, const int
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
   return Locked(rank, operation, *params, stream, [&] {
-    return RunPushCombine(*rank, *params, Part::kDone, epoch, nullptr, stream);
+    return RunSlotCombine(*rank, *params, CallPart::kDone, epoch, nullptr, stream);
   });
 }
 

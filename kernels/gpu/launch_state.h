@@ -53,7 +53,7 @@ const char* PrepareWeightedDispatchKernels(const RankHandle& rank);
 const char* PrepareCombineKernels(const RankHandle& rank);
 const char* PrepareDispatchStartKernels(const RankHandle& rank);
 const char* PrepareLlDispatchKernels(const RankHandle& rank);
-const char* PreparePushCombineKernels(const RankHandle& rank);
+const char* PrepareSlotCombineKernels(const RankHandle& rank);
 
 // Ends an operation of which only the first kernels could be launched.
 const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t stream);
@@ -68,11 +68,11 @@ struct PullParams;
 const char* LaunchWeightedPull(RankHandle& rank, const PullParams& params, cudaStream_t stream);
 // Mode ll and the halves. `plan` is null where the caller brings one; of the epochs a start has the
 // second, a done the first.
-enum class Part : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
+enum class CallPart : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                             Part part, const int32_t* epoch_in, int32_t* epoch_out,
+                             CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
                              cudaStream_t stream);
-const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part part,
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
 const char* LaunchCombine(RankHandle& rank, const CombineParams& params, cudaStream_t stream);
 

@@ -55,30 +55,30 @@ __device__ inline uint64_t NumTasks(const CombineKernelParams& params) {
   return static_cast<uint64_t>(params.num_chunks + params.lag) * params.device.shape.num_ranks;
 }
 
-// The tasks of a team, in shared memory. Its last warp deals them, the others go through them.
+// The tasks of a team, in shared memory. Its last warp takes them, the others do them.
 struct TeamTasks {
-  static constexpr uint32_t kAhead = 4;  // dealt and not yet through
-  uint32_t dealt[kAhead];                // 1 + number of a task, a ring: ascending
+  static constexpr uint32_t kAhead = 4;  // taken and not yet done
+  uint32_t taken[kAhead];                // 1 + number of a task, a ring: ascending
   uint32_t num_done[kTeamWarps];         // by each warp
 };
 
 // One warp of a team but the last.
 template <typename S>
-__device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, LocalRows& local,
+__device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, TokenRows& local,
                          TeamTasks& tasks) {
   const uint32_t warp = WarpId() % kTeamWarps;
   const DeviceRank& device = params.device;
   const uint64_t value = FlagValue(sequence, Operation::kCombine, device.program);
   const RowIndex index(device, sequence, params.num_tokens);
-  uint32_t dealt = 0;
+  uint32_t taken = 0;
   for (uint32_t num_done = 0;;) {
-    const uint32_t* next = &tasks.dealt[num_done % TeamTasks::kAhead];
-    const uint32_t before = dealt;
-    while (!AllLanes((dealt = LoadAcquireBlock(next)) > before)) {
+    const uint32_t* next = &tasks.taken[num_done % TeamTasks::kAhead];
+    const uint32_t before = taken;
+    while (!AllLanes((taken = LoadAcquireBlock(next)) > before)) {
       if (AllLanes(HasFailed(device))) return;
       SleepBriefly();
     }
-    const uint64_t number = dealt - 1;
+    const uint64_t number = taken - 1;
     if (number >= NumTasks(params)) return;
     const Task task = TaskOf(params, number);
     const uint64_t token = uint64_t{task.chunk} * kChunkTokens + warp;
@@ -98,18 +98,18 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, L
 
 // The last warp of a team: takes tasks, the next ones before they are needed, and sends the flags
 // of those that the others are through with.
-__device__ void DealTasks(const CombineKernelParams& params, uint64_t sequence, TeamTasks& tasks) {
+__device__ void TakeTasks(const CombineKernelParams& params, uint64_t sequence, TeamTasks& tasks) {
   const DeviceRank& device = params.device;
   const uint64_t value = FlagValue(sequence, Operation::kCombine, device.program);
-  uint32_t num_dealt = 0;
+  uint32_t num_taken = 0;
   for (uint32_t num_sent = 0;; ++num_sent) {
-    for (; num_dealt < num_sent + TeamTasks::kAhead; ++num_dealt) {
+    for (; num_taken < num_sent + TeamTasks::kAhead; ++num_taken) {
       if (LaneId() != 0) continue;
       const uint32_t number = atomicAdd(&ControlOf(device)->partials_taken, 1u);
-      StoreReleaseBlock(&tasks.dealt[num_dealt % TeamTasks::kAhead], number + 1);
+      StoreReleaseBlock(&tasks.taken[num_taken % TeamTasks::kAhead], number + 1);
     }
     SyncWarp();
-    const uint64_t number = LoadAcquireBlock(&tasks.dealt[num_sent % TeamTasks::kAhead]) - 1;
+    const uint64_t number = LoadAcquireBlock(&tasks.taken[num_sent % TeamTasks::kAhead]) - 1;
     if (number >= NumTasks(params)) return;
     while (!AllLanes(LaneId() >= kTeamWarps ||
                      LoadAcquireBlock(&tasks.num_done[LaneId()]) > num_sent)) {
@@ -126,22 +126,22 @@ __device__ void DealTasks(const CombineKernelParams& params, uint64_t sequence, 
 template <typename Elem, typename Partial, bool kIsVectorised, uint32_t kLevels>
 __global__ void __launch_bounds__(kThreads, 1)
     CombineRows(const __grid_constant__ CombineKernelParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ TeamTasks tasks[kTeams];
-  __shared__ LocalRows local[kSumWarps];
+  __shared__ TokenRows local[kSumWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (threadIdx.x < kTeams) tasks[threadIdx.x] = {};
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
     if (WarpId() < kSumWarps) {
       RunTasks<Sums<Elem, Partial, kIsVectorised, kLevels>>(params, sequence, local[WarpId()],
                                                             tasks[WarpId() / kTeamWarps]);
     } else {
-      DealTasks(params, sequence, tasks[WarpId() - kSumWarps]);
+      TakeTasks(params, sequence, tasks[WarpId() - kSumWarps]);
     }
   }
-  FinishCombine(params, sequence, &word);
+  FinishCombine(params, sequence, &shared_flag);
 }
 
 using Kernel = void (*)(CombineKernelParams);
@@ -204,10 +204,10 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
       .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
-      .ride = call.ride.empty() ? nullptr : call.ride.data(),
+      .pair_scalars = call.ride.empty() ? nullptr : call.ride.data(),
       .send_slot = call.send_slot.data(),
       .out = call.y != nullptr ? call.out : nullptr,
-      .ride_out = call.ride_out.empty() ? nullptr : call.ride_out.data()};
+      .pair_scalars_out = call.ride_out.empty() ? nullptr : call.ride_out.data()};
   const bool is_vectorised =
       params.row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);

@@ -88,7 +88,7 @@ __device__ inline void WriteItem(const LlDispatchKernelParams& params, const Sou
 
 // Whether a source's rows come through the slot set.
 __device__ inline bool IsPushed(const LlDispatchKernelParams& params, uint32_t source) {
-  return source != params.device.rank || params.part == Part::kDone;
+  return source != params.device.rank || params.part == CallPart::kDone;
 }
 
 // One warp waits for pieces of a row. False: this rank has failed.
@@ -116,23 +116,23 @@ __device__ void ZeroUnusedRow(const LlDispatchKernelParams& params, uint32_t sou
 
 template <typename Rows>
 __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot& slot,
-                           const SourceWords& words, const TokenDeal& deal, const RowIndex& index,
-                           ItemRows& item) {
+                           const SourceWords& words, const TokenPartition& partition,
+                           const RowIndex& index, ItemRows& item) {
   const DeviceRank& device = params.device;
   const uint32_t num_items = device.shape.num_ranks * params.plan.num_tokens;
-  const uint32_t own_items = deal.ItemsOf(num_items);
+  const uint32_t own_items = partition.ItemsOf(num_items);
   const uint32_t pieces = params.pieces.count;
   const uint32_t units_per_item = Rows::kTakesWholeRows ? 1 : pieces;
   uint64_t num_remote_words = 0;
   TokenFacts next;
   const auto load_next = [&](uint32_t unit) {
     if (unit >= own_items * units_per_item) return;
-    const auto [source, token] = deal.ItemAt(unit / units_per_item);
+    const auto [source, token] = partition.ItemAt(unit / units_per_item);
     next.Load(params, words, index, source, token);
   };
   load_next(WarpId());
   for (uint32_t unit = WarpId(); unit < own_items * units_per_item; unit += kWarps) {
-    const auto [source, token] = deal.ItemAt(unit / units_per_item);
+    const auto [source, token] = partition.ItemAt(unit / units_per_item);
     const uint32_t piece = unit % units_per_item;
     const TokenFacts facts = next;
     load_next(unit + kWarps);

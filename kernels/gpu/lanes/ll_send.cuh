@@ -57,7 +57,7 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
   const DeviceRank& device = params.device;
   const PushArea& area = device.layout.ll_dispatch;
   const uint32_t num_ranks = device.shape.num_ranks;
-  const uint32_t first_step = params.part == Part::kStart ? 0 : 1;
+  const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
   const uint32_t num_dests = num_ranks - first_step;
   if (num_dests == 0) return;
   const BlockShare share{.num_blocks = params.num_send_blocks, .block = blockIdx.x};

@@ -39,7 +39,7 @@ struct NodeSums {
   HeapArea area = {};
   uint32_t parity = 0;
   uint64_t pitch = 0;
-  uint64_t rides = 0;
+  uint64_t scalars = 0;
 
   // Of the node of `rank`.
   __device__ const std::byte* RowsOf(const DeviceRank& device, uint32_t rank) const {
@@ -47,9 +47,9 @@ struct NodeSums {
     const uint32_t own_node = device.node_begin / shape.node_size;
     return stage + area.At(parity, OtherNode(shape.num_nodes(), own_node, rank / shape.node_size));
   }
-  __device__ float RideOf(const DeviceRank& device, uint32_t holder, uint64_t token,
-                          uint32_t k) const {
-    const auto* all = reinterpret_cast<const float*>(RowsOf(device, holder) + rides);
+  __device__ float ScalarOf(const DeviceRank& device, uint32_t holder, uint64_t token,
+                            uint32_t k) const {
+    const auto* all = reinterpret_cast<const float*>(RowsOf(device, holder) + scalars);
     const uint64_t local = token * device.shape.node_size + holder % device.shape.node_size;
     return all[local * device.shape.top_k + k];
   }
@@ -57,7 +57,7 @@ struct NodeSums {
 
 // Weighted sum of the local rows, words word + i * kWarpSize for i < kWords.
 template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
-__device__ inline void SumLocalRows(const CombineKernelParams& params, const LocalRows& local,
+__device__ inline void SumTokenRows(const CombineKernelParams& params, const TokenRows& local,
                                     uint32_t count, uint64_t word, uint64_t num_words,
                                     float (&sums)[kWords][kElems]) {
   for (uint32_t i = 0; i < count; ++i) {
@@ -83,7 +83,7 @@ struct Sums {
 
   // One warp: this rank's partial of a token of `owner`.
   __device__ static void SendPartial(const CombineKernelParams& params, const RowIndex& index,
-                                     uint32_t owner, uint64_t token, LocalRows& local) {
+                                     uint32_t owner, uint64_t token, TokenRows& local) {
     const DeviceRank& device = params.device;
     const uint32_t count = FindRows(params, index, owner, token, local);
     if (count == 0) return;
@@ -93,11 +93,11 @@ struct Sums {
       HeapAt<uint32_t>(device, target.rank, device.layout.reduce_presence)[place] =
           TagOf(SequenceOf(device));
     }
-    if (params.ride != nullptr) {
-      float* rides = HeapAt<float>(device, target.rank, device.layout.reduce_rides) +
-                     place * device.shape.top_k;
+    if (params.pair_scalars != nullptr) {
+      float* scalars = HeapAt<float>(device, target.rank, device.layout.reduce_scalars) +
+                       place * device.shape.top_k;
       for (uint32_t k = LaneId(); k < device.shape.top_k; k += kWarpSize) {
-        rides[k] = RideOf(params, local, k);
+        scalars[k] = ScalarOf(params, local, k);
       }
     }
     if (params.y == nullptr) return;
@@ -107,7 +107,7 @@ struct Sums {
     const uint64_t num_words = params.row_bytes / sizeof(Word);
     for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {
       float sums[kWords][kElems];
-      SumLocalRows<Elem, Word>(params, local, count, word, num_words, sums);
+      SumTokenRows<Elem, Word>(params, local, count, word, num_words, sums);
 #pragma unroll
       for (uint32_t i = 0; i < kWords; ++i) {
         const uint64_t index_of_word = word + i * kWarpSize;
@@ -119,7 +119,7 @@ struct Sums {
   // One warp: the sum of a token of this rank. `has_partial` [N]: ranks that hold rows of it; for
   // another node its first rank, if any does.
   __device__ static void SumToken(const CombineKernelParams& params, uint64_t token,
-                                  const LocalRows& local, uint32_t num_local, uint64_t has_partial,
+                                  const TokenRows& local, uint32_t num_local, uint64_t has_partial,
                                   const NodeSums& node_sums) {
     const RankLeaves leaves(params.device.shape);
     constexpr uint32_t kWords = kLevels <= 3 ? 2 : 1;
@@ -134,7 +134,7 @@ struct Sums {
         const uint32_t rank = leaves.RankOf(leaf);
         has_sums = rank != RankLeaves::kNone && (has_partial >> rank & 1) != 0;
         if (has_sums && rank == params.device.rank) {
-          SumLocalRows<Elem, Word>(params, local, num_local, word, num_words, sums);
+          SumTokenRows<Elem, Word>(params, local, num_local, word, num_words, sums);
           RoundSums<Partial>(sums);
         } else if (has_sums) {
           LoadPartial(PartialOf(params.device, rank, token, node_sums), word, num_words, sums);
@@ -182,7 +182,7 @@ struct Sums {
 // One warp: everything about a token of this rank, its partials being here.
 template <typename S>
 __device__ void FinishToken(const CombineKernelParams& params, const RowIndex& index,
-                            uint64_t token, LocalRows& local, const NodeSums& node_sums = {}) {
+                            uint64_t token, TokenRows& local, const NodeSums& node_sums = {}) {
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
   const uint32_t num_ranks = device.shape.num_ranks;
@@ -200,19 +200,19 @@ __device__ void FinishToken(const CombineKernelParams& params, const RowIndex& i
       const uint32_t first_of_node = holder / device.shape.node_size * device.shape.node_size;
       has_partial |= uint64_t{1} << (is_mate ? holder : first_of_node);
     }
-    if (params.ride_out == nullptr || k >= top_k) continue;
-    float ride = 0.0f;
+    if (params.pair_scalars_out == nullptr || k >= top_k) continue;
+    float scalar = 0.0f;
     if (is_placed && holder == device.rank) {
-      if (num_local > 0) ride = RideOf(params, local, k);
+      if (num_local > 0) scalar = ScalarOf(params, local, k);
     } else if (is_placed && !is_mate) {
-      ride = node_sums.RideOf(device, holder, token, k);
+      scalar = node_sums.ScalarOf(device, holder, token, k);
     } else if (is_placed) {
       const uint64_t block = ReduceBlockOf(device, device.rank, holder);
-      ride = OwnHeapAt<float>(
+      scalar = OwnHeapAt<float>(
           device,
-          device.layout.reduce_rides)[(block * device.shape.max_tokens + token) * top_k + k];
+          device.layout.reduce_scalars)[(block * device.shape.max_tokens + token) * top_k + k];
     }
-    params.ride_out[cell] = ride;
+    params.pair_scalars_out[cell] = scalar;
   }
   if (params.out == nullptr) return;
   S::SumToken(params, token, local, num_local, WarpOr(has_partial), node_sums);

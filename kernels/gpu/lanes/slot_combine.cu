@@ -17,14 +17,14 @@
 namespace jax_ep::gpu {
 namespace {
 
-using namespace slots;
+using namespace slot_combine;
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    PushCombine(const __grid_constant__ PushCombineParams params) {
+    SlotCombine(const __grid_constant__ SlotCombineParams params) {
   __shared__ BlockCall call;
-  __shared__ uint32_t word;
-  __shared__ LocalRows local[kWarps];
+  __shared__ uint32_t shared_flag;
+  __shared__ TokenRows local[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   BeginCall(device, params.kind, params.part, params.operation, params.epoch_in,
@@ -32,17 +32,17 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CallSlot& slot = call.slot;
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
-      Receive<T>(params, slot, local[WarpId()], &word);
-    } else if (WaitReusable(device, params.kind, params.operation, call, &word) &&
+      Receive<T>(params, slot, local[WarpId()], &shared_flag);
+    } else if (WaitReusable(device, params.kind, params.operation, call, &shared_flag) &&
                (device.network == nullptr ||
-                BlockWaitRead(device, params.kind, params.operation, slot, &word))) {
+                BlockWaitRead(device, params.kind, params.operation, slot, &shared_flag))) {
       Send<T>(params, slot, local[WarpId()]);
     }
   }
-  FinishPushCombine(params, sequence, slot, &word);
+  FinishSlotCombine(params, sequence, slot, &shared_flag);
 }
 
-using Kernel = void (*)(PushCombineParams);
+using Kernel = void (*)(SlotCombineParams);
 
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
@@ -50,9 +50,9 @@ Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
   constexpr uint32_t kMostLevels = 7;
   static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
   // Odd rows are rare, and each kernel costs seconds of the build.
-  if (!is_vectorised) return &PushCombine<Types<Elem, Partial, false, kMostLevels>>;
-  return num_leaves < 1u << kFewLevels ? &PushCombine<Types<Elem, Partial, true, kFewLevels>>
-                                       : &PushCombine<Types<Elem, Partial, true, kMostLevels>>;
+  if (!is_vectorised) return &SlotCombine<Types<Elem, Partial, false, kMostLevels>>;
+  return num_leaves < 1u << kFewLevels ? &SlotCombine<Types<Elem, Partial, true, kFewLevels>>
+                                       : &SlotCombine<Types<Elem, Partial, true, kMostLevels>>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
@@ -67,7 +67,7 @@ struct Operations {
 
 }  // namespace
 
-const char* PreparePushCombineKernels(const RankHandle& rank) {
+const char* PrepareSlotCombineKernels(const RankHandle& rank) {
   for (const bool is_vectorised : {false, true}) {
     const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
     if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), 0)) return error;
@@ -78,7 +78,7 @@ const char* PreparePushCombineKernels(const RankHandle& rank) {
   return nullptr;
 }
 
-const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part part,
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool is_ll = call.mode == Mode::kLl;
@@ -86,11 +86,11 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   if (has_network && !is_ll) {
     return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
   }
-  if (has_network && part == Part::kWhole) {
+  if (has_network && part == CallPart::kWhole) {
     int32_t* epoch = WholeEpochOf(rank);
-    const char* error = LaunchPushCombine(rank, call, Part::kStart, nullptr, epoch, stream);
+    const char* error = LaunchSlotCombine(rank, call, CallPart::kStart, nullptr, epoch, stream);
     if (error != nullptr) return error;
-    return LaunchPushCombine(rank, call, Part::kDone, epoch, nullptr, stream);
+    return LaunchSlotCombine(rank, call, CallPart::kDone, epoch, nullptr, stream);
   }
   const auto is_aligned = [](const void* array) {
     return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
@@ -104,23 +104,23 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   constexpr int64_t kManyTokens = 64;
   const uint64_t piece_bytes = is_ll && call.num_tokens >= kManyTokens ? 4096 : 2048;
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
-  const bool is_start = part == Part::kStart;
+  const bool is_start = part == CallPart::kStart;
   const Operations operations =
       is_ll
           ? Operations{Operation::kLlCombine, Operation::kLlCombineStart, Operation::kLlCombineDone}
           : Operations{Operation::kCombine, Operation::kCombineStart, Operation::kCombineDone};
   const GpuHeapLayout& layout = rank.device.layout;
   const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
-  PushCombineParams params{
+  SlotCombineParams params{
       .device = rank.device,
       .area = is_ll ? layout.ll_combine : layout.ht_combine,
       .kind = is_ll ? SetKind::kLlCombine : SetKind::kCombine,
       .part = part,
       .layout = call.layout,
-      .operation = part == Part::kWhole ? operations.whole
-                   : is_start           ? operations.start
-                                        : operations.done,
-      .start_operation = part == Part::kWhole ? operations.whole : operations.start,
+      .operation = part == CallPart::kWhole ? operations.whole
+                   : is_start               ? operations.start
+                                            : operations.done,
+      .start_operation = part == CallPart::kWhole ? operations.whole : operations.start,
       .num_send_blocks = 0,
       .num_tokens = num_tokens,
       .rank_rows = std::max(
@@ -133,16 +133,16 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
       .send_slot = call.send_slot.data(),
       .epoch_in = epoch_in,
       .epoch_out = epoch_out};
-  if (part != Part::kDone) {
+  if (part != CallPart::kDone) {
     params.y = call.y;
     params.row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data();
-    params.ride = call.ride.empty() ? nullptr : call.ride.data();
+    params.pair_scalars = call.ride.empty() ? nullptr : call.ride.data();
   }
   if (!is_start) {
     params.out = has_rows ? call.out : nullptr;
-    params.ride_out = call.ride_out.empty() ? nullptr : call.ride_out.data();
+    params.pair_scalars_out = call.ride_out.empty() ? nullptr : call.ride_out.data();
   }
-  if (has_network && part == Part::kDone) {
+  if (has_network && part == CallPart::kDone) {
     const TakeRecordsParams records{.device = rank.device,
                                     .operation = params.operation,
                                     .start_operation = params.start_operation,
@@ -154,14 +154,14 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
 #if JAX_EP_BULK_COPIES
-  const bool moves_rows = (part == Part::kDone || params.y != nullptr) &&
-                          (part == Part::kStart || params.out != nullptr);
+  const bool moves_rows = (part == CallPart::kDone || params.y != nullptr) &&
+                          (part == CallPart::kStart || params.out != nullptr);
   if (is_ll && !has_network && is_vectorised && moves_rows) {
     const char* error = nullptr;
     if (LaunchLlCombine(rank, params, stream, &error)) return error;
   }
 #endif
-  const uint64_t num_owners = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
+  const uint64_t num_owners = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
   const uint64_t send_units = num_tokens * num_owners * params.pieces.count;
   const uint64_t add_units = static_cast<uint64_t>(num_tokens) * params.pieces.count;
   const uint32_t most = is_ll ? rank.ll_blocks : rank.max_blocks;
@@ -173,19 +173,19 @@ const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part 
   const uint32_t most_senders = std::max(most * kSendShare / kShares, 1u);
   uint32_t blocks = 0;
   switch (part) {
-    case Part::kWhole:
+    case CallPart::kWhole:
       params.num_send_blocks = blocks_for(send_units, most_senders);
       blocks = params.num_send_blocks + blocks_for(add_units, std::max(most - most_senders, 1u));
       break;
-    case Part::kStart:
+    case CallPart::kStart:
       params.num_send_blocks = blocks = blocks_for(send_units, most);
       break;
-    case Part::kDone:
+    case CallPart::kDone:
       blocks = blocks_for(add_units, most);
       break;
   }
   KernelOf(shape, is_vectorised)<<<blocks, kThreads, 0, stream>>>(params);
-  return LaunchResult("PushCombine");
+  return LaunchResult("SlotCombine");
 }
 
 }  // namespace jax_ep::gpu

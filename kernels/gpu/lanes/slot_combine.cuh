@@ -10,16 +10,16 @@
 #include "kernels/gpu/protocol/push.cuh"
 #include "kernels/gpu/sums/token_rows.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
 inline constexpr uint32_t kThreads = 512;
 inline constexpr uint32_t kWarps = kThreads / kWarpSize;
 
-struct PushCombineParams {
+struct SlotCombineParams {
   DeviceRank device;
   PushArea area;  // of the device's layout, by mode
   SetKind kind;
-  Part part;
+  CallPart part;
   Layout layout;
   Operation operation;        // this kernel's
   Operation start_operation;  // the one whose flags are waited for
@@ -30,21 +30,21 @@ struct PushCombineParams {
   uint32_t row_words;
   uint64_t row_bytes;
   uint64_t recv_rows;
-  const std::byte* y;        // [R, H] or null
-  const float* row_weights;  // [R] or null
-  const float* ride;         // [R], rank_major [R * K], or null
-  const int32_t* recv_src;   // [R]
-  const int32_t* send_slot;  // [T * K]
-  std::byte* out;            // [T, H] or null
-  float* ride_out;           // [T * K] or null
-  const int32_t* epoch_in;   // done
-  int32_t* epoch_out;        // start
+  const std::byte* y;         // [R, H] or null
+  const float* row_weights;   // [R] or null
+  const float* pair_scalars;  // [R], rank_major [R * K], or null
+  const int32_t* recv_src;    // [R]
+  const int32_t* send_slot;   // [T * K]
+  std::byte* out;             // [T, H] or null
+  float* pair_scalars_out;    // [T * K] or null
+  const int32_t* epoch_in;    // done
+  int32_t* epoch_out;         // start
 };
 
 // Weighted sum of the local rows, words word + i * kWarpSize < end for i < kWords. The next row is
 // on its way while one is added.
 template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
-__device__ inline void SumLocalRows(const PushCombineParams& params, const LocalRows& local,
+__device__ inline void SumTokenRows(const SlotCombineParams& params, const TokenRows& local,
                                     uint32_t count, uint32_t word, uint32_t end,
                                     float (&sums)[kWords][kElems]) {
   Word next[kWords];
@@ -87,20 +87,21 @@ struct Types {
   static constexpr uint32_t kAddWords = sizeof(Storage) == 2 && kLevels <= 3 ? 2 : 1;
 };
 
-// All threads of every block, as the last thing of the operation `sequence`; `word` is shared.
-__device__ inline void FinishPushCombine(const PushCombineParams& params, uint64_t sequence,
-                                         const CallSlot& slot, uint32_t* word) {
+// All threads of every block, as the last thing of the operation `sequence`; `shared_flag` is
+// shared.
+__device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64_t sequence,
+                                         const CallSlot& slot, uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
-  if (!LastToArrive(device, word)) return;
-  const bool is_start = params.part == Part::kStart;
+  if (!LastToArrive(device, shared_flag)) return;
+  const bool is_start = params.part == CallPart::kStart;
   if (HasFailed(device)) {
     if (!is_start) {
       PoisonBytes(params.out, params.num_tokens * params.row_bytes);
-      PoisonBytes(params.ride_out,
+      PoisonBytes(params.pair_scalars_out,
                   static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
     }
-  } else if (params.part == Part::kDone) {
-    SayConsumed(device, params.kind, sequence);
+  } else if (params.part == CallPart::kDone) {
+    SignalConsumed(device, params.kind, sequence);
   } else if (device.network != nullptr && slot.is_ok != 0) {
     FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
   }
@@ -111,13 +112,13 @@ __device__ inline void FinishPushCombine(const PushCombineParams& params, uint64
   EndOperation(device, sequence);
 }
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine
 
 namespace jax_ep::gpu {
 
 // Calls of mode ll on one node that move rows of 16-byte words, with bulk copies. False: this
 // device has none, or its shared memory does not suffice, so lanes must do it.
-bool LaunchLlCombine(const RankHandle& rank, const slots::PushCombineParams& call,
+bool LaunchLlCombine(const RankHandle& rank, const slot_combine::SlotCombineParams& call,
                      cudaStream_t stream, const char** error);
 const char* PrepareLlCombineKernels(const RankHandle& rank);
 

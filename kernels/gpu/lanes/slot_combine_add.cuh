@@ -3,7 +3,7 @@
 
 #include "kernels/gpu/lanes/slot_combine.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
 // Partials of one token in this rank's set, and its own rows.
 struct TokenParts {
@@ -16,8 +16,8 @@ struct TokenParts {
 template <typename T>
 class TokenAdder {
  public:
-  __device__ TokenAdder(const PushCombineParams& params, const TokenParts& parts,
-                        const LocalRows& local)
+  __device__ TokenAdder(const SlotCombineParams& params, const TokenParts& parts,
+                        const TokenRows& local)
       : params_(params), parts_(parts), local_(local) {}
 
   // One warp: words of a range of the token's sum.
@@ -82,7 +82,7 @@ class TokenAdder {
     return rank < params_.device.shape.num_ranks && (parts_.has_partial >> rank & 1) != 0;
   }
   __device__ bool IsLocal(uint32_t rank) const {
-    return rank == params_.device.rank && params_.part == Part::kWhole;
+    return rank == params_.device.rank && params_.part == CallPart::kWhole;
   }
 
   // The partial of `rank` in the set, if there is one.
@@ -100,21 +100,21 @@ class TokenAdder {
   }
 
   __device__ void SumLocal(uint32_t word, uint32_t end, Loaded& sums) {
-    SumLocalRows<typename T::Elem, Word>(params_, local_, parts_.num_local, word, end, sums);
+    SumTokenRows<typename T::Elem, Word>(params_, local_, parts_.num_local, word, end, sums);
     RoundSums<Partial>(sums);
   }
 
-  const PushCombineParams& params_;
+  const SlotCombineParams& params_;
   const TokenParts& parts_;
-  const LocalRows& local_;
+  const TokenRows& local_;
 };
 
-// One warp: which ranks hold rows of the token. Rides are written with the first piece.
-__device__ inline uint64_t FindHolders(const PushCombineParams& params, uint64_t token,
+// One warp: which ranks hold rows of the token. Scalars are written with the first piece.
+__device__ inline uint64_t FindHolders(const SlotCombineParams& params, uint64_t token,
                                        uint32_t num_local) {
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
-  const bool is_whole = params.part == Part::kWhole;
+  const bool is_whole = params.part == CallPart::kWhole;
   uint64_t holders = is_whole && num_local > 0 ? uint64_t{1} << device.rank : 0;
   for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
     const int32_t slot = params.send_slot[token * top_k + k];
@@ -128,8 +128,8 @@ __device__ inline uint64_t FindHolders(const PushCombineParams& params, uint64_t
   return WarpOr(holders);
 }
 
-__device__ inline void WriteRides(const PushCombineParams& params, const TokenParts& parts,
-                                  const LocalRows& local) {
+__device__ inline void WriteScalars(const SlotCombineParams& params, const TokenParts& parts,
+                                    const TokenRows& local) {
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
   for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
@@ -137,25 +137,25 @@ __device__ inline void WriteRides(const PushCombineParams& params, const TokenPa
     const int32_t slot = params.send_slot[cell];
     const uint32_t holder =
         slot >= 0 ? static_cast<uint32_t>(slot) / params.rank_rows : device.shape.num_ranks;
-    float ride = 0.0f;
+    float scalar = 0.0f;
     if (holder < device.shape.num_ranks && (parts.has_partial >> holder & 1) != 0) {
-      if (holder == device.rank && params.part == Part::kWhole) {
-        ride = RideOf(params, local, k);
+      if (holder == device.rank && params.part == CallPart::kWhole) {
+        scalar = ScalarOf(params, local, k);
       } else {
-        ride = OwnHeapAt<float>(device, params.area.blocks.At(parts.set, holder))[cell];
+        scalar = OwnHeapAt<float>(device, params.area.blocks.At(parts.set, holder))[cell];
       }
     }
-    params.ride_out[cell] = ride;
+    params.pair_scalars_out[cell] = scalar;
   }
 }
 
 template <typename T>
-__device__ void Receive(const PushCombineParams& params, const CallSlot& slot, LocalRows& local,
-                        uint32_t* word) {
+__device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, TokenRows& local,
+                        uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
   const uint32_t num_blocks = gridDim.x - params.num_send_blocks;
   const uint32_t block = blockIdx.x - params.num_send_blocks;
-  const bool is_whole = params.part == Part::kWhole;
+  const bool is_whole = params.part == CallPart::kWhole;
   const RowIndex index(device, SequenceOf(device), params.num_tokens);
   if (is_whole) {
     IndexRows(device, index, params.num_tokens, params.recv_src, params.recv_rows,
@@ -164,7 +164,8 @@ __device__ void Receive(const PushCombineParams& params, const CallSlot& slot, L
               });
   }
   const uint64_t value = StartFlag(slot, params.start_operation);
-  if (!BlockWaitPeers(device, params.area.meta_flags.At(slot.set), params.operation, value, word)) {
+  if (!BlockWaitPeers(device, params.area.meta_flags.At(slot.set), params.operation, value,
+                      shared_flag)) {
     return;
   }
   const uint32_t pieces = params.pieces.count;
@@ -186,10 +187,10 @@ __device__ void Receive(const PushCombineParams& params, const CallSlot& slot, L
           WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, params.operation, value);
     }
     if (!AllHaveWaited(is_ok)) break;
-    if (piece == 0 && params.ride_out != nullptr) WriteRides(params, parts, local);
+    if (piece == 0 && params.pair_scalars_out != nullptr) WriteScalars(params, parts, local);
     if (params.out == nullptr) continue;
     TokenAdder<T>(params, parts, local).Add(WordsOf(params.pieces, piece, params.row_words));
   }
 }
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

@@ -4,24 +4,24 @@
 #include "kernels/gpu/lanes/slot_combine.cuh"
 #include "kernels/gpu/network/slots.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
-// One warp: rides of a token with local rows.
-__device__ inline void WriteRides(const PushCombineParams& params, const LocalRows& local,
-                                  float* rides) {
+// One warp: scalars of a token with local rows.
+__device__ inline void WriteScalars(const SlotCombineParams& params, const TokenRows& local,
+                                    float* scalars) {
   for (uint32_t k = LaneId(); k < params.device.shape.top_k; k += kWarpSize) {
-    rides[k] = RideOf(params, local, k);
+    scalars[k] = ScalarOf(params, local, k);
   }
 }
 // One warp: those words of a token's partial.
 template <typename T>
-__device__ void WritePartial(const PushCombineParams& params, const LocalRows& local,
+__device__ void WritePartial(const SlotCombineParams& params, const TokenRows& local,
                              uint32_t count, WordRange range, std::byte* row) {
   auto* to = reinterpret_cast<typename T::Storage*>(row);
   for (uint32_t word = range.begin + LaneId(); word < range.end;
        word += T::kSendWords * kWarpSize) {
     float sums[T::kSendWords][T::kElems];
-    SumLocalRows<typename T::Elem, typename T::Word>(params, local, count, word, range.end, sums);
+    SumTokenRows<typename T::Elem, typename T::Word>(params, local, count, word, range.end, sums);
 #pragma unroll
     for (uint32_t i = 0; i < T::kSendWords; ++i) {
       const uint32_t at = word + i * kWarpSize;
@@ -33,12 +33,12 @@ __device__ void WritePartial(const PushCombineParams& params, const LocalRows& l
 }
 
 template <typename T>
-__device__ void SendPiece(const PushCombineParams& params, const CallSlot& slot, uint32_t owner,
-                          uint64_t token, uint32_t piece, const LocalRows& local, uint32_t count) {
+__device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot, uint32_t owner,
+                          uint64_t token, uint32_t piece, const TokenRows& local, uint32_t count) {
   const DeviceRank& device = params.device;
   auto* block = HeapAt<std::byte>(device, owner, params.area.blocks.At(slot.set, device.rank));
-  if (piece == 0 && params.ride != nullptr) {
-    WriteRides(params, local, reinterpret_cast<float*>(block) + token * device.shape.top_k);
+  if (piece == 0 && params.pair_scalars != nullptr) {
+    WriteScalars(params, local, reinterpret_cast<float*>(block) + token * device.shape.top_k);
   }
   if (params.y != nullptr) {
     WritePartial<T>(params, local, count, WordsOf(params.pieces, piece, params.row_words),
@@ -50,8 +50,8 @@ __device__ void SendPiece(const PushCombineParams& params, const CallSlot& slot,
 
 // One warp: the whole partial, to a rank of another node.
 template <typename T>
-__device__ void SendRecord(const PushCombineParams& params, const CallSlot& slot, uint32_t owner,
-                           uint32_t token, const LocalRows& local, uint32_t count) {
+__device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot, uint32_t owner,
+                           uint32_t token, const TokenRows& local, uint32_t count) {
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
   const uint32_t owner_node = owner / device.shape.node_size;
@@ -59,8 +59,8 @@ __device__ void SendRecord(const PushCombineParams& params, const CallSlot& slot
   const uint64_t send =
       layout.ll_sums_send.At(slot.set, RemoteIndex(device.shape, NodeOf(device), owner)) + offset;
   std::byte* record = OwnStage(device) + send;
-  if (params.ride != nullptr) {
-    WriteRides(params, local, reinterpret_cast<float*>(record + layout.ll_sum_rides));
+  if (params.pair_scalars != nullptr) {
+    WriteScalars(params, local, reinterpret_cast<float*>(record + layout.ll_sum_scalars));
   }
   if (params.y != nullptr) {
     WritePartial<T>(params, local, count, {0, params.row_words}, record);
@@ -83,10 +83,10 @@ __device__ void SendRecord(const PushCombineParams& params, const CallSlot& slot
 }
 
 template <typename T>
-__device__ void Send(const PushCombineParams& params, const CallSlot& slot, LocalRows& local) {
+__device__ void Send(const SlotCombineParams& params, const CallSlot& slot, TokenRows& local) {
   const DeviceRank& device = params.device;
   const uint32_t num_ranks = device.shape.num_ranks;
-  const uint32_t first_step = params.part == Part::kStart ? 0 : 1;
+  const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
   const uint32_t num_owners = num_ranks - first_step;
   if (blockIdx.x == 0) {
     BlockSignalMates(device, params.area.meta_flags.At(slot.set),
@@ -121,4 +121,4 @@ __device__ void Send(const PushCombineParams& params, const CallSlot& slot, Loca
   }
 }
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

@@ -2,8 +2,8 @@
 //   In: sizes, devices, descriptors of other processes. Out: mapped ranges, and their descriptors.
 //   Waits: nothing. The host alone runs this, before the first kernel and after the last.
 //
-// Memory that GPU kernels of several ranks share: heaps, XLA's arenas, pinned status words. Part of
-// the table in api.h; no CUDA types, so that xla_ffi can include it.
+// Memory that GPU kernels of several ranks share: heaps, XLA's arenas, pinned status words.
+// CallPart of the table in api.h; no CUDA types, so that xla_ffi can include it.
 //
 // Ranges are CUDA virtual-memory mappings, because only those travel between processes as file
 // descriptors, and because XLA's own allocator makes them (cudaIpcGetMemHandle refuses them).

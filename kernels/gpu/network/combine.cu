@@ -26,18 +26,18 @@ constexpr uint32_t kWarps = kThreads / kWarpSize;
 __device__ inline NodeSums NodeSumsOf(const DeviceRank& device) {
   const NetLayout& layout = device.network->layout;
   return {OwnStage(device), layout.sums_recv, NextSet(NetStateOf(device)->combines),
-          layout.sums_pitch, layout.sums_rides};
+          layout.sums_pitch, layout.sums_scalars};
 }
 
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     SumRows(const __grid_constant__ CombineKernelParams params) {
-  __shared__ uint32_t word;
-  __shared__ LocalRows local[kWarps];
+  __shared__ uint32_t shared_flag;
+  __shared__ TokenRows local[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (BlockWaitMates(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
     const RowIndex index(device, sequence, params.num_tokens);
     const uint32_t num_owners = device.shape.num_ranks - 1;
     const uint64_t num_items = static_cast<uint64_t>(params.num_tokens) * num_owners;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     // Own partials for other nodes' tokens are among these: the last owner is not this rank.
   }
-  if (!LastToArrive(device, &word) || HasFailed(device)) return;
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
   BlockSignalMates(device, device.layout.tail_flags,
                    FlagValue(sequence, Operation::kCombine, device.program));
 }
@@ -66,7 +66,7 @@ __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uin
   return WarpOr(parts);
 }
 
-// One warp: the sum of those parts, or their rides, to their places in the stage.
+// One warp: the sum of those parts, or their scalars, to their places in the stage.
 template <typename S>
 __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, uint64_t token,
                              uint64_t parts, std::byte* to) {
@@ -76,14 +76,14 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
   const auto place_of = [&](uint32_t local) {
     return ReduceBlockOf(device, owner, device.node_begin + local) * shape.max_tokens + token;
   };
-  if (params.ride != nullptr) {
-    const auto* from = OwnHeapAt<float>(device, device.layout.reduce_rides);
-    auto* rides =
-        reinterpret_cast<float*>(to + layout.sums_rides) + token * shape.node_size * shape.top_k;
+  if (params.pair_scalars != nullptr) {
+    const auto* from = OwnHeapAt<float>(device, device.layout.reduce_scalars);
+    auto* scalars =
+        reinterpret_cast<float*>(to + layout.sums_scalars) + token * shape.node_size * shape.top_k;
     for (uint32_t i = LaneId(); i < shape.node_size * shape.top_k; i += kWarpSize) {
       const uint32_t local = i / shape.top_k;
       if ((parts >> local & 1) == 0) continue;
-      rides[i] = from[place_of(local) * shape.top_k + i % shape.top_k];
+      scalars[i] = from[place_of(local) * shape.top_k + i % shape.top_k];
     }
   }
   if (params.y == nullptr) return;
@@ -116,7 +116,7 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     SendNodeSums(const __grid_constant__ CombineKernelParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
@@ -124,10 +124,11 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t epoch = NetStateOf(device)->sum_slices + params.slice.number + 1;
   const uint32_t num_others = shape.num_nodes() - 1;
   const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
-  const uint64_t ride_bytes = static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
-  bool is_ok =
-      BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
-                     FlagValue(SequenceOf(device), Operation::kCombine, device.program), &word);
+  const uint64_t scalars_bytes =
+      static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
+  bool is_ok = BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
+                              FlagValue(SequenceOf(device), Operation::kCombine, device.program),
+                              &shared_flag);
   for (uint32_t item = blockIdx.x * kWarps + WarpId(); is_ok && item < num_items;
        item += gridDim.x * kWarps) {
     const uint32_t other = item % num_others;
@@ -154,13 +155,14 @@ __global__ void __launch_bounds__(kThreads)
       is_ok = WarpPushRuns(device, Operation::kCombine, node, wanted, first, layout.sums_pitch,
                            command);
     }
-    if (params.ride != nullptr && is_ok) {
-      command.local_offset += layout.sums_rides;
-      command.remote_offset += layout.sums_rides;
-      is_ok = WarpPushRuns(device, Operation::kCombine, node, wanted, first, ride_bytes, command);
+    if (params.pair_scalars != nullptr && is_ok) {
+      command.local_offset += layout.sums_scalars;
+      command.remote_offset += layout.sums_scalars;
+      is_ok =
+          WarpPushRuns(device, Operation::kCombine, node, wanted, first, scalars_bytes, command);
     }
   }
-  if (!LastToArrive(device, &word) || HasFailed(device) || WarpId() != 0) return;
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
   WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {
     return Command{
         .op = Op::kSignal, .dst_rank = peer, .channel = Channel::kCombine, .epoch = epoch};
@@ -181,8 +183,8 @@ __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
 template <typename S>
 __global__ void __launch_bounds__(kThreads)
     AddNodes(const __grid_constant__ CombineKernelParams params) {
-  __shared__ uint32_t word;
-  __shared__ LocalRows local[kWarps];
+  __shared__ uint32_t shared_flag;
+  __shared__ TokenRows local[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (!HasFailed(device)) {
@@ -193,7 +195,8 @@ __global__ void __launch_bounds__(kThreads)
       FinishToken<S>(params, index, token, local[WarpId()], sums);
     }
   }
-  if (!params.slice.IsLast() || !FinishCombine(params, sequence, &word) || threadIdx.x != 0) return;
+  if (!params.slice.IsLast() || !FinishCombine(params, sequence, &shared_flag)) return;
+  if (threadIdx.x != 0) return;
   NetState* state = NetStateOf(device);
   state->combines += 1;
   state->sum_slices += params.slice.count;

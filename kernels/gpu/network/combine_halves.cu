@@ -16,17 +16,17 @@ constexpr SetKind kKind = SetKind::kCombine;
 
 struct HalfParams {
   DeviceRank device;
-  uint64_t rows_bytes;   // 0: no rows
-  uint64_t rides_bytes;  // 0: no rides
+  uint64_t rows_bytes;     // 0: no rows
+  uint64_t scalars_bytes;  // 0: no scalars
   std::byte* out;
-  float* ride_out;
+  float* pair_scalars_out;
   const int32_t* epoch_in;  // done
   int32_t* epoch_out;       // start
 };
 
 // The result of the start in `set`, or of the combine just before it.
 struct Result {
-  uint64_t rows, rides;
+  uint64_t rows, scalars;
 };
 __host__ __device__ inline Result ResultAt(const PushArea& area, uint64_t set) {
   const uint64_t block = area.blocks.At(set, 0);
@@ -39,7 +39,7 @@ __host__ __device__ inline Result FreshResult(const PushArea& area) {
 
 __global__ void __launch_bounds__(kThreads) KeepSums(const __grid_constant__ HalfParams params) {
   __shared__ CallSlot slot;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const PushArea& area = device.layout.ht_combine;
   if (threadIdx.x == 0) {
@@ -52,18 +52,18 @@ __global__ void __launch_bounds__(kThreads) KeepSums(const __grid_constant__ Hal
     const Result to = ResultAt(area, slot.set);
     GridCopyBytes(OwnHeapAt<std::byte>(device, to.rows), OwnHeapAt<std::byte>(device, from.rows),
                   params.rows_bytes);
-    GridCopyBytes(OwnHeapAt<std::byte>(device, to.rides), OwnHeapAt<std::byte>(device, from.rides),
-                  params.rides_bytes);
+    GridCopyBytes(OwnHeapAt<std::byte>(device, to.scalars),
+                  OwnHeapAt<std::byte>(device, from.scalars), params.scalars_bytes);
   }
-  if (!LastToArrive(device, &word) || threadIdx.x != 0) return;
+  if (!LastToArrive(device, &shared_flag) || threadIdx.x != 0) return;
   *params.epoch_out = EpochOf(slot.started);
-  UpdateSet(device, kKind, Part::kStart, slot, slot.started);
+  UpdateSet(device, kKind, CallPart::kStart, slot, slot.started);
   EndOperation(device, slot.started);
 }
 
 __global__ void __launch_bounds__(kThreads) FetchSums(const __grid_constant__ HalfParams params) {
   __shared__ CallSlot slot;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   if (threadIdx.x == 0) {
     if (blockIdx.x == 0) TakeBusyWord(device, Operation::kCombineDone);
@@ -73,17 +73,17 @@ __global__ void __launch_bounds__(kThreads) FetchSums(const __grid_constant__ Ha
   if (slot.is_ok != 0 && !HasFailed(device)) {
     const Result from = ResultAt(device.layout.ht_combine, slot.set);
     GridCopyBytes(params.out, OwnHeapAt<std::byte>(device, from.rows), params.rows_bytes);
-    GridCopyBytes(reinterpret_cast<std::byte*>(params.ride_out),
-                  OwnHeapAt<std::byte>(device, from.rides), params.rides_bytes);
+    GridCopyBytes(reinterpret_cast<std::byte*>(params.pair_scalars_out),
+                  OwnHeapAt<std::byte>(device, from.scalars), params.scalars_bytes);
   }
-  if (!LastToArrive(device, &word)) return;
+  if (!LastToArrive(device, &shared_flag)) return;
   if (HasFailed(device)) {
     PoisonBytes(params.out, params.rows_bytes);
-    PoisonBytes(params.ride_out, params.rides_bytes);
+    PoisonBytes(params.pair_scalars_out, params.scalars_bytes);
   }
   if (threadIdx.x != 0) return;
   const uint64_t sequence = SequenceOf(device);
-  UpdateSet(device, kKind, Part::kDone, slot, sequence);
+  UpdateSet(device, kKind, CallPart::kDone, slot, sequence);
   EndOperation(device, sequence);
 }
 
@@ -94,22 +94,22 @@ const char* PrepareNetCombineHalves(const RankHandle&) {
   return PrepareKernel(reinterpret_cast<const void*>(&FetchSums), 0);
 }
 
-const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Part part,
+const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, CallPart part,
                                  const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const auto tokens = static_cast<uint64_t>(call.num_tokens);
-  const bool is_start = part == Part::kStart;
+  const bool is_start = part == CallPart::kStart;
   const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
-  const bool has_rides = is_start ? !call.ride.empty() : !call.ride_out.empty();
+  const bool has_scalars = is_start ? !call.ride.empty() : !call.ride_out.empty();
   HalfParams params{.device = rank.device,
                     .rows_bytes = has_rows ? tokens * shape.hidden * ElemBytes(shape.elem_type) : 0,
-                    .rides_bytes = has_rides ? tokens * shape.top_k * sizeof(float) : 0,
+                    .scalars_bytes = has_scalars ? tokens * shape.top_k * sizeof(float) : 0,
                     .out = call.out,
-                    .ride_out = call.ride_out.data(),
+                    .pair_scalars_out = call.ride_out.data(),
                     .epoch_in = epoch_in,
                     .epoch_out = epoch_out};
   constexpr uint64_t kBytesPerBlock = uint64_t{64} << 10;
-  const uint64_t wanted = (params.rows_bytes + params.rides_bytes) / kBytesPerBlock;
+  const uint64_t wanted = (params.rows_bytes + params.scalars_bytes) / kBytesPerBlock;
   const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
   if (!is_start) {
     FetchSums<<<blocks, kThreads, 0, stream>>>(params);
@@ -119,8 +119,8 @@ const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Pa
   std::byte* heap = rank.device.peers[rank.device.rank].heap;
   const Result result = FreshResult(rank.device.layout.ht_combine);
   whole.out = has_rows ? heap + result.rows : nullptr;
-  whole.ride_out = {reinterpret_cast<float*>(heap + result.rides),
-                    has_rides ? tokens * shape.top_k : 0};
+  whole.ride_out = {reinterpret_cast<float*>(heap + result.scalars),
+                    has_scalars ? tokens * shape.top_k : 0};
   if (const char* error = LaunchCombine(rank, whole, stream)) return error;
   KeepSums<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("KeepSums");

@@ -56,7 +56,7 @@ __device__ inline Sources SourcesOf(const SendRowsParams& params) {
 
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ Sources from;
   const DeviceRank& device = params.device;
   if (threadIdx.x == 0) from = SourcesOf(params);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   if (params.weights_bytes > 0 && !HasFailed(device)) {
     GridCopyBytes(stage + layout.rows_weights, from.weights, params.weights_bytes);
   }
-  if (!LastToArrive(device, &word) || HasFailed(device) || WarpId() != 0) return;
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
   WarpPushToRail(device, Operation::kDispatch, [&](uint32_t peer) {
     const bool has_weights = params.weights_bytes > 0;
     return Command{.op = has_weights ? Op::kWriteSignal : Op::kSignal,

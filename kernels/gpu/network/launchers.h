@@ -26,7 +26,7 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
 
 // One half of it.
 const char* PrepareNetCombineHalves(const RankHandle& rank);
-const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Part part,
+const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, CallPart part,
                                  const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
 
 // LL: rows of a start to other nodes.

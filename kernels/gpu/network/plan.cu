@@ -116,7 +116,7 @@ __device__ inline ListPart PartFor(const ListParams& params, const int32_t* coun
 
 __global__ void __launch_bounds__(kThreads)
     ExchangeLists(const __grid_constant__ ListParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ ListPart part;
   __shared__ ListPart parts[kMaxNodeRanks];
   const DeviceRank& device = params.device;
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
                   OwnHeapAt<std::byte>(device, device.layout.plan_list),
                   params.num_pairs * sizeof(int32_t));
   }
-  if (!LastToArrive(device, &word) || HasFailed(device)) return;
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
   // Whole units of the wire: the words beside a part are the same for everyone.
   constexpr uint32_t kUnit = kWireUnitBytes / sizeof(int32_t);
   const int32_t* own_counts = CountsOfSource(device, sequence, device.rank);
@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kThreads)
     });
   }
   TakeFromRemotes(
-      device, 2 * epoch, device.layout.list_flags, &word, [&](uint32_t source, uint32_t index) {
+      device, 2 * epoch, device.layout.list_flags, &shared_flag,
+      [&](uint32_t source, uint32_t index) {
         if (WarpId() == 0) {
           const ListPart taken =
               PartFor(params, CountsOfSource(device, sequence, source), device.rank);

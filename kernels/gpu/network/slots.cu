@@ -88,7 +88,7 @@ __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, u
 __global__ void __launch_bounds__(kThreads)
     SendRecords(const __grid_constant__ SendRecordsParams params) {
   __shared__ CallSlot slot;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   constexpr SetKind kKind = SetKind::kLlDispatch;
   if (threadIdx.x == 0) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   SyncBlock();
   const uint64_t epoch = NetSetsOf(device, kKind).started + 1;
-  if (slot.is_ok != 0 && BlockWaitRead(device, kKind, params.operation, slot, &word)) {
+  if (slot.is_ok != 0 && BlockWaitRead(device, kKind, params.operation, slot, &shared_flag)) {
     const uint32_t num_items = 1 + (params.x != nullptr ? params.num_tokens : 0);
     for (uint32_t item = WarpId() * gridDim.x + blockIdx.x; item < num_items;
          item += gridDim.x * kWarps) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  if (!LastToArrive(device, &word) || slot.is_ok == 0 || HasFailed(device)) return;
+  if (!LastToArrive(device, &shared_flag) || slot.is_ok == 0 || HasFailed(device)) return;
   FinishSending(device, kKind, params.operation, slot, /*num_more=*/1);
 }
 
@@ -156,7 +156,7 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
       *OwnHeapAt<uint64_t>(device, places.area.meta_flags.At(slot.set, source)) = value;
     }
   }
-  const uint64_t rides_bytes = shape.top_k * sizeof(float);
+  const uint64_t scalars_bytes = shape.top_k * sizeof(float);
   for (uint32_t token = part * kWarps + WarpId(); token < params.num_tokens;
        token += num_parts * kWarps) {
     const std::byte* record = from + places.head_bytes + token * places.pitch;
@@ -172,7 +172,7 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
       WarpCopyBytes(block + places.area.rows + token * places.area.pitch, record, places.row_bytes);
     }
     if (!is_dispatch) {
-      WarpCopyBytes(block + token * rides_bytes, record + layout.ll_sum_rides, rides_bytes);
+      WarpCopyBytes(block + token * scalars_bytes, record + layout.ll_sum_scalars, scalars_bytes);
     }
     SyncWarp();
     for (uint32_t piece = LaneId(); piece < params.num_pieces; piece += kWarpSize) {
@@ -184,25 +184,25 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
 __global__ void __launch_bounds__(kThreads)
     TakeRecords(const __grid_constant__ TakeRecordsParams params) {
   __shared__ CallSlot slot;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const uint32_t num_remotes = NumRemotes(device);
   const uint32_t source = RemoteRank(device, blockIdx.x % num_remotes);
   NetSets& sets = NetSetsOf(device, params.kind);
   if (threadIdx.x == 0) {
     slot = FindOpenSet(device, params.kind, params.operation, *params.epoch);
-    word = slot.is_ok != 0 && !HasFailed(device) &&
-                   WaitSignals(device, LocalRankOf(device), ChannelsOf(params.kind).records, source,
-                               params.operation, sets.sets[slot.set].epoch)
-               ? 1
-               : 0;
+    shared_flag = slot.is_ok != 0 && !HasFailed(device) &&
+                          WaitSignals(device, LocalRankOf(device), ChannelsOf(params.kind).records,
+                                      source, params.operation, sets.sets[slot.set].epoch)
+                      ? 1
+                      : 0;
   }
   SyncBlock();
-  if (word != 0) {
+  if (shared_flag != 0) {
     TakeFrom(params, slot, source, blockIdx.x / num_remotes, gridDim.x / num_remotes);
   }
   SyncBlock();
-  if (!LastToArrive(device, &word) || slot.is_ok == 0 || HasFailed(device)) return;
+  if (!LastToArrive(device, &shared_flag) || slot.is_ok == 0 || HasFailed(device)) return;
   const uint64_t read = sets.read + 1;
   if (WarpId() == 0) {
     WarpPushToAllRemotes(device, params.operation, [&](uint32_t peer) {

@@ -19,10 +19,10 @@ __device__ inline NetSets& NetSetsOf(const DeviceRank& device, SetKind kind) {
   return NetStateOf(device)->kinds[static_cast<uint32_t>(kind)];
 }
 
-// All threads of the block; `word` is shared. True: every other node has read the last use of the
-// set, here and there.
+// All threads of the block; `shared_flag` is in shared memory. True: every other node has read the
+// last use of the set, here and there.
 __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Operation operation,
-                                     const CallSlot& slot, uint32_t* word) {
+                                     const CallSlot& slot, uint32_t* shared_flag) {
   const uint64_t read = NetSetsOf(device, kind).sets[slot.set].read;
   if (WarpId() == 0) {
     bool is_ok = true;
@@ -31,10 +31,10 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
                                    RemoteRank(device, number), operation, read);
     }
     is_ok = AllHaveWaited(is_ok);
-    if (LaneId() == 0) *word = is_ok ? 1 : 0;
+    if (LaneId() == 0) *shared_flag = is_ok ? 1 : 0;
   }
   SyncBlock();
-  const bool result = *word != 0;
+  const bool result = *shared_flag != 0;
   SyncBlock();
   return result;
 }

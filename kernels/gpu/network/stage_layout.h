@@ -14,7 +14,7 @@
 
 namespace jax_ep::gpu {
 
-// Tokens that one warp sends together. A multiple of 8, so that rows of any size and rides of any
+// Tokens that one warp sends together. A multiple of 8, so that rows of any size and scalars of any
 // K begin a chunk at a multiple of kWireUnitBytes.
 inline constexpr uint64_t kNetChunkTokens = 8;
 
@@ -32,20 +32,20 @@ struct NetLayout {
   HeapArea rows_send;  // [2]: rows [T, H] without padding, then weights [T * K]
   HeapArea rows_recv;  // [2][O]: the same, of the rail's rank there; only rows with a pair here
   uint64_t rows_weights = 0;
-  // HT combine, by parity: rows [T] of kind Partial, then rides [T][node_size][K].
+  // HT combine, by parity: rows [T] of kind Partial, then scalars [T][node_size][K].
   HeapArea sums_send;  // [2][O]
   HeapArea sums_recv;  // [2][O]
   uint64_t sums_pitch = 0;
-  uint64_t sums_rides = 0;
+  uint64_t sums_scalars = 0;
   // LL, by slot set. A record is followed by a u64 tag, the StartFlag of its call, because a count
   // says how many records have come and not which.
   HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
   HeapArea ll_rows_recv;  // [depth][R]: the same
   uint64_t ll_ids = 0, ll_weights = 0, ll_head_bytes = 0;
   uint64_t ll_row_pitch = 0, ll_row_tag = 0;
-  HeapArea ll_sums_send;  // [depth][R]: records [T]: a partial, rides [K]
+  HeapArea ll_sums_send;  // [depth][R]: records [T]: a partial, scalars [K]
   HeapArea ll_sums_recv;  // [depth][R]
-  uint64_t ll_sum_pitch = 0, ll_sum_rides = 0, ll_sum_tag = 0;
+  uint64_t ll_sum_pitch = 0, ll_sum_scalars = 0, ll_sum_tag = 0;
 
   constexpr uint64_t FlagAt(uint32_t num_ranks, Channel channel, uint32_t source) const {
     return flags + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
@@ -90,8 +90,8 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   layout.rows_send = take(kParities, 1, layout.rows_weights + cells_bytes);
   layout.rows_recv = take(kParities, num_others, layout.rows_weights + cells_bytes);
   layout.sums_pitch = RowBytes(shape.hidden, partial_type);
-  layout.sums_rides = AlignUp(tokens * layout.sums_pitch, kRowAlignBytes);
-  const uint64_t sums_bytes = layout.sums_rides + cells_bytes * shape.node_size + kRowAlignBytes;
+  layout.sums_scalars = AlignUp(tokens * layout.sums_pitch, kRowAlignBytes);
+  const uint64_t sums_bytes = layout.sums_scalars + cells_bytes * shape.node_size + kRowAlignBytes;
   layout.sums_send = take(kParities, num_others, sums_bytes);
   layout.sums_recv = take(kParities, num_others, sums_bytes);
 
@@ -106,8 +106,8 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
     const uint64_t rows_bytes = layout.ll_head_bytes + shape.ll_tokens * layout.ll_row_pitch;
     layout.ll_rows_send = take(shape.depth, 1, rows_bytes);
     layout.ll_rows_recv = take(shape.depth, num_remote, rows_bytes);
-    layout.ll_sum_rides = layout.sums_pitch;
-    layout.ll_sum_tag = layout.ll_sum_rides + RideBytes(shape.top_k);
+    layout.ll_sum_scalars = layout.sums_pitch;
+    layout.ll_sum_tag = layout.ll_sum_scalars + RideBytes(shape.top_k);
     layout.ll_sum_pitch = layout.ll_sum_tag + kWireUnitBytes;
     layout.ll_sums_send = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
     layout.ll_sums_recv = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);

@@ -134,9 +134,9 @@ struct GpuHeapLayout {
   HeapArea plan_counts;      // [2][N]: PlanHeader, i32 [E]
   uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
   uint64_t reduce_pitch = 0;
-  uint64_t reduce_rides = 0;  // f32 [N - 1][T][K]
+  uint64_t reduce_scalars = 0;  // f32 [N - 1][T][K]
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
-  // tagged words (tagged_words.cuh), each block of a combine rides [T * K].
+  // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
   PushArea ll_dispatch, ll_combine;
   PushArea ht_combine;    // halves only
   uint64_t push_ids = 0;  // in a block of ll_dispatch
@@ -212,7 +212,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   layout.reduce_pitch = SpreadPitch(shape.hidden * ElemBytes(partial_type));
   layout.reduce_rows = take((num_ranks - 1) * ht_tokens * layout.reduce_pitch);
-  layout.reduce_rides = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
+  layout.reduce_scalars = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
 
   layout.plan_list = take(pairs * sizeof(int32_t));
   layout.stage_rows = take(ht_tokens * shape.hidden * ElemBytes(shape.elem_type));
@@ -243,7 +243,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
     return area;
   };
   const uint64_t ll_tokens = shape.ll_tokens;
-  const uint64_t ll_rides_bytes = AlignUp(ll_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
+  const uint64_t ll_scalars_bytes =
+      AlignUp(ll_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
   constexpr uint64_t kTaggedBytes = sizeof(uint64_t);
   const uint64_t ll_words_bytes = AlignUp(ll_tokens * shape.top_k * kTaggedBytes, kRowAlignBytes);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
@@ -251,7 +252,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.push_weights = layout.push_ids + ll_words_bytes;
   layout.ll_dispatch =
       take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
-  layout.ll_combine = take_pushed(ll_tokens, ll_rides_bytes, layout.reduce_pitch);
+  layout.ll_combine = take_pushed(ll_tokens, ll_scalars_bytes, layout.reduce_pitch);
   layout.ht_combine =
       take_pushed(ht_tokens, ht_tokens * shape.top_k * sizeof(float), layout.reduce_pitch);
   layout.dispatch_stage_weights = AlignUp(ht_tokens * row_bytes, kRowAlignBytes);

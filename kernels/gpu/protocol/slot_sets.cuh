@@ -97,7 +97,7 @@ __device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Ope
 
 // Threads of one block. Says to all peers that this rank has read the sets of the kind up to the
 // operation `done`.
-__device__ inline void SayConsumed(const DeviceRank& rank, SetKind kind, uint64_t done) {
+__device__ inline void SignalConsumed(const DeviceRank& rank, SetKind kind, uint64_t done) {
   if (done == 0) return;
   BlockSignalMates(rank, ConsumedOffset(rank, kind), ReadFlag(done));
 }
@@ -120,8 +120,8 @@ __device__ inline void BeginSetOperation(const DeviceRank& rank, Operation opera
 }
 // All threads of every block, behind a SyncBlock after that. In the first block, since peers wait
 // for it, its last warp, so that those with rows do not wait for the release.
-__device__ inline void SayWhatWasRead(const DeviceRank& rank, SetKind kind, Part part) {
-  if (blockIdx.x != 0 || WarpId() != blockDim.x / kWarpSize - 1 || part == Part::kDone) return;
+__device__ inline void SignalLastRead(const DeviceRank& rank, SetKind kind, CallPart part) {
+  if (blockIdx.x != 0 || WarpId() != blockDim.x / kWarpSize - 1 || part == CallPart::kDone) return;
   const uint64_t done = StateOf(rank, kind)->last_done;
   for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank) && done != 0;
        peer += kWarpSize) {
@@ -155,13 +155,13 @@ struct BlockCall {
 };
 
 // All threads of every block: begins an operation with a set. epoch_in: of a done.
-__device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, Part part,
+__device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, CallPart part,
                                  Operation operation, const int32_t* epoch_in, bool is_sender,
                                  BlockCall& call) {
   if (threadIdx.x == kSlotWarp * kWarpSize) {
     const bool has_failed = HasFailed(rank);
-    call.slot = part == Part::kDone ? FindOpenSet(rank, kind, operation, *epoch_in)
-                                    : FindFreeSet(rank, kind, operation);
+    call.slot = part == CallPart::kDone ? FindOpenSet(rank, kind, operation, *epoch_in)
+                                        : FindFreeSet(rank, kind, operation);
     if (has_failed) call.slot.is_ok = 0;  // one answer for the whole block
   }
   BeginSetOperation(rank, operation);
@@ -170,27 +170,28 @@ __device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, Part part
     if (LaneId() == 0) call.read_by_mates = read;
   }
   SyncBlock();
-  if (call.slot.is_ok != 0) SayWhatWasRead(rank, kind, part);
+  if (call.slot.is_ok != 0) SignalLastRead(rank, kind, part);
 }
 
-// All threads of the block; `word` is shared. True: the set may be written at every mate.
+// All threads of the block; `shared_flag` is in shared memory. True: the set may be written at
+// every mate.
 __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
-                                    const BlockCall& call, uint32_t* word) {
+                                    const BlockCall& call, uint32_t* shared_flag) {
   if (call.slot.reusable_at <= call.read_by_mates) return true;
   return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
-                        ReadFlag(call.slot.reusable_at), word);
+                        ReadFlag(call.slot.reusable_at), shared_flag);
 }
 
 // One thread of the last block, at the end of the operation `sequence` with a set.
-__device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, Part part,
+__device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, CallPart part,
                                  const CallSlot& slot, uint64_t sequence) {
   if (slot.is_ok == 0) return;
   SetState* state = StateOf(rank, kind);
   SlotSet& set = state->sets[slot.set];
   set.started = slot.started;
   set.program = slot.program;
-  set.is_open = part == Part::kStart ? 1 : 0;
-  if (part == Part::kStart) return;
+  set.is_open = part == CallPart::kStart ? 1 : 0;
+  if (part == CallPart::kStart) return;
   set.done = sequence;
   state->last_done = sequence;
 }

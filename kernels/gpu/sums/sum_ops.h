@@ -1,12 +1,12 @@
-// What the scout of a combine tells the summers (combine_rows_in_bulk.cu).
+// What the scheduler of a combine tells the reducers (combine_rows_in_bulk.cu).
 #pragma once
 
 #include <cstdint>
 
 namespace jax_ep::gpu::team {
 
-// What summers do with a row, and after the last one of a sum, in this order. The number of 16-byte
-// words of the row's type that the piece has is in the upper half.
+// What reducers do with a row, and after the last one of a sum, in this order. The number of
+// 16-byte words of the row's type that the piece has is in the upper half.
 enum SumOps : uint32_t {
   kHasRow = 1u << 0,      // weighted row of this rank, or a partial that is like one of weight 1
   kHasPartial = 1u << 1,  // partial of another type

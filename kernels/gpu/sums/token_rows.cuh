@@ -12,7 +12,7 @@
 namespace jax_ep::gpu {
 
 // The local rows of one token of one source, ascending. In shared memory, one per warp.
-struct LocalRows {
+struct TokenRows {
   int32_t by_k[kMaxTopK];  // row of pair k, kNoRow if it has none here
   int32_t rows[kMaxTopK];
   float weights[kMaxTopK];
@@ -21,7 +21,7 @@ struct LocalRows {
 // One warp. Number of local rows.
 template <typename Params>
 __device__ uint32_t FindRows(const Params& params, const RowIndex& index, uint32_t source,
-                             uint64_t token, LocalRows& local) {
+                             uint64_t token, TokenRows& local) {
   const uint32_t top_k = params.device.shape.top_k;
   SyncWarp();  // the token before has been read
   for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
@@ -46,13 +46,13 @@ __device__ uint32_t FindRows(const Params& params, const RowIndex& index, uint32
   return count;
 }
 
-// Ride of pair k at this rank, where `local` is its token.
+// Scalar of pair k at this rank, where `local` is its token.
 template <typename Params>
-__device__ inline float RideOf(const Params& params, const LocalRows& local, uint32_t k) {
+__device__ inline float ScalarOf(const Params& params, const TokenRows& local, uint32_t k) {
   if (params.layout != Layout::kRankMajor) {
-    return local.by_k[k] >= 0 ? params.ride[local.by_k[k]] : 0.0f;
+    return local.by_k[k] >= 0 ? params.pair_scalars[local.by_k[k]] : 0.0f;
   }
-  return params.ride[static_cast<uint64_t>(local.rows[0]) * params.device.shape.top_k + k];
+  return params.pair_scalars[static_cast<uint64_t>(local.rows[0]) * params.device.shape.top_k + k];
 }
 
 // Adds a row's words, weighted; the first one begins the sums.

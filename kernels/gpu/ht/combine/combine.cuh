@@ -23,17 +23,17 @@ struct CombineKernelParams {
   uint32_t max_blocks;
   int32_t rank_rows;  // slots of one rank in send_slot
   uint64_t row_bytes;
-  const std::byte* y;        // [R, H] or null
-  const float* row_weights;  // [R] or null
-  const float* ride;         // [R], rank_major [R * K], or null
-  const int32_t* send_slot;  // [T * K]
-  std::byte* out;            // [T, H] or null
-  float* ride_out;           // [T * K] or null
+  const std::byte* y;         // [R, H] or null
+  const float* row_weights;   // [R] or null
+  const float* pair_scalars;  // [R], rank_major [R * K], or null: goes back to each pair
+  const int32_t* send_slot;   // [T * K]
+  std::byte* out;             // [T, H] or null
+  float* pair_scalars_out;    // [T * K] or null
   // Bulk copies only (combine_rows_in_bulk.cu).
   uint32_t piece_elems;     // that a ring slot holds
   uint32_t partial_blocks;  // the first to start, which make partials before sums
   uint32_t num_teams;       // of a block
-  uint32_t summers;         // warps of a team that sum
+  uint32_t reducers;        // warps of a team that sum
   uint32_t group_rows;      // rows of a sum that are handed over at once, at most
   uint32_t ring_slots;      // of a team
   uint32_t slot_bytes;
@@ -68,12 +68,12 @@ __device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, ui
   StoreReleaseSys(ChunkFlagAt(device, owner, chunk), value);
 }
 
-// All threads of the block, as the last thing of the combine `sequence`; `word` is shared. True in
-// the block that comes last.
+// All threads of the block, as the last thing of the combine `sequence`; `shared_flag` is in shared
+// memory. True in the block that comes last.
 __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t sequence,
-                                     uint32_t* word) {
+                                     uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
-  if (!LastToArrive(device, word)) return false;
+  if (!LastToArrive(device, shared_flag)) return false;
   if (threadIdx.x == 0) {
     Control* control = ControlOf(device);
     CountUp(&control->combines, 1);
@@ -84,9 +84,9 @@ __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t
   }
   // What a start keeps in the heap is not asked for after a failure.
   if (HasFailed(device) && !IsInOwnHeap(device, params.out) &&
-      !IsInOwnHeap(device, params.ride_out)) {
+      !IsInOwnHeap(device, params.pair_scalars_out)) {
     PoisonBytes(params.out, params.num_tokens * params.row_bytes);
-    PoisonBytes(params.ride_out,
+    PoisonBytes(params.pair_scalars_out,
                 static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
   }
   return true;

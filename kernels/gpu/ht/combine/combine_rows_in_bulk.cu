@@ -2,17 +2,17 @@
 // what.
 //
 // A block is made of teams. A team's rows stream through a ring in shared memory, many in flight:
-//   the scout   takes chunks: partials for other owners in the order that all ranks share, or the
-//               sums of this rank's own tokens, for whose partials it waits; it writes batches of
-//               commands, one per piece of a row, in the order in which they are summed;
-//   the issuer  turns commands into bulk loads, a few rows of a sum at once, as the ring's slots
-//               become free;
-//   summers     each have their share of a piece in registers, add row after row, and store the
-//               result where the last command of a sum says;
-//   the herald  sends a chunk's flag when the summers are through with it.
+//   scheduler  takes chunks: partials for other owners in the order that all ranks share, or the
+//              sums of this rank's own tokens, for whose partials it waits; it writes batches of
+//              commands, one per piece of a row, in the order in which they are summed;
+//   loader     turns commands into bulk loads, a few rows of a sum at once, as the ring's slots
+//              become free;
+//   reducers   each have their share of a piece in registers, add row after row, and store the
+//              result where the last command of a sum says;
+//   publisher  sends a chunk's flag when the reducers have stored it.
 // The blocks that start first make partials as long as there are any, then sums; the others sums,
-// then partials. Who waits for flags has no partial in hand, and those who make them wait for
-// nobody, so every flag comes.
+// then partials. Summing waits for flags. Computing a partial never waits, and no partial that is
+// taken queues behind sums that wait, so every flag comes.
 #include <algorithm>
 
 #include "kernels/gpu/ht/combine/reducer.cuh"
@@ -30,28 +30,28 @@ template <typename Elem, typename Partial, uint32_t kLaneElems, uint32_t kDepth>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     CombineRowsInBulk(const __grid_constant__ CombineKernelParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ uint32_t word, order;
+  __shared__ uint32_t shared_flag, order;
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
-  const uint32_t team_warps = params.summers + kRoles;
+  const uint32_t team_warps = params.reducers + kRoles;
   const uint32_t warp = WarpId() % team_warps;
   TeamState& team = TeamOf(params, WarpId() / team_warps);
   InitTeam(params, team, warp, team_warps);
   // By their own order: nothing says which blocks of a grid run first.
   if (threadIdx.x == kWarpSize) order = atomicAdd(&ControlOf(device)->blocks_started, 1u);
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &word)) {
-    if (warp < params.summers) {
-      Summer<Elem, Partial, kLaneElems, kDepth>(params, team, warp).Run();
-    } else if (warp == params.summers) {
+                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
+    if (warp < params.reducers) {
+      Reducer<Elem, Partial, kLaneElems, kDepth>(params, team, warp).Run();
+    } else if (warp == params.reducers) {
       IssueLoads(params, team);
-    } else if (warp == params.summers + 1) {
-      Scout<Elem, Partial>(params, sequence, team, order < params.partial_blocks).Run();
+    } else if (warp == params.reducers + 1) {
+      Scheduler<Elem, Partial>(params, sequence, team, order < params.partial_blocks).Run();
     } else if (LaneId() == 0) {
       SendFlags(params, sequence, team);
     }
   }
-  FinishCombine(params, sequence, &word);
+  FinishCombine(params, sequence, &shared_flag);
 #endif
 }
 
@@ -59,7 +59,7 @@ using Kernel = void (*)(CombineKernelParams);
 
 struct Variant {
   Kernel kernel;
-  uint32_t lane_elems;  // of a piece, per lane of a summer
+  uint32_t lane_elems;  // of a piece, per lane of a reducer
 };
 
 // Twice the elements per lane are half the instructions that are no additions, and two teams where
@@ -82,7 +82,7 @@ Variant VariantOf(const GroupShape& shape) {
 }
 
 // Blocks that make partials first; a quarter at least is for the sums. More of them than fill
-// NVLink make a combine slower, not faster: measured with NVLink 4, where 12 whose summers work on
+// NVLink make a combine slower, not faster: measured with NVLink 4, where 12 whose reducers work on
 // 28 KiB at once are best (benchmarks/notes.md).
 uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once) {
   constexpr uint64_t kBytesThatFillTheWire = uint64_t{12 * 28} << 10;
@@ -112,10 +112,10 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const uint32_t num_pieces = divide_up(shape.hidden, kMaxPieceElems);
   params.piece_elems =
       static_cast<uint32_t>(AlignUp(divide_up(shape.hidden, num_pieces), kElemUnit));
-  params.summers = divide_up(params.piece_elems, warp_elems);
-  params.num_teams = std::min(kMaxWarps / (params.summers + kRoles), kMaxTeams);
-  // Summers read all their words, whatever the piece has.
-  params.slot_bytes = params.summers * warp_elems * static_cast<uint32_t>(elem_bytes);
+  params.reducers = divide_up(params.piece_elems, warp_elems);
+  params.num_teams = std::min(kMaxWarps / (params.reducers + kRoles), kMaxTeams);
+  // Reducers read all their words, whatever the piece has.
+  params.slot_bytes = params.reducers * warp_elems * static_cast<uint32_t>(elem_bytes);
   constexpr uint32_t kHeadBytes = TeamHeadBytes();
   const uint32_t share = rank.shared_bytes_per_block / params.num_teams;
   // Fewer than there are barriers, so that a group's are free when its slots are.
@@ -127,8 +127,8 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   const auto blocks = static_cast<uint32_t>(
       std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
   params.partial_blocks = PartialBlocks(
-      blocks, params.num_teams * params.summers * warp_elems * ElemBytes(shape.elem_type));
-  const uint32_t num_threads = params.num_teams * (params.summers + kRoles) * kWarpSize;
+      blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type));
+  const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");
 }

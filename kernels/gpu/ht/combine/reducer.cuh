@@ -9,7 +9,7 @@ namespace jax_ep::gpu::team {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // One warp: turns commands into loads. A group is what the next sum still wants, up to group_rows
-// rows, so that summers wait once for several rows and run through them without looking further.
+// rows, so that reducers wait once for several rows and run through them without looking further.
 __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& team) {
   unsigned char* ring = RingOf(team);
   RingPosition from;
@@ -23,7 +23,7 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
     const Batch& batch = team.batches[from.slot];
     const uint32_t count = batch.count;
     stops = batch.stops != 0;
-    if (batch.needs_fence != 0) FenceProxyAsync();  // what the scout acquired, in every lane
+    if (batch.needs_fence != 0) FenceProxyAsync();  // what the scheduler acquired, in every lane
     uint32_t num_rows;
     for (uint32_t first = 0; first < count; first += num_rows) {
       const uint32_t most = min(count - first, params.group_rows);
@@ -73,9 +73,9 @@ __device__ inline void IssueLoads(const CombineKernelParams& params, TeamState& 
 
 // kLaneElems: of a piece, per lane. kDepth: sums that wait in the tree over ranks, at most.
 template <typename Elem, typename Partial, uint32_t kLaneElems, uint32_t kDepth>
-class Summer {
+class Reducer {
  public:
-  __device__ Summer(const CombineKernelParams& params, TeamState& team, uint32_t warp)
+  __device__ Reducer(const CombineKernelParams& params, TeamState& team, uint32_t warp)
       : team_(team),
         ring_(RingOf(team)),
         slot_bytes_(params.slot_bytes),
@@ -216,7 +216,8 @@ class Summer {
 };
 
 // One thread. A release takes microseconds while the wire is busy, so it is for all tasks that are
-// summed by then: of what the summers stored, and the scout's rides, as their arrivals came before.
+// summed by then: of what the reducers stored, and the scheduler's scalars, as their arrivals came
+// before.
 __device__ inline void SendFlags(const CombineKernelParams& params, uint64_t sequence,
                                  TeamState& team) {
   const uint64_t value = FlagValue(sequence, Operation::kCombine, params.device.program);

@@ -9,13 +9,13 @@
 namespace jax_ep::gpu::team {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// The scout's warp. A lane has a pair (or two) of the tokens that it writes commands for, and what
-// it knows of the pairs after them is on its way meanwhile.
+// The scheduler's warp. A lane has a pair (or two) of the tokens that it writes commands for, and
+// what it knows of the pairs after them is on its way meanwhile.
 template <typename Elem, typename Partial>
-class Scout {
+class Scheduler {
  public:
-  __device__ Scout(const CombineKernelParams& params, uint64_t sequence, TeamState& team,
-                   bool makes_partials_first)
+  __device__ Scheduler(const CombineKernelParams& params, uint64_t sequence, TeamState& team,
+                       bool makes_partials_first)
       : params_(params),
         device_(params.device),
         sequence_(sequence),
@@ -85,7 +85,7 @@ class Scout {
     float weight;
   };
   // The pairs of a cell's token, as the cell's own pair sees them.
-  struct TokenRows {
+  struct TokenSummary {
     uint32_t count;         // rows here
     uint32_t lower;         // of them below the pair's own
     uint64_t remote;        // other ranks that hold rows of it
@@ -125,7 +125,7 @@ class Scout {
   __device__ Work NextTask(Kind kind_before) {
     uint32_t number = FromLane(number_, 0);
     if (number >= NumTasks() && !is_second_kind_) {
-      // Whoever has a partial in hand must not wait for one: not before the last sums are through.
+      // A partial that is taken must not queue behind sums that wait: those are finished first.
       if (kind_before == Kind::kSums) return {};
       kind_ = kind_ == Kind::kSums ? Kind::kPartials : Kind::kSums;
       is_second_kind_ = true;
@@ -222,10 +222,12 @@ class Scout {
       team_.holders[cell] = is_placed ? holder : -1;
     }
     SyncWarp();
-    TokenRows tokens[kLanePairs];
+    TokenSummary tokens[kLanePairs];
     const uint32_t num_all =
         is_sum ? LookAtTokens<true>(work, pairs, tokens) : LookAtTokens<false>(work, pairs, tokens);
-    if (is_sum ? params_.ride_out != nullptr : params_.ride != nullptr) WriteRides(work, tokens);
+    if (is_sum ? params_.pair_scalars_out != nullptr : params_.pair_scalars != nullptr) {
+      WriteScalars(work, tokens);
+    }
     const bool has_rows = is_sum ? params_.out != nullptr : params_.y != nullptr;
     const uint32_t num_commands = has_rows ? num_all : 0;
     const bool ends_task = !is_sum && work.ends_task;
@@ -247,13 +249,13 @@ class Scout {
   // What each pair sees of its token's. Number of commands of all tokens.
   template <bool kIsSum>
   __device__ uint32_t LookAtTokens(const Work& work, const Pair (&pairs)[kLanePairs],
-                                   TokenRows (&tokens)[kLanePairs]) const {
+                                   TokenSummary (&tokens)[kLanePairs]) const {
     uint32_t num_all = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const uint32_t first = cells_[i].token * pitch_;
       const uint32_t own = i * kWarpSize + LaneId();
-      TokenRows& token = tokens[i];
+      TokenSummary& token = tokens[i];
       token = {.is_first = true};
       const int32_t holder = kIsSum ? team_.holders[own] : -1;
       for (uint32_t cell = first; cell < first + pitch_ && cell < kBatchCommands;
@@ -309,7 +311,7 @@ class Scout {
     return HeapAt<std::byte>(device_, owner, layout.reduce_rows + place * layout.reduce_pitch);
   }
   __device__ Source SourceOfPartial(const Work& work, const Pair& pair, uint32_t i,
-                                    const TokenRows& token) const {
+                                    const TokenSummary& token) const {
     Source source;
     source.is_one = pair.row >= 0;
     if (!source.is_one) return source;
@@ -323,7 +325,7 @@ class Scout {
     return source;
   }
   __device__ Source SourceOfSum(const Work& work, const Pair& pair, uint32_t i,
-                                const TokenRows& token) const {
+                                const TokenSummary& token) const {
     Source source;
     if (!IsPair(work, cells_[i])) return source;
     const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
@@ -393,8 +395,8 @@ class Scout {
     }
   }
 
-  // Rides.
-  __device__ void WriteRides(const Work& work, const TokenRows (&tokens)[kLanePairs]) const {
+  // Scalars of pairs.
+  __device__ void WriteScalars(const Work& work, const TokenSummary (&tokens)[kLanePairs]) const {
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const Cell cell = cells_[i];
@@ -402,32 +404,34 @@ class Scout {
       const uint64_t token = FirstToken(work) + cell.token;
       const bool has_rows = tokens[i].count > 0;
       if (work.kind == Kind::kPartials) {
-        if (has_rows) *RideAt(work.owner, device_.rank, token, cell.k) = RideOf(cell);
+        if (has_rows) *ScalarAt(work.owner, device_.rank, token, cell.k) = ScalarOf(cell);
         continue;
       }
       const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
-      float ride = 0.0f;
+      float scalar = 0.0f;
       if (holder == static_cast<int32_t>(device_.rank)) {
-        if (has_rows) ride = RideOf(cell);
+        if (has_rows) scalar = ScalarOf(cell);
       } else if (holder >= 0) {
-        ride = *RideAt(device_.rank, static_cast<uint32_t>(holder), token, cell.k);
+        scalar = *ScalarAt(device_.rank, static_cast<uint32_t>(holder), token, cell.k);
       }
-      params_.ride_out[token * top_k_ + cell.k] = ride;
+      params_.pair_scalars_out[token * top_k_ + cell.k] = scalar;
     }
   }
-  __device__ float* RideAt(uint32_t owner, uint32_t holder, uint64_t token, uint32_t k) const {
+  __device__ float* ScalarAt(uint32_t owner, uint32_t holder, uint64_t token, uint32_t k) const {
     const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);
-    return HeapAt<float>(device_, owner, device_.layout.reduce_rides) +
+    return HeapAt<float>(device_, owner, device_.layout.reduce_scalars) +
            (block * device_.shape.max_tokens + token) * top_k_ + k;
   }
-  // Ride of a pair of a token with rows here.
-  __device__ float RideOf(const Cell& cell) const {
+  // Scalar of a pair of a token with rows here.
+  __device__ float ScalarOf(const Cell& cell) const {
     const int32_t* rows = team_.rows + cell.token * pitch_;
     const uint32_t k = cell.k;
-    if (params_.layout != Layout::kRankMajor) return rows[k] >= 0 ? params_.ride[rows[k]] : 0.0f;
+    if (params_.layout != Layout::kRankMajor) {
+      return rows[k] >= 0 ? params_.pair_scalars[rows[k]] : 0.0f;
+    }
     for (uint32_t other = 0; other < top_k_; ++other) {
       if (rows[other] < 0) continue;
-      return params_.ride[static_cast<uint64_t>(rows[other]) * top_k_ + k];
+      return params_.pair_scalars[static_cast<uint64_t>(rows[other]) * top_k_ + k];
     }
     return 0.0f;
   }

@@ -9,13 +9,13 @@ namespace jax_ep::gpu::team {
 
 inline constexpr uint32_t kMaxWarps = 20;
 inline constexpr uint32_t kMaxThreads = kMaxWarps * kWarpSize;
-inline constexpr uint32_t kRoles = 3;             // warps of a team besides the summers
+inline constexpr uint32_t kRoles = 3;             // warps of a team besides the reducers
 inline constexpr uint32_t kMaxPieceElems = 7168;  // of a row, that one slot of the ring holds
 inline constexpr uint32_t kMaxTeams = 4;
 inline constexpr uint32_t kMaxGroupRows = 4;
-inline constexpr uint32_t kGroups = 32;  // barriers of groups: a lane of the issuer has one
-// What a scout has written ahead nobody else can do, and at the end all wait for the last to be
-// done.
+inline constexpr uint32_t kGroups = 32;  // barriers of groups: a lane of the loader has one
+// Batches that a scheduler has written ahead no other team can do, and at the end all wait for the
+// last.
 inline constexpr uint32_t kBatches = 1;
 inline constexpr uint32_t kBatchCommands = 64;  // all pairs of a token, at least
 inline constexpr uint32_t kTasks = 32;
@@ -37,7 +37,7 @@ struct alignas(16) Command {
   uint32_t ops;
   uint32_t num_bytes;
 };
-// Commands that go from the scout to the issuer at once.
+// Commands that go from the scheduler to the loader at once.
 struct Batch {
   Command commands[kBatchCommands];
   uint32_t count;
@@ -53,9 +53,9 @@ struct Task {
 // arrival releases, a wait acquires, and unlike a release by a store an arrival does not wait for
 // loads that are still in flight.
 struct TeamState {
-  uint64_t full[kGroups], empty[kGroups];                // issuer, summers
-  uint64_t batch_full[kBatches], batch_empty[kBatches];  // scout, issuer
-  uint64_t task_summed[kTasks], task_sent[kTasks];       // summers, herald
+  uint64_t full[kGroups], empty[kGroups];                // loader, reducers
+  uint64_t batch_full[kBatches], batch_empty[kBatches];  // scheduler, loader
+  uint64_t task_summed[kTasks], task_sent[kTasks];       // reducers, publisher
   Group groups[kGroups];
   GroupWeights weights[kGroups];
   Batch batches[kBatches];
@@ -88,14 +88,14 @@ __device__ inline void InitTeam(const CombineKernelParams& params, TeamState& te
   if (LaneId() != 0) return;
   for (uint32_t i = warp; i < kGroups; i += num_warps) {
     BarrierInit(&team.full[i], kWarpArrivals);
-    BarrierInit(&team.empty[i], params.summers * kWarpArrivals);
+    BarrierInit(&team.empty[i], params.reducers * kWarpArrivals);
   }
   for (uint32_t i = warp; i < kBatches; i += num_warps) {
     BarrierInit(&team.batch_full[i], kWarpArrivals);
     BarrierInit(&team.batch_empty[i], kWarpArrivals);
   }
   for (uint32_t i = warp; i < kTasks; i += num_warps) {
-    BarrierInit(&team.task_summed[i], params.summers * kWarpArrivals);
+    BarrierInit(&team.task_summed[i], params.reducers * kWarpArrivals);
     BarrierInit(&team.task_sent[i], 1);
   }
   FenceBarrierInit();

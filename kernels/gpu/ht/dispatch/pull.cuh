@@ -161,8 +161,8 @@ class Progress {
 // what no row fills. This warp is number `warp` of `num_warps`. zero_row(row, number, total) is
 // called by the whole warp for each of its rows of padding.
 template <typename ZeroRow>
-__device__ void FillRest(const PullParams& params, uint32_t warp, uint32_t num_warps,
-                         ZeroRow&& zero_row) {
+__device__ void FillWeightsAndPadding(const PullParams& params, uint32_t warp, uint32_t num_warps,
+                                      ZeroRow&& zero_row) {
   if (!params.slice.IsFirst()) return;
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
@@ -270,9 +270,9 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 }
 #endif
 
-// All threads of the last block; `word` is shared. Tells the mates that this rank has read their
-// arrays, and waits until they have read its own. False: this rank has failed, and what it has read
-// may be anything.
+// All threads of the last block; `shared_flag` is in shared memory. Tells the mates that this rank
+// has read their arrays, and waits until they have read its own. False: this rank has failed, and
+// what it has read may be anything.
 //
 // A mate that gives up waits for nobody, and XLA reuses its arrays while this rank reads them. Its
 // tail flag may have come before that, so it says nothing of it; `peer_failed` does. The mate's
@@ -283,7 +283,8 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 // LastToArrive has acquired all arrivals (acq_rel, gpu). It need not be an acquire, since nothing
 // is read because of it; nor does it matter when the tail flags come, and it travels beside the
 // first of them.
-__device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value, uint32_t* word) {
+__device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value,
+                                     uint32_t* shared_flag) {
   if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
   if (WarpId() == 0) {
     constexpr Operation kOperation = Operation::kDispatch;
@@ -292,24 +293,25 @@ __device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value, u
                                       MatesEnd(device), kOperation, value);
     if (LaneId() == 0) {
       if (failed != 0) Fail(device, FailureKind::kPeerFailed, kOperation, failed - 1, value, 0);
-      *word = waited && failed == 0 ? 1 : 0;
+      *shared_flag = waited && failed == 0 ? 1 : 0;
     }
   }
   SyncBlock();
-  return *word != 0;
+  return *shared_flag != 0;
 }
 
-// All threads of the block, as the last thing of a kernel; `word` is shared. Sources may reuse
-// their arrays when the last slice's ends, so all ranks of the node leave that together.
+// All threads of the block, as the last thing of a kernel; `shared_flag` is in shared memory.
+// Sources may reuse their arrays when the last slice's ends, so all ranks of the node leave that
+// together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
-                                  uint32_t* word) {
+                                  uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
   if (LaneId() == 0 && num_pulled > 0) {
     CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.row_bytes);
   }
-  if (!params.slice.IsLast() || !LastToArrive(device, word)) return;
+  if (!params.slice.IsLast() || !LastToArrive(device, shared_flag)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch, device.program);
-  if (!LeaveTogether(device, value, word)) {
+  if (!LeaveTogether(device, value, shared_flag)) {
     const uint64_t rows = params.recv_rows;
     const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
     PoisonBytes(params.recv_x, rows * params.row_bytes);
@@ -321,7 +323,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
     if (params.epoch != nullptr) {
       const Operation operation = Operation::kDispatchDone;
-      UpdateSet(device, SetKind::kDispatch, Part::kDone,
+      UpdateSet(device, SetKind::kDispatch, CallPart::kDone,
                 FindOpenSet(device, SetKind::kDispatch, operation, *params.epoch), sequence);
     }
     EndOperation(device, sequence);
@@ -332,21 +334,22 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
 // but the last, which fills what no row fills, and returns the remote rows that it read.
 template <typename Pull>
 __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   const uint32_t num_warps = blockDim.x / kWarpSize - 1;
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
-      CheckRecords(params, &word)) {
+                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
+      CheckRecords(params, &shared_flag)) {
     if (WarpId() == num_warps) {
-      FillRest(params, 0, 1, [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });
+      FillWeightsAndPadding(params, 0, 1,
+                            [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });
     } else {
       num_pulled = pull(sequence, num_warps);
     }
   }
-  FinishPull(params, sequence, num_pulled, &word);
+  FinishPull(params, sequence, num_pulled, &shared_flag);
 }
 
 // Blocks of `num_warps` pulling warps that a call is worth.

@@ -20,8 +20,8 @@ constexpr uint32_t kPlainWarps = 512 / kWarpSize;    // that pull without bulk c
 constexpr uint32_t kMaxBulkWarps = 512 / kWarpSize;  // that pull with them
 // Warps that zero padding beside those: the bulk copies of so many let the stores of one through
 // too slowly, and padding was what a call took longest for (benchmarks/notes.md).
-constexpr uint32_t kRestWarps = 4;
-constexpr uint32_t kMaxThreads = (kMaxBulkWarps + kRestWarps) * kWarpSize;
+constexpr uint32_t kPaddingWarps = 4;
+constexpr uint32_t kMaxThreads = (kMaxBulkWarps + kPaddingWarps) * kWarpSize;
 
 extern __shared__ __align__(128) unsigned char shared_bytes[];
 
@@ -169,11 +169,11 @@ __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32
 __global__ void __launch_bounds__(kMaxThreads)
     PullRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ uint32_t positions[kMaxBulkWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
-  const uint32_t num_warps = blockDim.x / kWarpSize - kRestWarps;
+  const uint32_t num_warps = blockDim.x / kWarpSize - kPaddingWarps;
   const Progress progress(params, positions, num_warps);
   if (threadIdx.x < kMaxBulkWarps) positions[threadIdx.x] = 0;
   const BulkShared shared(num_warps, device.shape.top_k, params.ring_slots, params.piece_bytes);
@@ -185,23 +185,24 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
-      CheckRecords(params, &word)) {
+                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
+      CheckRecords(params, &shared_flag)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() >= num_warps) {
-      FillRest(params, WarpId() - num_warps, kRestWarps,
-               [&](uint64_t row, uint32_t number, uint32_t total) {
-                 progress.WaitFor(number, total);
-                 // Not in bulk: pulled rows keep the copy engine of the multiprocessor busy.
-                 ZeroRowByWarp(params, row);
-               });
+      FillWeightsAndPadding(params, WarpId() - num_warps, kPaddingWarps,
+                            [&](uint64_t row, uint32_t number, uint32_t total) {
+                              progress.WaitFor(number, total);
+                              // Not in bulk: pulled rows keep the copy engine of the multiprocessor
+                              // busy.
+                              ZeroRowByWarp(params, row);
+                            });
     } else if (params.recv_x != nullptr) {
       num_pulled = PullBulk(params, sequence, num_warps, shared, progress);
     }
     BulkWaitAll();
     FenceProxyAsync();  // own bulk copies, before the tail flags
   }
-  FinishPull(params, sequence, num_pulled, &word);
+  FinishPull(params, sequence, num_pulled, &shared_flag);
 #endif
 }
 #endif
@@ -223,7 +224,7 @@ const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStrea
     return BulkShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
   };
   while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
-  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + kRestWarps) * kWarpSize,
+  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + kPaddingWarps) * kWarpSize,
                    shared_bytes_of(num_warps), stream>>>(params);
   return LaunchResult("PullRowsInBulk");
 }

@@ -27,7 +27,7 @@ template <typename Elem>
 __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
     PullWeightedRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ uint32_t positions[kMaxWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
@@ -40,11 +40,11 @@ __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
   FenceProxyAsyncShared();  // the zeroes, before bulk stores read them
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &word) &&
-      CheckRecords(params, &word)) {
+                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
+      CheckRecords(params, &shared_flag)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() == num_warps) {
-      FillRest(params, 0, 1, [&](uint64_t row, uint32_t number, uint32_t total) {
+      FillWeightsAndPadding(params, 0, 1, [&](uint64_t row, uint32_t number, uint32_t total) {
         progress.WaitFor(number, total);
         ZeroRowInBulk(params, shared_bytes, row);
       });
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__((kMaxBulkWarps + 1) * kWarpSize)
       num_pulled = BulkPuller<Elem>(params, sequence, num_warps, progress).Run();
     }
   }
-  FinishPull(params, sequence, num_pulled, &word);
+  FinishPull(params, sequence, num_pulled, &shared_flag);
 #endif
 }
 #endif

@@ -26,7 +26,7 @@ struct StartParams {
 __global__ void __launch_bounds__(kThreads)
     StageDispatch(const __grid_constant__ StartParams params) {
   __shared__ CallSlot slot;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   if (threadIdx.x == 0) {
     if (blockIdx.x == 0) TakeBusyWord(device, Operation::kDispatchStart);
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(kThreads)
                     reinterpret_cast<const std::byte*>(params.weights), params.weights_bytes);
     }
   }
-  if (!LastToArrive(device, &word) || threadIdx.x != 0) return;
+  if (!LastToArrive(device, &shared_flag) || threadIdx.x != 0) return;
   *params.epoch = EpochOf(slot.started);
   ControlOf(device)->bytes_staged += params.x_bytes + params.weights_bytes;
-  UpdateSet(device, kKind, Part::kStart, slot, slot.started);
+  UpdateSet(device, kKind, CallPart::kStart, slot, slot.started);
   EndOperation(device, slot.started);
 }
 

@@ -28,44 +28,45 @@ using namespace planning;
 
 __global__ void __launch_bounds__(kThreads)
     CountPairs(const __grid_constant__ PlanKernelParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
-  if (threadIdx.x == kWarpSize) word = HasFailed(device) ? 0 : 1;  // one answer for the block
+  if (threadIdx.x == kWarpSize)
+    shared_flag = HasFailed(device) ? 0 : 1;  // one answer for the block
   SyncBlock();
-  if (word != 0) CountBlock(params);  // else the heap may be gone
-  if (!LastToArrive(device, &word) || HasFailed(device)) return;
+  if (shared_flag != 0) CountBlock(params);  // else the heap may be gone
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
   PublishCounts(params, SequenceOf(device));
 }
 
 __global__ void __launch_bounds__(kThreads)
     PlaceOwnPairs(const __grid_constant__ PlanKernelParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   ExpertTables tables(shared_ints, device.shape.num_experts);
   bool is_ok = BlockWaitPeers(device, device.layout.entry_flags, Operation::kPlan,
-                              FlagValue(sequence, Operation::kPlan, device.program), &word);
+                              FlagValue(sequence, Operation::kPlan, device.program), &shared_flag);
   if (is_ok) is_ok = BuildTables(params, sequence, tables);
   if (is_ok) {
     if (blockIdx.x < params.num_blocks) PlaceBlock(params, tables);
     if (blockIdx.x == gridDim.x - 1) WriteCounts(params, sequence, tables);
   }
-  if (!LastToArrive(device, &word) || HasFailed(device)) return;
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
   BlockSignalMates(device, device.layout.list_flags,
                    FlagValue(sequence, Operation::kPlan, device.program));
 }
 
 __global__ void __launch_bounds__(kThreads)
     FillRecvSrc(const __grid_constant__ PlanKernelParams params) {
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (BlockWaitPeers(device, device.layout.list_flags, Operation::kPlan,
-                     FlagValue(sequence, Operation::kPlan, device.program), &word)) {
+                     FlagValue(sequence, Operation::kPlan, device.program), &shared_flag)) {
     params.layout == Layout::kRankMajor ? FillRankMajor(params) : FillFromLists(params);
   }
-  if (!LastToArrive(device, &word)) return;
+  if (!LastToArrive(device, &shared_flag)) return;
   if (HasFailed(device)) {
     PoisonPlan(device.shape, params.layout, params.num_pairs,
                static_cast<uint64_t>(params.recv_rows), params.out);

@@ -4,10 +4,10 @@
 
 #include "kernels/gpu/ll/combine/sum_buffer.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// The partials of a piece: those of a set, and that of one rank in a room.
+// The partials of a piece: those of a set, and that of one rank in a buffer.
 template <typename T>
 class PiecePartials {
  public:
@@ -16,17 +16,17 @@ class PiecePartials {
       T::kLevels > 3 ? 1 : (T::kLevels > 2 || sizeof(typename T::PartialWord) > 16 ? 2 : 4);
   using Sums = float[kWords][T::kElems];
 
-  // holders: [N] the ranks that have one; in_room: the rank whose partial is in `room`.
-  __device__ PiecePartials(const PushCombineParams& call, uint32_t set, uint64_t token,
-                           WordRange range, uint64_t holders, uint32_t in_room,
-                           const std::byte* room)
+  // holders: [N] the ranks that have one; summed_here: the rank whose partial is in `buffer`.
+  __device__ PiecePartials(const SlotCombineParams& call, uint32_t set, uint64_t token,
+                           WordRange range, uint64_t holders, uint32_t summed_here,
+                           const std::byte* buffer)
       : call_(call),
         set_(set),
         offset_(token * call.area.pitch + uint64_t{range.begin} * sizeof(PartialWord)),
         num_words_(range.end - range.begin),
         holders_(holders),
-        in_room_(in_room),
-        room_(room) {}
+        summed_here_(summed_here),
+        buffer_(buffer) {}
 
   // One warp: the sum over ranks, to `out`.
   __device__ void WriteSum(typename T::Word* out) const {
@@ -87,8 +87,8 @@ class PiecePartials {
   __device__ void Load(uint32_t rank, uint32_t word, PartialWord (&words)[kWords]) const {
     const DeviceRank& device = call_.device;
     const bool is_here = (holders_ >> rank & 1) != 0;
-    const std::byte* from = room_;
-    if (is_here && rank != in_room_) {
+    const std::byte* from = buffer_;
+    if (is_here && rank != summed_here_) {
       from = OwnHeapAt<std::byte>(device, call_.area.blocks.At(set_, rank) + call_.area.rows) +
              offset_;
     }
@@ -106,50 +106,52 @@ class PiecePartials {
     }
   }
 
-  const PushCombineParams& call_;
+  const SlotCombineParams& call_;
   uint32_t set_;
   uint64_t offset_;  // of the piece, among a block's rows
   uint32_t num_words_;
   uint64_t holders_;
-  uint32_t in_room_;
-  const std::byte* room_;
+  uint32_t summed_here_;
+  const std::byte* buffer_;
 };
 
 template <typename T>
 class LlCombineAdder {
  public:
-  __device__ LlCombineAdder(const LlCombineParams& params, const ItemDeal& deal,
+  __device__ LlCombineAdder(const LlCombineParams& params, const ItemPartition& partition,
                             const PairTable& table, const CallSlot& slot)
       : params_(params),
         call_(params.call),
-        deal_(deal),
+        partition_(partition),
         table_(table),
         slot_(slot),
-        in_room_(call_.part == Part::kWhole ? call_.device.rank : kNobody) {}
+        summed_here_(call_.part == CallPart::kWhole ? call_.device.rank : kNobody) {}
 
   // All threads of the block. state: of the warp.
-  __device__ void Run(RoomState& state) {
+  __device__ void Run(SumBufferState& state) {
     const DeviceRank& device = call_.device;
     const uint32_t top_k = device.shape.top_k;
-    const uint32_t num_units = deal_.CountOf(call_.num_tokens) * call_.pieces.count;
-    SumRoom<T> room(params_, WarpId(), params_.add_room_bytes, state);
+    const uint32_t num_units = partition_.CountOf(call_.num_tokens) * call_.pieces.count;
+    SumBuffer<T> buffer(params_, WarpId(), params_.add_buffer_bytes, state);
     for (uint32_t unit = WarpId(); unit < num_units; unit += kWarps) {
       const uint32_t number = params_.by_pieces.Quotient(unit);
       const uint32_t piece = params_.by_pieces.Remainder(unit);
-      const uint64_t token = deal_.ItemAt(number);
+      const uint64_t token = partition_.ItemAt(number);
       int32_t slot_of_pair = kNoRow;
       if (LaneId() < top_k) slot_of_pair = call_.send_slot[token * top_k + LaneId()];
       const WordRange range = WordsOf(call_.pieces, piece, call_.row_words);
-      room.Begin(ItemRows(table_, number, top_k), range);
+      buffer.Begin(ItemRows(table_, number, top_k), range);
       const uint32_t holder = HolderOf(slot_of_pair);
-      const uint64_t holders = HoldersOf(holder, room.rows().count > 0);
-      room.Finish();
+      const uint64_t holders = HoldersOf(holder, buffer.rows().count > 0);
+      buffer.Finish();
       SyncWarp();  // the sum is read by other lanes than have written it
       if (unit == WarpId() && !WaitBegun()) return;
       if (!WaitPieces(holders, token, piece)) return;
-      if (piece == 0 && call_.ride_out != nullptr) WriteRide(token, holder, room.rows());
+      if (piece == 0 && call_.pair_scalars_out != nullptr) {
+        WriteScalar(token, holder, buffer.rows());
+      }
       auto* out = reinterpret_cast<typename T::Word*>(call_.out + token * call_.row_bytes);
-      PiecePartials<T>(call_, slot_.set, token, range, holders, in_room_, room.sum())
+      PiecePartials<T>(call_, slot_.set, token, range, holders, summed_here_, buffer.sum())
           .WriteSum(out + range.begin);
       SyncWarp();  // the sum has been read
     }
@@ -164,10 +166,11 @@ class LlCombineAdder {
     const uint32_t holder = params_.by_rank_rows.Quotient(static_cast<uint32_t>(slot_of_pair));
     return holder < call_.device.shape.num_ranks ? holder : kNobody;
   }
-  // One warp. Who has the partial in its room by its rows, others by what the token's pairs say.
+  // One warp. The rank whose partial is in the buffer by its rows, others by what the token's pairs
+  // say.
   __device__ uint64_t HoldersOf(uint32_t holder, bool has_rows) const {
-    uint64_t holders = has_rows ? uint64_t{1} << in_room_ : 0;
-    if (holder != kNobody && holder != in_room_) holders |= uint64_t{1} << holder;
+    uint64_t holders = has_rows ? uint64_t{1} << summed_here_ : 0;
+    if (holder != kNobody && holder != summed_here_) holders |= uint64_t{1} << holder;
     return WarpOr(holders);
   }
   __device__ uint64_t Value() const { return StartFlag(slot_, call_.start_operation); }
@@ -181,7 +184,7 @@ class LlCombineAdder {
     const DeviceRank& device = call_.device;
     bool is_ok = true;
     for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
-      if ((holders >> peer & 1) == 0 || peer == in_room_) continue;
+      if ((holders >> peer & 1) == 0 || peer == summed_here_) continue;
       const uint64_t flag = PieceFlag(call_.area, slot_.set, peer, token, piece);
       is_ok &=
           WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call_.operation, Value());
@@ -189,29 +192,29 @@ class LlCombineAdder {
     return AllHaveWaited(is_ok);
   }
   // One warp, where the token's first piece is.
-  __device__ void WriteRide(uint64_t token, uint32_t holder, const ItemRows& rows) const {
+  __device__ void WriteScalar(uint64_t token, uint32_t holder, const ItemRows& rows) const {
     const DeviceRank& device = call_.device;
     const uint32_t top_k = device.shape.top_k;
     const uint64_t cell = token * top_k + LaneId();
-    float ride = 0.0f;
-    if (call_.ride != nullptr && rows.count > 0) {
-      const float own = rows.Ride(call_);
-      if (holder == in_room_) ride = own;
+    float scalar = 0.0f;
+    if (call_.pair_scalars != nullptr && rows.count > 0) {
+      const float own = rows.PairScalar(call_);
+      if (holder == summed_here_) scalar = own;
     }
     if (LaneId() >= top_k) return;
-    if (holder != kNobody && holder != in_room_) {
-      ride = OwnHeapAt<float>(device, call_.area.blocks.At(slot_.set, holder))[cell];
+    if (holder != kNobody && holder != summed_here_) {
+      scalar = OwnHeapAt<float>(device, call_.area.blocks.At(slot_.set, holder))[cell];
     }
-    call_.ride_out[cell] = ride;
+    call_.pair_scalars_out[cell] = scalar;
   }
 
   const LlCombineParams& params_;
-  const PushCombineParams& call_;
-  const ItemDeal& deal_;
+  const SlotCombineParams& call_;
+  const ItemPartition& partition_;
   const PairTable& table_;
   const CallSlot& slot_;
-  uint32_t in_room_;  // whose partials are summed here: this rank's, or nobody's
+  uint32_t summed_here_;  // whose partials are summed here: this rank's, or nobody's
 };
 #endif
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

@@ -11,17 +11,17 @@
 #include "kernels/gpu/device/round_flags.cuh"
 #include "kernels/gpu/lanes/slot_combine.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
-// Shared memory of a block: the table, then each warp's room.
+// Shared memory of a block: the table, then each warp's buffer.
 struct LlCombineParams {
-  PushCombineParams call;
+  SlotCombineParams call;
   uint32_t table_bytes;
-  uint32_t num_send_warps;   // of a sending block
-  uint32_t sum_bytes;        // of a room: a piece of a partial
-  uint32_t send_room_bytes;  // of a sending block's warp
-  uint32_t add_room_bytes;   // of an adding block's warp
-  Divisor by_source_codes;   // of recv_src: the codes of a source
+  uint32_t num_send_warps;     // of a sending block
+  uint32_t sum_bytes;          // of a buffer: a piece of a partial
+  uint32_t send_buffer_bytes;  // of a sending block's warp
+  uint32_t add_buffer_bytes;   // of an adding block's warp
+  Divisor by_source_codes;     // of recv_src: the codes of a source
   Divisor by_top_k;
   Divisor by_pieces;
   Divisor by_owners;
@@ -32,12 +32,12 @@ struct LlCombineParams {
 extern __shared__ __align__(128) std::byte ll_combine_shared[];
 
 // Ranks that a call pushes partials to: a whole one needs none of its own.
-__host__ __device__ inline uint32_t NumOwners(const PushCombineParams& call) {
-  return call.device.shape.num_ranks - (call.part == Part::kWhole ? 1 : 0);
+__host__ __device__ inline uint32_t NumOwners(const SlotCombineParams& call) {
+  return call.device.shape.num_ranks - (call.part == CallPart::kWhole ? 1 : 0);
 }
 
 // Which items a block has of those that all blocks of its role have.
-struct ItemDeal {
+struct ItemPartition {
   const Divisor& by_blocks;
   uint32_t num_blocks;
   uint32_t block;
@@ -89,15 +89,16 @@ struct ItemRows {
     }
   }
 
-  // The ride of the lane's pair at this rank; the item has rows, the call has rides.
-  __device__ float Ride(const PushCombineParams& call) const {
-    if (call.layout != Layout::kRankMajor) return row >= 0 ? call.ride[row] : 0.0f;
+  // The scalar of the lane's pair at this rank; the item has rows, the call has scalars.
+  __device__ float PairScalar(const SlotCombineParams& call) const {
+    if (call.layout != Layout::kRankMajor) return row >= 0 ? call.pair_scalars[row] : 0.0f;
     const uint32_t top_k = call.device.shape.top_k;
     const LaneMask first = Ballot(row >= 0 && lower == 0);
     const int32_t first_row =
         FromLane(row, static_cast<uint32_t>(__ffs(static_cast<int>(first))) - 1);
-    return LaneId() < top_k ? call.ride[static_cast<uint64_t>(first_row) * top_k + LaneId()] : 0.0f;
+    return LaneId() < top_k ? call.pair_scalars[static_cast<uint64_t>(first_row) * top_k + LaneId()]
+                            : 0.0f;
   }
 };
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

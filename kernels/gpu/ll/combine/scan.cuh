@@ -3,7 +3,7 @@
 
 #include "kernels/gpu/ll/combine/params.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // What recv_src says, read by all warps of a block, each a part of it through its share of the
@@ -13,11 +13,11 @@ class SrcScan {
   // `barrier`: of the warp, set up for one arrival by the lane that will load.
   __device__ SrcScan(const LlCombineParams& params, uint64_t* barrier)
       : recv_src_(params.call.recv_src),
-        num_rows_(params.call.part == Part::kDone ? 0
-                                                  : static_cast<uint32_t>(params.call.recv_rows)),
+        num_rows_(
+            params.call.part == CallPart::kDone ? 0 : static_cast<uint32_t>(params.call.recv_rows)),
         quads_(reinterpret_cast<int4*>(ll_combine_shared + params.table_bytes +
-                                       WarpId() * params.add_room_bytes)),
-        most_rows_(min(params.add_room_bytes / static_cast<uint32_t>(sizeof(int32_t)) / kStep,
+                                       WarpId() * params.add_buffer_bytes)),
+        most_rows_(min(params.add_buffer_bytes / static_cast<uint32_t>(sizeof(int32_t)) / kStep,
                        kMostSteps) *
                    kStep),
         barrier_(barrier) {
@@ -54,7 +54,7 @@ class SrcScan {
       }
       begin_ += num_rows;
       if (end_ - begin_ < kQuad) break;
-      SyncWarp();  // the room has been read
+      SyncWarp();  // the buffer has been read
       Load();
     }
     // What is no whole unit of bulk copies.
@@ -91,4 +91,4 @@ class SrcScan {
 };
 #endif
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

@@ -6,36 +6,36 @@
 
 #include "kernels/gpu/ll/combine/sum_buffer.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 template <typename T>
 class LlCombineSender {
  public:
-  __device__ LlCombineSender(const LlCombineParams& params, const ItemDeal& deal,
+  __device__ LlCombineSender(const LlCombineParams& params, const ItemPartition& partition,
                              const PairTable& table, const CallSlot& slot,
                              RoundFlags<kWarps>& flags)
       : params_(params),
         call_(params.call),
-        deal_(deal),
+        partition_(partition),
         table_(table),
         slot_(slot),
         flags_(flags),
-        num_units_(deal.CountOf(NumItems(call_)) * call_.pieces.count),
+        num_units_(partition.CountOf(NumItems(call_)) * call_.pieces.count),
         num_rounds_((num_units_ + params.num_send_warps - 1) / params.num_send_warps) {}
 
-  __device__ static uint32_t NumItems(const PushCombineParams& call) {
+  __device__ static uint32_t NumItems(const SlotCombineParams& call) {
     return call.num_tokens * NumOwners(call);
   }
   // Of a token of an owner; tokens first.
-  __device__ static uint32_t ItemOf(const PushCombineParams& call, uint32_t owner, uint32_t token) {
+  __device__ static uint32_t ItemOf(const SlotCombineParams& call, uint32_t owner, uint32_t token) {
     const uint32_t first = FirstOwner(call);
     const uint32_t num_ranks = call.device.shape.num_ranks;
     return token * NumOwners(call) + (owner >= first ? owner : owner + num_ranks) - first;
   }
 
   // All threads of the block. state: of the warp.
-  __device__ void Run(RoomState& state) {
+  __device__ void Run(SumBufferState& state) {
     const uint32_t warp = WarpId();
     if (warp < params_.num_send_warps) {
       SendPieces(state);
@@ -51,7 +51,7 @@ class LlCombineSender {
 
  private:
   // In turn from there: this rank last, if it pushes to itself.
-  __device__ static uint32_t FirstOwner(const PushCombineParams& call) {
+  __device__ static uint32_t FirstOwner(const SlotCombineParams& call) {
     return call.device.rank + 1;
   }
   // A piece of an item.
@@ -66,7 +66,7 @@ class LlCombineSender {
     const uint32_t unit = round * params_.num_send_warps + warp;
     const uint32_t num_ranks = call_.device.shape.num_ranks;
     const uint32_t number = params_.by_pieces.Quotient(unit);
-    const uint32_t item = deal_.ItemAt(number);
+    const uint32_t item = partition_.ItemAt(number);
     const uint32_t owner = FirstOwner(call_) + params_.by_owners.Remainder(item);
     return {.number = number,
             .owner = owner < num_ranks ? owner : owner - num_ranks,
@@ -77,39 +77,39 @@ class LlCombineSender {
     return WordsOf(call_.pieces, unit.piece, call_.row_words);
   }
 
-  __device__ void SendPieces(RoomState& state) {
-    SumRoom<T> room(params_, WarpId(), params_.send_room_bytes, state);
+  __device__ void SendPieces(SumBufferState& state) {
+    SumBuffer<T> buffer(params_, WarpId(), params_.send_buffer_bytes, state);
     if (LaneId() == 0) FenceProxyAsync();  // the wait for the set's readers, before bulk stores
     RingPosition handed;
-    Begin(0, room);
+    Begin(0, buffer);
     for (uint32_t round = 0; round < num_rounds_; ++round) {
-      const bool is_sent = room.rows().count > 0;
-      room.Finish();
-      if (is_sent) Store(UnitOf(round, WarpId()), room);
-      Begin(round + 1, room);
+      const bool is_sent = buffer.rows().count > 0;
+      buffer.Finish();
+      if (is_sent) Store(UnitOf(round, WarpId()), buffer);
+      Begin(round + 1, buffer);
       if (LaneId() == 0) {
         BulkWaitAll();  // what this thread's copies have written is as if it had stored it
         flags_.HandOver(handed, is_sent ? 1 : 0);
       }
-      SyncWarp();  // the room's sum can be written again
+      SyncWarp();  // the buffer's sum can be written again
     }
   }
-  __device__ void Begin(uint32_t round, SumRoom<T>& room) const {
+  __device__ void Begin(uint32_t round, SumBuffer<T>& buffer) const {
     const bool is_unit = round * params_.num_send_warps + WarpId() < num_units_;
     const Unit unit = UnitOf(round, WarpId());
     const uint32_t top_k = call_.device.shape.top_k;
-    room.Begin(is_unit ? ItemRows(table_, unit.number, top_k) : ItemRows(), RangeOf(unit));
+    buffer.Begin(is_unit ? ItemRows(table_, unit.number, top_k) : ItemRows(), RangeOf(unit));
   }
-  // One warp: sends what is in the room.
-  __device__ void Store(const Unit& unit, const SumRoom<T>& room) const {
+  // One warp: sends what is in the buffer.
+  __device__ void Store(const Unit& unit, const SumBuffer<T>& buffer) const {
     const DeviceRank& device = call_.device;
     const PushArea& area = call_.area;
     auto* block = HeapAt<std::byte>(device, unit.owner, area.blocks.At(slot_.set, device.rank));
-    if (unit.piece == 0 && call_.ride != nullptr) {
+    if (unit.piece == 0 && call_.pair_scalars != nullptr) {
       const uint32_t top_k = device.shape.top_k;
-      auto* rides = reinterpret_cast<float*>(block) + static_cast<uint64_t>(unit.token) * top_k;
-      const float ride = room.rows().Ride(call_);
-      if (LaneId() < top_k) rides[LaneId()] = ride;
+      auto* scalars = reinterpret_cast<float*>(block) + static_cast<uint64_t>(unit.token) * top_k;
+      const float scalar = buffer.rows().PairScalar(call_);
+      if (LaneId() < top_k) scalars[LaneId()] = scalar;
     }
     FenceProxyAsyncShared();
     SyncWarp();
@@ -118,7 +118,7 @@ class LlCombineSender {
     constexpr uint32_t kBytes = sizeof(typename T::PartialWord);
     BulkStore(
         block + area.rows + unit.token * area.pitch + static_cast<uint64_t>(range.begin) * kBytes,
-        room.sum(), (range.end - range.begin) * kBytes);
+        buffer.sum(), (range.end - range.begin) * kBytes);
     BulkCommit();
   }
 
@@ -136,8 +136,8 @@ class LlCombineSender {
   }
 
   const LlCombineParams& params_;
-  const PushCombineParams& call_;
-  const ItemDeal& deal_;
+  const SlotCombineParams& call_;
+  const ItemPartition& partition_;
   const PairTable& table_;
   const CallSlot& slot_;
   RoundFlags<kWarps>& flags_;
@@ -146,4 +146,4 @@ class LlCombineSender {
 };
 #endif
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

@@ -3,27 +3,27 @@
 
 #include "kernels/gpu/ll/combine/params.cuh"
 
-namespace jax_ep::gpu::slots {
+namespace jax_ep::gpu::slot_combine {
 
-// What a room has outside of its bytes, in shared memory as well.
-struct RoomState {
+// What a buffer has outside of its bytes, in shared memory as well.
+struct SumBufferState {
   uint64_t loaded;           // mbarrier, of one arrival
-  float weights[kWarpSize];  // of the rows in the room
+  float weights[kWarpSize];  // of the rows in the buffer
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-// One warp's room: a sum, and the rows that it is made of, a range of their words. If there is not
-// room for that, in steps; rows of the first one are on their way between Begin and Finish.
+// One warp's buffer: a sum, and the rows that it is made of, a range of their words. If they do not
+// fit, in steps; rows of the first one are on their way between Begin and Finish.
 template <typename T>
-class SumRoom {
+class SumBuffer {
  public:
-  __device__ SumRoom(const LlCombineParams& params, uint32_t number, uint32_t room_bytes,
-                     RoomState& state)
+  __device__ SumBuffer(const LlCombineParams& params, uint32_t number, uint32_t buffer_bytes,
+                       SumBufferState& state)
       : call_(&params.call),
         state_(&state),
-        sum_(ll_combine_shared + params.table_bytes + number * room_bytes),
+        sum_(ll_combine_shared + params.table_bytes + number * buffer_bytes),
         row_bytes_(sum_ + params.sum_bytes),
-        num_words_((room_bytes - params.sum_bytes) / static_cast<uint32_t>(sizeof(Word))) {}
+        num_words_((buffer_bytes - params.sum_bytes) / static_cast<uint32_t>(sizeof(Word))) {}
 
   __device__ const ItemRows& rows() const { return rows_; }
   // A piece of a partial, once it is finished.
@@ -41,7 +41,7 @@ class SumRoom {
     if (rows.row >= 0) state_->weights[rows.lower] = weight;
     SyncWarp();
   }
-  // Leaves the room without rows to load.
+  // Leaves the buffer without rows to load.
   __device__ void Finish() {
     if (rows_.count == 0) return;
     for (uint32_t begin = range_.begin;;) {
@@ -98,8 +98,8 @@ class SumRoom {
     }
   }
 
-  const PushCombineParams* call_;
-  RoomState* state_;
+  const SlotCombineParams* call_;
+  SumBufferState* state_;
   std::byte* sum_;
   std::byte* row_bytes_;
   uint32_t num_words_;  // of all rows together
@@ -110,4 +110,4 @@ class SumRoom {
 };
 #endif
 
-}  // namespace jax_ep::gpu::slots
+}  // namespace jax_ep::gpu::slot_combine

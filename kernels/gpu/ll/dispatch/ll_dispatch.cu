@@ -26,7 +26,7 @@ template <typename Rows>
 __global__ void __launch_bounds__(kThreads, 1)
     LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
   __shared__ BlockCall call;
-  __shared__ uint32_t word;
+  __shared__ uint32_t shared_flag;
   __shared__ ItemRows items[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
       Receive<Rows>(params, slot, items);
-    } else if (WaitReusable(device, kKind, params.operation, call, &word)) {
+    } else if (WaitReusable(device, kKind, params.operation, call, &shared_flag)) {
       has_sent = true;
       if (!sends_in_bulk) Send<typename Rows::Word>(params, slot);
     }
@@ -53,17 +53,17 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
 #endif
-  if (!LastToArrive(device, &word)) return;
+  if (!LastToArrive(device, &shared_flag)) return;
   if (threadIdx.x == 0) {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-    if (params.part != Part::kStart) CountUp(&ControlOf(device)->dispatches, 1);
+    if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
     UpdateSet(device, kKind, params.part, slot, sequence);
     EndOperation(device, sequence);
   }
   if (HasFailed(device)) {
-    if (params.part != Part::kStart) Poison(params);
-  } else if (params.part == Part::kDone) {
-    SayConsumed(device, kKind, sequence);
+    if (params.part != CallPart::kStart) Poison(params);
+  } else if (params.part == CallPart::kDone) {
+    SignalConsumed(device, kKind, sequence);
   }
 }
 
@@ -120,9 +120,9 @@ uint32_t BulkRowsOf(const RankHandle& rank, uint64_t other_bytes, uint32_t most)
   const GroupShape& shape = rank.device.shape;
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   if (!rank.use_bulk_copies || row_bytes % kWireUnitBytes != 0) return 0;
-  const uint64_t room = MostSharedBytes(rank);
-  if (room < other_bytes) return 0;
-  return static_cast<uint32_t>(std::min<uint64_t>((room - other_bytes) / row_bytes, most));
+  const uint64_t available = MostSharedBytes(rank);
+  if (available < other_bytes) return 0;
+  return static_cast<uint32_t>(std::min<uint64_t>((available - other_bytes) / row_bytes, most));
 }
 constexpr uint32_t kMostSendWarps = 4;
 uint32_t SendWarpsOf(const RankHandle& rank) {
@@ -162,15 +162,16 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
 }
 
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                             Part part, const int32_t* epoch_in, int32_t* epoch_out,
+                             CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
                              cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_network = shape.num_nodes() > 1;
-  if (has_network && part == Part::kWhole) {
+  if (has_network && part == CallPart::kWhole) {
     int32_t* epoch = WholeEpochOf(rank);
-    const char* error = LaunchLlDispatch(rank, plan, call, Part::kStart, nullptr, epoch, stream);
+    const char* error =
+        LaunchLlDispatch(rank, plan, call, CallPart::kStart, nullptr, epoch, stream);
     if (error != nullptr) return error;
-    return LaunchLlDispatch(rank, plan, call, Part::kDone, epoch, nullptr, stream);
+    return LaunchLlDispatch(rank, plan, call, CallPart::kDone, epoch, nullptr, stream);
   }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const auto is_aligned = [](const void* array) {
@@ -194,12 +195,12 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                 .given_slots = call.send_slot.data(),
                                 .epoch_in = epoch_in,
                                 .epoch_out = epoch_out};
-  const bool is_start = part == Part::kStart;
-  params.operation = part == Part::kWhole ? Operation::kLlDispatch
-                     : is_start           ? Operation::kLlDispatchStart
-                                          : Operation::kLlDispatchDone;
+  const bool is_start = part == CallPart::kStart;
+  params.operation = part == CallPart::kWhole ? Operation::kLlDispatch
+                     : is_start               ? Operation::kLlDispatchStart
+                                              : Operation::kLlDispatchDone;
   params.start_operation =
-      part == Part::kWhole ? Operation::kLlDispatch : Operation::kLlDispatchStart;
+      part == CallPart::kWhole ? Operation::kLlDispatch : Operation::kLlDispatchStart;
   params.has_rows = is_start ? call.x != nullptr : call.recv_x != nullptr;
   params.has_weights = is_start ? !call.weights.empty() : !call.recv_weights.empty();
   LlPlanParams& planner = params.plan;
@@ -239,7 +240,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
         .weights = params.has_weights ? params.weights : nullptr};
     if (const char* error = LaunchSendRecords(rank, records, stream)) return error;
   }
-  if (has_network && part == Part::kDone) {
+  if (has_network && part == CallPart::kDone) {
     const TakeRecordsParams records{.device = rank.device,
                                     .operation = params.operation,
                                     .start_operation = params.start_operation,
@@ -250,8 +251,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
-  const uint64_t num_dests = shape.num_ranks - (part == Part::kWhole ? 1 : 0);
-  if (is_vectorised && part == Part::kWhole && num_dests > 0) {
+  const uint64_t num_dests = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
+  if (is_vectorised && part == CallPart::kWhole && num_dests > 0) {
     params.num_bulk_warps = SendWarpsOf(rank);
   }
   const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
@@ -279,21 +280,22 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const uint32_t most_senders = std::max(rank.ll_blocks * kSendShare / kShares, 1u);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
-  params.has_clerk = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
-  const uint32_t num_clerks = params.has_clerk ? 1 : 0;
+  params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
+  const uint32_t num_totals_blocks = params.has_totals_block ? 1 : 0;
   uint32_t blocks = 0;
   switch (part) {
-    case Part::kWhole:
+    case CallPart::kWhole:
       params.num_send_blocks = num_dests == 0 ? 1 : blocks_for(send_items, most_senders);
-      blocks = params.num_send_blocks + num_clerks +
+      blocks = params.num_send_blocks + num_totals_blocks +
                blocks_for(receive_items,
-                          std::max(rank.ll_blocks - most_senders, 1u + num_clerks) - num_clerks);
+                          std::max(rank.ll_blocks - most_senders, 1u + num_totals_blocks) -
+                              num_totals_blocks);
       break;
-    case Part::kStart:
+    case CallPart::kStart:
       params.num_send_blocks = blocks = blocks_for(send_items, rank.ll_blocks);
       break;
-    case Part::kDone:
-      blocks = num_clerks + blocks_for(receive_items, rank.ll_blocks - num_clerks);
+    case CallPart::kDone:
+      blocks = num_totals_blocks + blocks_for(receive_items, rank.ll_blocks - num_totals_blocks);
       break;
   }
   const uint32_t shared_bytes = SharedBytes(rank, params.num_bulk_warps, params.num_place_warps);

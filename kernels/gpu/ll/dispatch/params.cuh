@@ -17,13 +17,13 @@ inline constexpr SetKind kKind = SetKind::kLlDispatch;
 
 struct LlDispatchKernelParams {
   DeviceRank device;
-  Part part;
+  CallPart part;
   bool is_routed;
   bool has_rows;
   bool has_weights;
   bool zero_padding;
-  bool has_clerk;       // the first receiving block adds up the plan's totals and places nothing
-  Operation operation;  // this kernel's
+  bool has_totals_block;  // the first receiving block adds up the plan's totals and places nothing
+  Operation operation;    // this kernel's
   Operation start_operation;  // the one whose flags are waited for
   uint32_t num_send_blocks;
   uint32_t num_bulk_warps;   // of a block that send rows with bulk copies; 0: lanes store them

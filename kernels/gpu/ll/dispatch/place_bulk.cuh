@@ -9,7 +9,7 @@ namespace jax_ep::gpu::ll {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // All threads of the block.
 __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const CallSlot& slot,
-                                   const SourceWords& words, const TokenDeal& deal,
+                                   const SourceWords& words, const TokenPartition& partition,
                                    const RowIndex& index, ItemRows& item) {
   __shared__ uint64_t barriers[kWarps];
   const DeviceRank& device = params.device;
@@ -23,18 +23,18 @@ __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const C
     FenceBarrierInit();
   }
   const auto row_bytes = static_cast<uint32_t>(params.row_bytes);
-  const uint32_t own_items = deal.ItemsOf(device.shape.num_ranks * params.plan.num_tokens);
+  const uint32_t own_items = partition.ItemsOf(device.shape.num_ranks * params.plan.num_tokens);
   TokenFacts next;
   const auto load_next = [&](uint32_t number) {
     if (number >= own_items) return;
-    const auto [source, token] = deal.ItemAt(number);
+    const auto [source, token] = partition.ItemAt(number);
     next.Load(params, words, index, source, token);
   };
   load_next(warp);
   uint64_t num_remote = 0;
   uint32_t parity = 0;
   for (uint32_t number = warp; number < own_items; number += params.num_place_warps) {
-    const auto [source, token] = deal.ItemAt(number);
+    const auto [source, token] = partition.ItemAt(number);
     const TokenFacts facts = next;
     load_next(number + params.num_place_warps);
     const uint32_t num_rows = FindRows(params, index, facts.entries, item);

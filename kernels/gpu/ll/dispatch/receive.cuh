@@ -72,13 +72,13 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
                         ItemRows* items) {
   const DeviceRank& device = params.device;
   const uint32_t number = blockIdx.x - params.num_send_blocks;
-  const uint32_t num_clerks = params.has_clerk ? 1 : 0;
-  const bool is_clerk = number < num_clerks;
-  const uint32_t num_blocks = gridDim.x - params.num_send_blocks - num_clerks;
-  const TokenDeal deal{.num_ranks = device.shape.num_ranks,
-                       .num_blocks = num_blocks,
-                       .block = is_clerk ? num_blocks : number - num_clerks,
-                       .writes_totals = number == 0};
+  const uint32_t num_totals_blocks = params.has_totals_block ? 1 : 0;
+  const bool is_totals_block = number < num_totals_blocks;
+  const uint32_t num_blocks = gridDim.x - params.num_send_blocks - num_totals_blocks;
+  const TokenPartition partition{.num_ranks = device.shape.num_ranks,
+                                 .num_blocks = num_blocks,
+                                 .block = is_totals_block ? num_blocks : number - num_totals_blocks,
+                                 .writes_totals = number == 0};
   const RowIndex index(device, SequenceOf(device), params.plan.num_tokens);
   const bool is_rank_major = params.plan.layout == Layout::kRankMajor;
   using Word = typename Rows::Word;
@@ -87,12 +87,12 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
   const bool fills_aside = params.num_place_warps > 0 && !params.zero_padding;
   const auto fill_unused = [&](auto&& is_used) {
     const uint32_t first = fills_aside ? params.num_place_warps : 0;
-    if (is_rank_major || is_clerk || WarpId() < first) return;
+    if (is_rank_major || is_totals_block || WarpId() < first) return;
     const RowShare share{.num_warps = (kWarps - first) * num_blocks,
-                         .warp = (WarpId() - first) * num_blocks + deal.block};
+                         .warp = (WarpId() - first) * num_blocks + partition.block};
     FillUnused<Word>(params, share, is_used);
   };
-  if (deal.writes_totals) CheckHeaders(params, slot, words);
+  if (partition.writes_totals) CheckHeaders(params, slot, words);
   if (params.is_routed) {
     __shared__ LlPlanTotals totals;
     const auto plan = [&](auto planner) {
@@ -101,14 +101,14 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
       fill_unused([&](uint64_t row) { return planner.IsUsed(row); });
     };
     if (params.plan.num_histograms == 0) {
-      plan(LlBatchedPlanner(device, params.plan, deal, words, shared_ints));
+      plan(LlBatchedPlanner(device, params.plan, partition, words, shared_ints));
     } else {
-      plan(LlPlanner(device, params.plan, deal, words, shared_ints));
+      plan(LlPlanner(device, params.plan, partition, words, shared_ints));
     }
   } else {
     IndexRows(device, index, params.plan.num_tokens, params.plan.out.recv_src,
               static_cast<uint64_t>(params.plan.recv_rows),
-              [&](uint32_t source, uint32_t token) { return deal.IsMine(source, token); });
+              [&](uint32_t source, uint32_t token) { return partition.IsMine(source, token); });
     SyncBlock();
     fill_unused([&](uint64_t row) {
       RowPair pair;
@@ -118,12 +118,12 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (Rows::kFitBulkCopies) {
     if (params.num_place_warps > 0) {
-      PlaceInBulk(params, slot, words, deal, index, items[WarpId()]);
+      PlaceInBulk(params, slot, words, partition, index, items[WarpId()]);
       return;
     }
   }
 #endif
-  PlaceItems<Rows>(params, slot, words, deal, index, items[WarpId()]);
+  PlaceItems<Rows>(params, slot, words, partition, index, items[WarpId()]);
 }
 
 __device__ inline void Poison(const LlDispatchKernelParams& params) {

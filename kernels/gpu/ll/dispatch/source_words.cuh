@@ -53,7 +53,7 @@ class SourceWords {
 
  private:
   __device__ bool IsInPlace(uint32_t source) const {
-    return params_.part == Part::kWhole && source == params_.device.rank;
+    return params_.part == CallPart::kWhole && source == params_.device.rank;
   }
   __device__ const uint64_t* At(uint32_t source, uint64_t offset) const {
     const PushArea& area = params_.device.layout.ll_dispatch;
@@ -92,7 +92,8 @@ __host__ __device__ inline uint32_t NumWordItems(const LlDispatchKernelParams& p
 template <typename Function>
 __device__ void ForDestinations(const LlDispatchKernelParams& params, Function&& function) {
   const DeviceRank& device = params.device;
-  for (uint32_t step = params.part == Part::kStart ? 0 : 1; step < device.shape.node_size; ++step) {
+  for (uint32_t step = params.part == CallPart::kStart ? 0 : 1; step < device.shape.node_size;
+       ++step) {
     const uint32_t own = device.rank - device.node_begin;
     function(device.node_begin + (own + step) % device.shape.node_size);
   }

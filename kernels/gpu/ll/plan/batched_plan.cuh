@@ -35,10 +35,10 @@ class LlBatchedPlanner {
  public:
   // `ints`: shared memory of BatchedPlanSharedInts.
   __device__ LlBatchedPlanner(const DeviceRank& device, const LlPlanParams& params,
-                              const TokenDeal& deal, const Words& words, int32_t* ints)
+                              const TokenPartition& partition, const Words& words, int32_t* ints)
       : device_(device),
         params_(params),
-        deal_(deal),
+        partition_(partition),
         words_(words),
         num_ranks_(device.shape.num_ranks),
         experts_(device.shape.experts_per_rank()),
@@ -54,14 +54,14 @@ class LlBatchedPlanner {
   // All threads of the block. Rows of the block's tokens are in `index` afterwards.
   __device__ void Run(const RowIndex& index, LlPlanTotals& totals) {
     for (uint32_t i = threadIdx.x; i < experts_ * pitch_; i += blockDim.x) bits_[i] = 0;
-    if (deal_.writes_totals) totals.Clear();
+    if (partition_.writes_totals) totals.Clear();
     SyncBlock();
     SetBits();
     SyncBlock();
     CountBits();
     SyncBlock();
     PlaceOwnPairs(index);
-    if (!deal_.writes_totals) return;
+    if (!partition_.writes_totals) return;
     AddUp(totals);
     SyncBlock();
     totals.Write(
@@ -166,9 +166,9 @@ class LlBatchedPlanner {
   // A thread per pair of the block's tokens.
   __device__ void PlaceOwnPairs(const RowIndex& index) {
     const uint32_t num_items = num_ranks_ * params_.num_tokens;
-    const uint32_t own_items = deal_.ItemsOf(num_items);
+    const uint32_t own_items = partition_.ItemsOf(num_items);
     for (uint32_t i = threadIdx.x; i < own_items * top_k_; i += blockDim.x) {
-      const auto [source, token] = deal_.ItemAt(i / top_k_);
+      const auto [source, token] = partition_.ItemAt(i / top_k_);
       const uint32_t k = i % top_k_;
       const uint32_t cell = token * top_k_ + k;
       const int16_t* ids = ids_ + (source * params_.num_tokens + token) * top_k_;
@@ -202,7 +202,7 @@ class LlBatchedPlanner {
 
   const DeviceRank& device_;
   const LlPlanParams& params_;
-  const TokenDeal deal_;
+  const TokenPartition partition_;
   const Words& words_;
   const uint32_t num_ranks_, experts_, top_k_;
   const uint32_t source_words_, expert_words_, pitch_;

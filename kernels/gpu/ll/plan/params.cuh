@@ -20,8 +20,9 @@ struct LlPlanParams {
   PlanArrays out;
 };
 
-// (source, token) pairs are dealt to the receiving blocks in an order that interleaves sources.
-struct TokenDeal {
+// (source, token) pairs are divided among the receiving blocks, in an order that interleaves
+// sources.
+struct TokenPartition {
   uint32_t num_ranks;
   uint32_t num_blocks;
   uint32_t block;  // num_blocks: it gets none

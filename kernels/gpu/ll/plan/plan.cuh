@@ -21,11 +21,11 @@ template <typename Words>
 class LlPlanner {
  public:
   // `ints`: shared memory of LlPlanSharedInts.
-  __device__ LlPlanner(const DeviceRank& device, const LlPlanParams& params, const TokenDeal& deal,
-                       const Words& words, int32_t* ints)
+  __device__ LlPlanner(const DeviceRank& device, const LlPlanParams& params,
+                       const TokenPartition& partition, const Words& words, int32_t* ints)
       : device_(device),
         params_(params),
-        deal_(deal),
+        partition_(partition),
         words_(words),
         num_experts_(device.shape.num_experts),
         experts_(device.shape.experts_per_rank()),
@@ -45,11 +45,11 @@ class LlPlanner {
     SyncBlock();
     AddHistograms();
     FindZones();
-    if (deal_.writes_totals) totals.Clear();
+    if (partition_.writes_totals) totals.Clear();
     SyncBlock();
     ForPairs([&](const Pair& pair) { Place(pair, index, totals); });
     SyncBlock();
-    if (!deal_.writes_totals) return;
+    if (!partition_.writes_totals) return;
     const uint32_t first = device_.rank * experts_;
     totals.Write(
         device_, params_, [&](uint32_t e) { return Capacity(first + e); },
@@ -217,9 +217,9 @@ class LlPlanner {
     const bool is_kept = is_placed && pair.position < Capacity(expert);
     const uint32_t owner = is_placed ? expert / experts_ : device_.shape.num_ranks;
     const bool is_here = is_kept && owner == device_.rank;
-    if (deal_.writes_totals) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
+    if (partition_.writes_totals) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
     if (!is_here && !is_own_source && params_.layout != Layout::kRankMajor) return;
-    if (!deal_.IsMine(pair.source, token)) return;
+    if (!partition_.IsMine(pair.source, token)) return;
     const auto source_row = static_cast<int32_t>(pair.source * params_.num_tokens + token);
     if (is_own_source) {
       const auto rank_rows = static_cast<int32_t>(device_.shape.num_ranks * params_.num_tokens);
@@ -240,7 +240,7 @@ class LlPlanner {
 
   const DeviceRank& device_;
   const LlPlanParams& params_;
-  const TokenDeal deal_;
+  const TokenPartition partition_;
   const Words& words_;
   const uint32_t num_experts_, experts_, top_k_, source_pairs_;
   int32_t *demand_, *zone_, *zone_begin_, *histograms_;
