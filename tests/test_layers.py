@@ -41,8 +41,7 @@ ALLOWED_INCLUDES = {
     "kernels/gpu/memory": ("kernels/gpu/memory/", "kernels/gpu/device/"),
     "kernels/gpu/protocol": (
         "kernels/layout.h",
-        "kernels/gpu/api.h",
-        "kernels/gpu/launch_state.h",
+        r"kernels/gpu/(api|launch|launch_state)\.h$",
         "kernels/gpu/device/",
         "kernels/gpu/protocol/",
     ),

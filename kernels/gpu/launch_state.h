@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <string>
 
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/device/vendor.h"
@@ -31,15 +30,6 @@ struct RankHandle {
 // Word of the device between the start and the done that a whole call is made of in mode ll where
 // there are several nodes.
 int32_t* WholeEpochOf(const RankHandle& rank);
-
-// A text that lives until the thread's next call.
-const char* KeepText(std::string text);
-// nullptr, or what the last launch of this thread said.
-const char* LaunchResult(const char* kernel);
-
-// Allows `kernel` that much dynamic shared memory at least, as other groups of the process launch
-// it too, and loads it on the current device.
-const char* PrepareKernel(const void* kernel, uint32_t shared_bytes);
 
 // Whether the code that the current device runs has bulk copies in it. The device alone does not
 // say: a library without code for it runs what the driver makes of older PTX.
@@ -90,10 +80,5 @@ struct EntryParams {
   const int32_t* epoch;
 };
 const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream);
-
-// Checks the spans of a call: empty, or what is wrong.
-std::string CheckPlan(const GroupShape& shape, const PlanParams& params);
-std::string CheckDispatch(const GroupShape& shape, const DispatchParams& params);
-std::string CheckCombine(const GroupShape& shape, const CombineParams& params);
 
 }  // namespace jax_ep::gpu

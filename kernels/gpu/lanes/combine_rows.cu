@@ -14,8 +14,10 @@
 //   copies, combine_rows_in_bulk.cu has another CombineRows.
 #include <algorithm>
 
+#include "kernels/gpu/checks.h"
 #include "kernels/gpu/ht/combine/combine.cuh"
 #include "kernels/gpu/lanes/partial_sums.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/launchers.h"
 
@@ -168,7 +170,7 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
 const char* PrepareCombineKernels(const RankHandle& rank) {
   for (const bool is_vectorised : {false, true}) {
     const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
-    if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), 0)) return error;
+    if (const char* error = PrepareKernel(kernel, 0)) return error;
   }
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) return PrepareBulkCombineKernels(rank);
@@ -190,26 +192,22 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
                                       stream)) {
     return error;
   }
-  const auto is_aligned = [](const void* array) {
-    return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
-  };
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
   CombineKernelParams params{
       .device = rank.device,
       .layout = call.layout,
       .num_tokens = num_tokens,
-      .num_chunks = static_cast<uint32_t>((num_tokens + kChunkTokens - 1) / kChunkTokens),
+      .num_chunks = static_cast<uint32_t>(DivideUp(num_tokens, kChunkTokens)),
       .max_blocks = rank.max_blocks,
       .rank_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
-      .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
-      .pair_scalars = call.ride.empty() ? nullptr : call.ride.data(),
+      .row_weights = DataOrNull(call.row_weights),
+      .pair_scalars = DataOrNull(call.ride),
       .send_slot = call.send_slot.data(),
       .out = call.y != nullptr ? call.out : nullptr,
-      .pair_scalars_out = call.ride_out.empty() ? nullptr : call.ride_out.data()};
-  const bool is_vectorised =
-      params.row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
+      .pair_scalars_out = DataOrNull(call.ride_out)};
+  const bool is_vectorised = HasWholeWords(params.row_bytes, {call.y, call.out});
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && is_vectorised) {
@@ -217,15 +215,14 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
   }
 #endif
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
-  const auto blocks = static_cast<uint32_t>(
-      std::clamp<uint64_t>((num_tasks + kTeams - 1) / kTeams, 1, params.max_blocks));
+  const uint32_t blocks = BlocksFor(num_tasks, kTeams, params.max_blocks);
   // Far enough back that the flags of a chunk are here when its turn to be summed comes.
   constexpr uint32_t kRoundsBack = 2;
   params.lag =
       shape.num_ranks == 1
           ? 0
-          : std::min(params.num_chunks,
-                     (kRoundsBack * kTeams * blocks + shape.num_ranks - 1) / shape.num_ranks);
+          : std::min(params.num_chunks, static_cast<uint32_t>(DivideUp(
+                                            kRoundsBack * kTeams * blocks, shape.num_ranks)));
   KernelOf(shape, is_vectorised)<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("CombineRows");
 }

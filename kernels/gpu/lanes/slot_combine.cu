@@ -12,6 +12,7 @@
 
 #include "kernels/gpu/lanes/slot_combine_add.cuh"
 #include "kernels/gpu/lanes/slot_combine_send.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 
 namespace jax_ep::gpu {
@@ -70,7 +71,7 @@ struct Operations {
 const char* PrepareSlotCombineKernels(const RankHandle& rank) {
   for (const bool is_vectorised : {false, true}) {
     const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
-    if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), 0)) return error;
+    if (const char* error = PrepareKernel(kernel, 0)) return error;
   }
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) return PrepareLlCombineKernels(rank);
@@ -92,12 +93,8 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
     if (error != nullptr) return error;
     return LaunchSlotCombine(rank, call, CallPart::kDone, epoch, nullptr, stream);
   }
-  const auto is_aligned = [](const void* array) {
-    return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
-  };
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  const bool is_vectorised =
-      row_bytes % sizeof(uint4) == 0 && is_aligned(call.y) && is_aligned(call.out);
+  const bool is_vectorised = HasWholeWords(row_bytes, {call.y, call.out});
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
   // Many tokens: warps have enough to do without small pieces, each of which costs them time.
   // Measured: benchmarks/notes.md, LL.
@@ -135,12 +132,12 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
       .epoch_out = epoch_out};
   if (part != CallPart::kDone) {
     params.y = call.y;
-    params.row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data();
-    params.pair_scalars = call.ride.empty() ? nullptr : call.ride.data();
+    params.row_weights = DataOrNull(call.row_weights);
+    params.pair_scalars = DataOrNull(call.ride);
   }
   if (!is_start) {
     params.out = has_rows ? call.out : nullptr;
-    params.pair_scalars_out = call.ride_out.empty() ? nullptr : call.ride_out.data();
+    params.pair_scalars_out = DataOrNull(call.ride_out);
   }
   if (has_network && part == CallPart::kDone) {
     const TakeRecordsParams records{.device = rank.device,
@@ -166,7 +163,7 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   const uint64_t add_units = static_cast<uint64_t>(num_tokens) * params.pieces.count;
   const uint32_t most = is_ll ? rank.ll_blocks : rank.max_blocks;
   const auto blocks_for = [](uint64_t units, uint32_t limit) {
-    return static_cast<uint32_t>(std::clamp<uint64_t>((units + kWarps - 1) / kWarps, 1, limit));
+    return BlocksFor(units, kWarps, limit);
   };
   constexpr uint32_t kSendShare = 5;  // of 8 blocks
   constexpr uint32_t kShares = 8;

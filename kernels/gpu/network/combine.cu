@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/lanes/partial_sums.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/send.cuh"
 
@@ -225,11 +226,12 @@ Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
 const char* PrepareNetCombineKernels(const RankHandle& rank) {
   for (const bool is_vectorised : {false, true}) {
     const Kernels kernels = KernelsOf(rank.device.shape, is_vectorised);
-    for (const Kernel kernel : {kernels.sum_rows, kernels.send_node_sums, kernels.add_nodes}) {
-      if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), 0)) return error;
+    if (const char* error =
+            PrepareKernels(0, kernels.sum_rows, kernels.send_node_sums, kernels.add_nodes)) {
+      return error;
     }
   }
-  return PrepareKernel(reinterpret_cast<const void*>(&AwaitSums), 0);
+  return PrepareKernel(&AwaitSums, 0);
 }
 
 const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
@@ -237,10 +239,7 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
   const Kernels kernels = KernelsOf(shape, is_vectorised);
-  const auto blocks_for = [&](uint64_t items) {
-    return static_cast<uint32_t>(
-        std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, rank.max_blocks));
-  };
+  const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, rank.max_blocks); };
   const uint64_t tokens = params.num_tokens;
   const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes());
   kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);

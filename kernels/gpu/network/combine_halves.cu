@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/protocol/slot_sets.cuh"
 
@@ -90,8 +91,7 @@ __global__ void __launch_bounds__(kThreads) FetchSums(const __grid_constant__ Ha
 }  // namespace
 
 const char* PrepareNetCombineHalves(const RankHandle&) {
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&KeepSums), 0)) return error;
-  return PrepareKernel(reinterpret_cast<const void*>(&FetchSums), 0);
+  return PrepareKernels(0, &KeepSums, &FetchSums);
 }
 
 const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, CallPart part,
@@ -108,9 +108,7 @@ const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Ca
                     .pair_scalars_out = call.ride_out.data(),
                     .epoch_in = epoch_in,
                     .epoch_out = epoch_out};
-  constexpr uint64_t kBytesPerBlock = uint64_t{64} << 10;
-  const uint64_t wanted = (params.rows_bytes + params.scalars_bytes) / kBytesPerBlock;
-  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
+  const uint32_t blocks = BlocksForCopy(params.rows_bytes + params.scalars_bytes, rank.max_blocks);
   if (!is_start) {
     FetchSums<<<blocks, kThreads, 0, stream>>>(params);
     return LaunchResult("FetchSums");

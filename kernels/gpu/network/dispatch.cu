@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/send.cuh"
 #include "kernels/gpu/protocol/slot_sets.cuh"
@@ -148,8 +149,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* PrepareNetDispatchKernels(const RankHandle&) {
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&SendRows), 0)) return error;
-  return PrepareKernel(reinterpret_cast<const void*>(&AwaitRows), 0);
+  return PrepareKernels(0, &SendRows, &AwaitRows);
 }
 
 const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
@@ -170,8 +170,7 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(static_cast<uint64_t>(call.num_tokens), number, num_slices);
     if (number > 0) params.weights_bytes = 0;
-    const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(
-        (params.slice.num_chunks() + kWarps - 1) / kWarps, 1, rank.max_blocks));
+    const uint32_t blocks = BlocksFor(params.slice.num_chunks(), kWarps, rank.max_blocks);
     SendRows<<<blocks, kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("SendRows")) return error;
   }

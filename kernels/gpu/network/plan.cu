@@ -8,6 +8,7 @@
 
 #include "kernels/gpu/device/stage_copy.cuh"
 #include "kernels/gpu/ht/plan/params.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/commands.cuh"
 #include "kernels/gpu/network/launchers.h"
 
@@ -174,10 +175,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* PrepareNetPlanKernels(const RankHandle&) {
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&ExchangeCounts), 0)) {
-    return error;
-  }
-  return PrepareKernel(reinterpret_cast<const void*>(&ExchangeLists), 0);
+  return PrepareKernels(0, &ExchangeCounts, &ExchangeLists);
 }
 
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream) {

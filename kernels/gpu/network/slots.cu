@@ -7,6 +7,7 @@
 //                been read.
 #include <algorithm>
 
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/push.cuh"
@@ -222,15 +223,13 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* PrepareNetSlotKernels(const RankHandle&) {
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&SendRecords), 0)) {
-    return error;
-  }
-  return PrepareKernel(reinterpret_cast<const void*>(&TakeRecords), 0);
+  return PrepareKernels(0, &SendRecords, &TakeRecords);
 }
 
 const char* LaunchSendRecords(RankHandle& rank, const SendRecordsParams& params,
                               cudaStream_t stream) {
-  const auto blocks = std::clamp((params.num_tokens + kWarps) / kWarps, 1u, rank.ll_blocks);
+  // One more than the tokens: the head, with ids and weights.
+  const uint32_t blocks = BlocksFor(uint64_t{params.num_tokens} + 1, kWarps, rank.ll_blocks);
   SendRecords<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("SendRecords");
 }
@@ -240,7 +239,7 @@ const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& params,
   const GroupShape& shape = rank.device.shape;
   const uint32_t num_remotes = shape.num_ranks - shape.node_size;
   const uint32_t most_parts = std::max(rank.ll_blocks / num_remotes, 1u);
-  const uint32_t parts = std::clamp((params.num_tokens + kWarps - 1) / kWarps, 1u, most_parts);
+  const uint32_t parts = BlocksFor(params.num_tokens, kWarps, most_parts);
   TakeRecords<<<num_remotes * parts, kThreads, 0, stream>>>(params);
   return LaunchResult("TakeRecords");
 }

@@ -1,5 +1,6 @@
 // The end of an operation that the host could not launch whole: some of its kernels run, the one
 // that would end it never will.
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/control.cuh"
 
@@ -17,9 +18,7 @@ __global__ void AbandonOperation(const __grid_constant__ DeviceRank device,
 
 }  // namespace
 
-const char* PrepareAbandonKernel(const RankHandle&) {
-  return PrepareKernel(reinterpret_cast<const void*>(&AbandonOperation), 0);
-}
+const char* PrepareAbandonKernel(const RankHandle&) { return PrepareKernel(&AbandonOperation, 0); }
 
 const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t stream) {
   AbandonOperation<<<1, 1, 0, stream>>>(rank.device, operation);

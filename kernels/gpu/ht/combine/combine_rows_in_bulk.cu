@@ -18,6 +18,7 @@
 #include "kernels/gpu/ht/combine/reducer.cuh"
 #include "kernels/gpu/ht/combine/scheduler.cuh"
 #include "kernels/gpu/ht/combine/team.cuh"
+#include "kernels/gpu/launch.h"
 
 namespace jax_ep::gpu {
 
@@ -86,33 +87,29 @@ Variant VariantOf(const GroupShape& shape) {
 // 28 KiB at once are best (benchmarks/notes.md).
 uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once) {
   constexpr uint64_t kBytesThatFillTheWire = uint64_t{12 * 28} << 10;
-  const uint64_t that_fill = (kBytesThatFillTheWire + bytes_at_once - 1) / bytes_at_once;
+  const uint64_t that_fill = DivideUp(kBytesThatFillTheWire, bytes_at_once);
   return static_cast<uint32_t>(std::min<uint64_t>(that_fill, blocks - blocks / 4));
 }
 
 }  // namespace
 
 const char* PrepareBulkCombineKernels(const RankHandle& rank) {
-  return PrepareKernel(reinterpret_cast<const void*>(VariantOf(rank.device.shape).kernel),
-                       rank.shared_bytes_per_block);
+  return PrepareKernel(VariantOf(rank.device.shape).kernel, rank.shared_bytes_per_block);
 }
 
 const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
                               cudaStream_t stream) {
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
-  const auto divide_up = [](uint64_t value, uint64_t by) {
-    return static_cast<uint32_t>((value + by - 1) / by);
-  };
   const uint64_t elem_bytes =
       shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
   constexpr uint64_t kElemUnit = 8;  // a 16-byte word of the smallest type
   const Variant variant = VariantOf(shape);
   const uint32_t warp_elems = variant.lane_elems * kWarpSize;
-  const uint32_t num_pieces = divide_up(shape.hidden, kMaxPieceElems);
+  const uint64_t num_pieces = DivideUp(shape.hidden, kMaxPieceElems);
   params.piece_elems =
-      static_cast<uint32_t>(AlignUp(divide_up(shape.hidden, num_pieces), kElemUnit));
-  params.reducers = divide_up(params.piece_elems, warp_elems);
+      static_cast<uint32_t>(AlignUp(DivideUp(shape.hidden, num_pieces), kElemUnit));
+  params.reducers = static_cast<uint32_t>(DivideUp(params.piece_elems, warp_elems));
   params.num_teams = std::min(kMaxWarps / (params.reducers + kRoles), kMaxTeams);
   // Reducers read all their words, whatever the piece has.
   params.slot_bytes = params.reducers * warp_elems * static_cast<uint32_t>(elem_bytes);
@@ -124,8 +121,7 @@ const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
   params.group_rows = std::clamp(params.ring_slots / kFewestGroups, 1u, kMaxGroupRows);
   params.team_bytes = kHeadBytes + params.ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
-  const auto blocks = static_cast<uint32_t>(
-      std::clamp<uint64_t>(divide_up(num_tasks, params.num_teams), 1, params.max_blocks));
+  const uint32_t blocks = BlocksFor(num_tasks, params.num_teams, params.max_blocks);
   params.partial_blocks = PartialBlocks(
       blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type));
   const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/row_index.cuh"
 #include "kernels/gpu/protocol/slot_sets.cuh"
@@ -98,9 +99,7 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-const char* PrepareEntryKernels(const RankHandle&) {
-  return PrepareKernel(reinterpret_cast<const void*>(&EnterOperation), 0);
-}
+const char* PrepareEntryKernels(const RankHandle&) { return PrepareKernel(&EnterOperation, 0); }
 
 const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
@@ -131,10 +130,9 @@ const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t 
   if (params.x_bytes + params.weights_bytes > 0) {
     rank.staged_launches.fetch_add(1, std::memory_order_relaxed);
   }
-  constexpr uint64_t kBytesPerBlock = uint64_t{64} << 10;
-  const uint64_t wanted = std::max((call.recv_rows + kThreads - 1) / kThreads,
-                                   (params.x_bytes + params.weights_bytes) / kBytesPerBlock);
-  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
+  const uint32_t blocks =
+      std::max(BlocksFor(call.recv_rows, kThreads, rank.max_blocks),
+               BlocksForCopy(params.x_bytes + params.weights_bytes, rank.max_blocks));
   EnterOperation<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("EnterOperation");
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/ht/dispatch/pull_params.h"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/row_index.cuh"
 #include "kernels/gpu/protocol/slot_sets.cuh"
@@ -355,9 +356,8 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 // Blocks of `num_warps` pulling warps that a call is worth.
 inline uint32_t PullBlocks(const RankHandle& rank, const PullParams& params, uint32_t num_warps) {
   const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
-  const uint64_t wanted = std::max((num_items + num_warps - 1) / num_warps,
-                                   (params.recv_rows + kWarpSize - 1) / kWarpSize);
-  return static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
+  return std::max(BlocksFor(num_items, num_warps, rank.max_blocks),
+                  BlocksFor(params.recv_rows, kWarpSize, rank.max_blocks));
 }
 
 }  // namespace jax_ep::gpu

@@ -8,8 +8,10 @@
 //   (network/dispatch.cu).
 #include <algorithm>
 
+#include "kernels/gpu/checks.h"
 #include "kernels/gpu/device/ring_position.cuh"
 #include "kernels/gpu/ht/dispatch/pull.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/launchers.h"
 
@@ -215,9 +217,9 @@ const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStrea
   const GroupShape& shape = rank.device.shape;
   const uint64_t row_bytes = params.row_bytes;
   // Equal pieces, as large as allowed.
-  const uint64_t num_pieces = (row_bytes + rank.piece_bytes - 1) / rank.piece_bytes;
+  const uint64_t num_pieces = DivideUp(row_bytes, rank.piece_bytes);
   params.piece_bytes =
-      static_cast<uint32_t>(AlignUp((row_bytes + num_pieces - 1) / num_pieces, kWireUnitBytes));
+      static_cast<uint32_t>(AlignUp(DivideUp(row_bytes, num_pieces), kWireUnitBytes));
   params.ring_slots = rank.ring_slots;
   uint32_t num_warps = kMaxBulkWarps;
   const auto shared_bytes_of = [&](uint32_t warps) {
@@ -268,14 +270,13 @@ const char* FindBulkCopies(bool* has_bulk_copies) {
 }
 
 const char* PrepareDispatchKernels([[maybe_unused]] const RankHandle& rank) {
-  for (const void* kernel : {reinterpret_cast<const void*>(&PullRows<uint4>),
-                             reinterpret_cast<const void*>(&PullRows<uint16_t>)}) {
-    if (const char* error = PrepareKernel(kernel, kPlainSharedBytes)) return error;
+  if (const char* error =
+          PrepareKernels(kPlainSharedBytes, &PullRows<uint4>, &PullRows<uint16_t>)) {
+    return error;
   }
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) {
-    return PrepareKernel(reinterpret_cast<const void*>(&PullRowsInBulk),
-                         rank.shared_bytes_per_block);
+    return PrepareKernel(&PullRowsInBulk, rank.shared_bytes_per_block);
   }
 #endif
   return nullptr;
@@ -305,26 +306,22 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
   if (shape.num_nodes() > 1) {
     if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
   }
-  const auto is_aligned = [](const void* array) {
-    return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
-  };
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   PullParams params{.device = rank.device,
                     .layout = call.layout,
                     .zero_padding = call.zero_padding,
-                    .is_vectorised = row_bytes % sizeof(uint4) == 0 && is_aligned(call.recv_x) &&
-                                     is_aligned(call.y),
+                    .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
                     .num_tokens = num_tokens,
                     .recv_rows = static_cast<uint64_t>(call.recv_rows),
                     .row_bytes = row_bytes,
                     .recv_src = call.recv_src.data(),
                     .recv_topk_idx = call.recv_topk_idx.data(),
                     .recv_x = call.recv_x,
-                    .recv_weights = call.recv_weights.empty() ? nullptr : call.recv_weights.data(),
+                    .recv_weights = DataOrNull(call.recv_weights),
                     .epoch = epoch,
                     .y = call.y,
-                    .row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data(),
-                    .recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data()};
+                    .row_weights = DataOrNull(call.row_weights),
+                    .recv_dots = DataOrNull(call.recv_dots)};
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(num_tokens, number, num_slices);
     if (shape.num_nodes() > 1) {

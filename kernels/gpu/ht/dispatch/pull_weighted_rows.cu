@@ -8,6 +8,7 @@
 
 #include "kernels/gpu/ht/dispatch/weighted_bulk.cuh"
 #include "kernels/gpu/ht/dispatch/weighted_pull.cuh"
+#include "kernels/gpu/launch.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -82,15 +83,11 @@ const char* PrepareWeightedDispatchKernels(const RankHandle& rank) {
   const ElemType type = rank.device.shape.elem_type;
   for (const bool is_vectorised : {false, true}) {
     const Kernel kernel = KernelOf(type, is_vectorised);
-    if (const char* error =
-            PrepareKernel(reinterpret_cast<const void*>(kernel), rank.shared_bytes_per_block)) {
-      return error;
-    }
+    if (const char* error = PrepareKernel(kernel, rank.shared_bytes_per_block)) return error;
   }
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) {
-    return PrepareKernel(reinterpret_cast<const void*>(BulkKernelOf(type)),
-                         rank.shared_bytes_per_block);
+    return PrepareKernel(BulkKernelOf(type), rank.shared_bytes_per_block);
   }
 #endif
   return nullptr;
@@ -115,11 +112,10 @@ const char* LaunchWeightedPull(RankHandle& rank, const PullParams& call, cudaStr
   }
 #endif
   const uint64_t row_bytes = AlignUp(params.row_bytes, kWireUnitBytes);
-  const uint64_t num_pieces = (row_bytes + kMaxPieceBytes - 1) / kMaxPieceBytes;
+  const uint64_t num_pieces = DivideUp(row_bytes, kMaxPieceBytes);
   // Whole rounds of the dot product's lanes.
   constexpr uint64_t kPieceUnit = kDotLanes * sizeof(float);
-  params.piece_bytes =
-      static_cast<uint32_t>(AlignUp((row_bytes + num_pieces - 1) / num_pieces, kPieceUnit));
+  params.piece_bytes = static_cast<uint32_t>(AlignUp(DivideUp(row_bytes, num_pieces), kPieceUnit));
   const uint32_t num_warps = std::clamp<uint32_t>(
       rank.shared_bytes_per_block / WarpBytes(params.piece_bytes), 1, kMaxWarps);
   KernelOf(type,

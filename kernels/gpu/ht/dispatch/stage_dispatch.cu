@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/slot_sets.cuh"
 
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 const char* PrepareDispatchStartKernels(const RankHandle&) {
-  return PrepareKernel(reinterpret_cast<const void*>(&StageDispatch), 0);
+  return PrepareKernel(&StageDispatch, 0);
 }
 
 const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& call, int32_t* epoch,
@@ -60,14 +61,12 @@ const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& call, in
   const uint64_t num_tokens = static_cast<uint64_t>(call.num_tokens);
   StartParams params{.device = rank.device,
                      .x = call.x,
-                     .weights = call.weights.empty() ? nullptr : call.weights.data(),
+                     .weights = DataOrNull(call.weights),
                      .x_bytes = 0,
                      .weights_bytes = call.weights.size_bytes(),
                      .epoch = epoch};
   if (call.x != nullptr) params.x_bytes = num_tokens * shape.hidden * ElemBytes(shape.elem_type);
-  constexpr uint64_t kBytesPerBlock = uint64_t{64} << 10;
-  const uint64_t wanted = (params.x_bytes + params.weights_bytes) / kBytesPerBlock;
-  const auto blocks = static_cast<uint32_t>(std::clamp<uint64_t>(wanted, 1, rank.max_blocks));
+  const uint32_t blocks = BlocksForCopy(params.x_bytes + params.weights_bytes, rank.max_blocks);
   StageDispatch<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("StageDispatch");
 }

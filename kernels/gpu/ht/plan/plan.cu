@@ -16,9 +16,11 @@
 // over.
 #include <algorithm>
 
+#include "kernels/gpu/checks.h"
 #include "kernels/gpu/ht/plan/count_pairs.cuh"
 #include "kernels/gpu/ht/plan/fill_recv_src.cuh"
 #include "kernels/gpu/ht/plan/place_own_pairs.cuh"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 
 namespace jax_ep::gpu {
@@ -95,13 +97,8 @@ const char* PreparePlanKernels(const RankHandle& rank) {
   }
   const uint32_t histograms =
       NumHistograms(rank) * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&CountPairs), histograms)) {
-    return error;
-  }
-  if (const char* error = PrepareKernel(reinterpret_cast<const void*>(&PlaceOwnPairs), tables)) {
-    return error;
-  }
-  return PrepareKernel(reinterpret_cast<const void*>(&FillRecvSrc), tables);
+  if (const char* error = PrepareKernel(&CountPairs, histograms)) return error;
+  return PrepareKernels(tables, &PlaceOwnPairs, &FillRecvSrc);
 }
 
 const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t stream) {
@@ -119,17 +116,13 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
                           .topk_idx = plan.topk_idx.data(),
                           .out = ArraysOf(plan.out)};
   const uint64_t max_blocks = std::min<uint64_t>(rank.max_blocks, kMaxPlanBlocks);
-  const auto blocks_for = [&](uint64_t items, uint64_t items_per_block) {
-    return static_cast<uint32_t>(
-        std::clamp<uint64_t>((items + items_per_block - 1) / items_per_block, 1, max_blocks));
-  };
   // One more block of PlaceOwnPairs writes what follows from the counts, where there may be one.
   const uint32_t extra_blocks = max_blocks > 1 ? 1 : 0;
-  const uint32_t blocks = std::min(blocks_for(params.num_pairs, kMinPairsPerBlock),
+  const uint32_t blocks = std::min(BlocksFor(params.num_pairs, kMinPairsPerBlock, max_blocks),
                                    static_cast<uint32_t>(max_blocks) - extra_blocks);
   params.num_blocks = blocks;
   const uint64_t num_parts = static_cast<uint64_t>(blocks) * params.num_warps;
-  params.pairs_per_warp = static_cast<uint32_t>((params.num_pairs + num_parts - 1) / num_parts);
+  params.pairs_per_warp = static_cast<uint32_t>(DivideUp(params.num_pairs, num_parts));
 
   const uint32_t tables = TablesBytes(shape);
   const uint32_t histograms =
@@ -145,7 +138,8 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
   if (has_network) {
     if (const char* error = LaunchExchangeLists(rank, plan, stream)) return error;
   }
-  const uint32_t fill_blocks = blocks_for(static_cast<uint64_t>(plan.recv_rows), kThreads);
+  const uint32_t fill_blocks =
+      BlocksFor(static_cast<uint64_t>(plan.recv_rows), kThreads, max_blocks);
   FillRecvSrc<<<fill_blocks, kThreads, tables, stream>>>(params);
   return LaunchResult("FillRecvSrc");
 }

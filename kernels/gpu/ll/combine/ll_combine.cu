@@ -7,6 +7,7 @@
 //   come later in the grid.
 #include <algorithm>
 
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/ll/combine/add.cuh"
 #include "kernels/gpu/ll/combine/scan.cuh"
 #include "kernels/gpu/ll/combine/send.cuh"
@@ -102,7 +103,6 @@ constexpr uint32_t kAlign = 128;  // of buffers
 bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_blocks) {
   SlotCombineParams& call = params.call;
   const GroupShape& shape = rank.device.shape;
-  const auto divide_up = [](uint32_t value, uint32_t by) { return (value + by - 1) / by; };
   const uint32_t num_items = call.num_tokens * NumOwners(call);
   uint32_t most_senders = rank.ll_blocks;
   uint32_t most_adders = rank.ll_blocks;
@@ -116,9 +116,9 @@ bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_block
   call.num_send_blocks = has_senders ? std::clamp(num_items, 1u, most_senders) : 0;
   const uint32_t num_adders = has_adders ? std::clamp(call.num_tokens, 1u, most_adders) : 0;
   *num_blocks = call.num_send_blocks + num_adders;
-  const uint32_t items = std::max(divide_up(num_items, std::max(call.num_send_blocks, 1u)),
-                                  divide_up(call.num_tokens, std::max(num_adders, 1u)));
-  const uint64_t table_bytes = AlignUp(uint64_t{items} * shape.top_k * sizeof(int32_t), kAlign);
+  const uint64_t items = std::max(DivideUp(num_items, std::max(call.num_send_blocks, 1u)),
+                                  DivideUp(call.num_tokens, std::max(num_adders, 1u)));
+  const uint64_t table_bytes = AlignUp(items * shape.top_k * sizeof(int32_t), kAlign);
   if (table_bytes > kMostTableBytes) return false;
   constexpr uint32_t kSendWarps = 12;
   static_assert(kSendWarps + kFlagPublishers < kWarps);
@@ -145,17 +145,15 @@ bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_block
 }  // namespace
 
 const char* PrepareLlCombineKernels(const RankHandle& rank) {
-  return PrepareKernel(reinterpret_cast<const void*>(KernelOf(rank.device.shape)),
-                       MostSharedBytes(rank));
+  return PrepareKernel(KernelOf(rank.device.shape), MostSharedBytes(rank));
 }
 
 bool LaunchLlCombine(const RankHandle& rank, const SlotCombineParams& call, cudaStream_t stream,
                      const char** error) {
   LlCombineParams params{.call = call};
   uint32_t blocks = 0;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(call.recv_src) % sizeof(uint4) == 0;
   const bool is_possible =
-      rank.use_bulk_copies && is_aligned && rank.device.shape.top_k <= kWarpSize;
+      rank.use_bulk_copies && IsWordAligned(call.recv_src) && rank.device.shape.top_k <= kWarpSize;
   if (!is_possible || !Divide(rank, params, &blocks)) return false;
   const uint32_t shared_bytes =
       params.table_bytes +

@@ -12,6 +12,7 @@
 //   done, and network/slots.cu sends and takes in what crosses nodes.
 #include <algorithm>
 
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/ll/dispatch/copy_rows.cuh"
 #include "kernels/gpu/ll/dispatch/receive.cuh"
 #include "kernels/gpu/ll/dispatch/send_bulk.cuh"
@@ -153,9 +154,7 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
   for (const bool is_vectorised : {false, true}) {
     for (const bool is_weighted : {false, true}) {
       const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);
-      if (const char* error = PrepareKernel(reinterpret_cast<const void*>(kernel), most_bytes)) {
-        return error;
-      }
+      if (const char* error = PrepareKernel(kernel, most_bytes)) return error;
     }
   }
   return nullptr;
@@ -174,11 +173,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     return LaunchLlDispatch(rank, plan, call, CallPart::kDone, epoch, nullptr, stream);
   }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  const auto is_aligned = [](const void* array) {
-    return reinterpret_cast<uintptr_t>(array) % sizeof(uint4) == 0;
-  };
-  const bool is_vectorised = row_bytes % sizeof(uint4) == 0 && is_aligned(call.x) &&
-                             is_aligned(call.recv_x) && is_aligned(call.y);
+  const bool is_vectorised = HasWholeWords(row_bytes, {call.x, call.recv_x, call.y});
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
   constexpr uint64_t kPieceBytes = 4096;
   const Pieces pieces = CutRow(shape, row_bytes, kPieceBytes, word_bytes);
@@ -191,7 +186,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                 .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
                                 .row_bytes = row_bytes,
                                 .x = call.x,
-                                .weights = call.weights.empty() ? nullptr : call.weights.data(),
+                                .weights = DataOrNull(call.weights),
                                 .given_slots = call.send_slot.data(),
                                 .epoch_in = epoch_in,
                                 .epoch_out = epoch_out};
@@ -214,10 +209,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
   if (!is_start) {
     params.recv_x = call.recv_x;
-    params.recv_weights = call.recv_weights.empty() ? nullptr : call.recv_weights.data();
+    params.recv_weights = DataOrNull(call.recv_weights);
     params.y = call.y;
-    params.row_weights = call.row_weights.empty() ? nullptr : call.row_weights.data();
-    params.recv_dots = call.recv_dots.empty() ? nullptr : call.recv_dots.data();
+    params.row_weights = DataOrNull(call.row_weights);
+    params.recv_dots = DataOrNull(call.recv_dots);
     // A given plan is only read.
     planner.out.recv_src = const_cast<int32_t*>(call.recv_src.data());
     planner.out.recv_topk_idx = const_cast<int32_t*>(call.recv_topk_idx.data());
@@ -272,7 +267,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,
                          static_cast<uint64_t>(planner.recv_rows) / kWarpSize);
   const auto blocks_for = [](uint64_t items, uint32_t most) {
-    return static_cast<uint32_t>(std::clamp<uint64_t>((items + kWarps - 1) / kWarps, 1, most));
+    return BlocksFor(items, kWarps, most);
   };
   // Measured: bench_ll with 2 and 4 ranks on one H200.
   constexpr uint32_t kSendShare = 2;  // of 8 blocks
