@@ -39,7 +39,6 @@ const char* PrepareAbandonKernel(const RankHandle& rank);
 const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
-const char* PrepareWeightedDispatchKernels(const RankHandle& rank);
 const char* PrepareCombineKernels(const RankHandle& rank);
 const char* PrepareDispatchStartKernels(const RankHandle& rank);
 const char* PrepareLlDispatchKernels(const RankHandle& rank);
@@ -53,9 +52,6 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const
                            cudaStream_t stream);
 const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& params, int32_t* epoch,
                                 cudaStream_t stream);
-// The pull of a dispatch with row_weights or y.
-struct PullParams;
-const char* LaunchWeightedPull(RankHandle& rank, const PullParams& params, cudaStream_t stream);
 // Mode ll and the halves. `plan` is null where the caller brings one; of the epochs a start has the
 // second, a done the first.
 enum class CallPart : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };

@@ -21,8 +21,8 @@ std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].
 const char* PrepareAllKernels(const RankHandle& rank) {
   for (const auto prepare :
        {&PrepareAbandonKernel, &PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
-        &PrepareWeightedDispatchKernels, &PrepareCombineKernels, &PrepareDispatchStartKernels,
-        &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
+        &PrepareCombineKernels, &PrepareDispatchStartKernels, &PrepareLlDispatchKernels,
+        &PrepareSlotCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   if (rank.device.shape.num_nodes() == 1) return nullptr;

@@ -1,25 +1,18 @@
-// HT combine: every rank sums the rows that it has of a token, weighted, and stores the one partial
-// into the token owner's reduce area; the owner adds the partials along the fixed tree.
+// HT combine without bulk copies (ht/combine/combine.cc).
 //
-//   EnterOperation (enter_operation.cu): entry flag (peers are through with the last combine, so
-//   their reduce areas are free), row index.
-//   CombineRows: one grid runs both halves. Work is cut into chunks of kChunkTokens, one
-//   token per warp and one chunk per team of warps, in the same order on all ranks: the partials of
-//   chunk c for each other owner, then the sums of this rank's chunk c - lag. Teams that run take
-//   tasks in that order, so however few of a grid's blocks run at a time, all tasks before one that
-//   is in hand have been taken by somebody who runs. A warp that sums waits for the chunk's flags
-//   of all peers. Whatever it waits for comes earlier in the order, so no wait is circular. One
-//   more warp per team takes the tasks, and sends the flags: it sees that the team is through with
-//   a chunk, and its release makes their stores visible before the flag. Where there are bulk
-//   copies, combine_rows_in_bulk.cu has another CombineRows.
+// One grid makes partials and sums. Work is cut into chunks of kChunkTokens, one token per warp and
+// one chunk per team of warps, in the same order on all ranks: the partials of chunk c for each
+// other owner, then the sums of this rank's chunk c - lag. Running teams take tasks in that order.
+// So however few of a grid's blocks run at a time, a running team has taken every task that comes
+// before one that is being done. A warp that sums waits for the chunk's flags of all peers. What it
+// waits for comes earlier in the order, so no wait is circular. One more warp per team takes the
+// tasks and sends the flags: it sees that the team has stored a chunk, and its release makes the
+// stores visible before the flag.
 #include <algorithm>
 
-#include "kernels/gpu/checks.h"
 #include "kernels/gpu/ht/combine/combine.cuh"
 #include "kernels/gpu/lanes/partial_sums.cuh"
 #include "kernels/gpu/launch.h"
-#include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/network/launchers.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -167,53 +160,15 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
 
 }  // namespace
 
-const char* PrepareCombineKernels(const RankHandle& rank) {
-  for (const bool is_vectorised : {false, true}) {
-    const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
-    if (const char* error = PrepareKernel(kernel, 0)) return error;
-  }
-#if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies) return PrepareBulkCombineKernels(rank);
-#endif
-  return nullptr;
+const char* PrepareCombineRows(const RankHandle& rank) {
+  const GroupShape& shape = rank.device.shape;
+  return PrepareKernels(0, KernelOf(shape, false), KernelOf(shape, true));
 }
 
-const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStream_t stream) {
+const char* LaunchCombineRows(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
+                              cudaStream_t stream) {
+  CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
-  if (std::string wrong = CheckCombine(shape, call); !wrong.empty()) {
-    return KeepText("combine: " + std::move(wrong));
-  }
-  if (const char* error = LaunchEntry(rank,
-                                      {.device = rank.device,
-                                       .operation = Operation::kCombine,
-                                       .recv_src = call.recv_src.data(),
-                                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                                       .num_tokens = static_cast<uint64_t>(call.num_tokens)},
-                                      stream)) {
-    return error;
-  }
-  const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
-  CombineKernelParams params{
-      .device = rank.device,
-      .layout = call.layout,
-      .num_tokens = num_tokens,
-      .num_chunks = static_cast<uint32_t>(DivideUp(num_tokens, kChunkTokens)),
-      .max_blocks = rank.max_blocks,
-      .rank_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
-      .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
-      .y = call.y,
-      .row_weights = DataOrNull(call.row_weights),
-      .pair_scalars = DataOrNull(call.ride),
-      .send_slot = call.send_slot.data(),
-      .out = call.y != nullptr ? call.out : nullptr,
-      .pair_scalars_out = DataOrNull(call.ride_out)};
-  const bool is_vectorised = HasWholeWords(params.row_bytes, {call.y, call.out});
-  if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
-#if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies && is_vectorised) {
-    return LaunchBulkCombine(rank, params, stream);
-  }
-#endif
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const uint32_t blocks = BlocksFor(num_tasks, kTeams, params.max_blocks);
   // Far enough back that the flags of a chunk are here when its turn to be summed comes.

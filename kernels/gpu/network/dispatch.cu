@@ -1,4 +1,4 @@
-// An HT dispatch between nodes, before the pull (pull_rows.cu):
+// An HT dispatch between nodes, before the pull (ht/dispatch/dispatch.cc):
 //
 //   SendRows   each row that another node needs goes to this rank's stage once, and from there by
 //              commands to the rail's rank in each of those nodes, at the token's place; a signal

@@ -19,7 +19,7 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_
 const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream);
 
 // A whole HT combine, after EnterOperation.
-struct CombineKernelParams;  // combine.cuh
+struct CombineKernelParams;  // combine_params.h
 const char* PrepareNetCombineKernels(const RankHandle& rank);
 const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
                              cudaStream_t stream);

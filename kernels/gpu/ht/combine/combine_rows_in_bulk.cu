@@ -93,12 +93,12 @@ uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once) {
 
 }  // namespace
 
-const char* PrepareBulkCombineKernels(const RankHandle& rank) {
+const char* PrepareCombineRowsInBulk(const RankHandle& rank) {
   return PrepareKernel(VariantOf(rank.device.shape).kernel, rank.shared_bytes_per_block);
 }
 
-const char* LaunchBulkCombine(RankHandle& rank, const CombineKernelParams& call,
-                              cudaStream_t stream) {
+const char* LaunchCombineRowsInBulk(RankHandle& rank, const CombineKernelParams& call,
+                                    cudaStream_t stream) {
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
   const uint64_t elem_bytes =

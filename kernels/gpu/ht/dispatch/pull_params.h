@@ -1,8 +1,9 @@
-// Parameters of the kernels that pull rows from their owners into this rank's arrays.
+// Parameters and launchers of the kernels that pull rows from their owners into this rank's arrays.
 #pragma once
 
 #include <cstdint>
 
+#include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/token_slices.h"
 #include "kernels/gpu/protocol/device_rank.h"
 
@@ -31,5 +32,14 @@ struct PullParams {
   uint32_t ring_slots;
   uint32_t zero_bytes;  // of the block's buffer of zeroes; weighted dispatch only
 };
+
+const char* PreparePullRows(const RankHandle& rank);
+const char* LaunchPullRows(RankHandle& rank, const PullParams& params, cudaStream_t stream);
+// The device has bulk copies, and rows are made of 16-byte words.
+const char* PreparePullRowsInBulk(const RankHandle& rank);
+const char* LaunchPullRowsInBulk(RankHandle& rank, const PullParams& call, cudaStream_t stream);
+// With row_weights or y.
+const char* PreparePullWeightedRows(const RankHandle& rank);
+const char* LaunchPullWeightedRows(RankHandle& rank, const PullParams& call, cudaStream_t stream);
 
 }  // namespace jax_ep::gpu

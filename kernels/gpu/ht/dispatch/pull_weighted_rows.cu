@@ -79,7 +79,7 @@ Kernel BulkKernelOf(ElemType type) {
 
 }  // namespace
 
-const char* PrepareWeightedDispatchKernels(const RankHandle& rank) {
+const char* PreparePullWeightedRows(const RankHandle& rank) {
   const ElemType type = rank.device.shape.elem_type;
   for (const bool is_vectorised : {false, true}) {
     const Kernel kernel = KernelOf(type, is_vectorised);
@@ -93,14 +93,14 @@ const char* PrepareWeightedDispatchKernels(const RankHandle& rank) {
   return nullptr;
 }
 
-const char* LaunchWeightedPull(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
+const char* LaunchPullWeightedRows(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
   PullParams params = call;
   const ElemType type = params.device.shape.elem_type;
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && params.is_vectorised) {
     constexpr uint64_t kZeroBytes = 2048;
     params.zero_bytes = static_cast<uint32_t>(std::min(AlignUp(params.row_bytes, 128), kZeroBytes));
-    const BulkShared shared(params.row_bytes, params.device.shape.top_k);
+    const WeightedShared shared(params.row_bytes, params.device.shape.top_k);
     const uint32_t num_warps = std::min(
         (rank.shared_bytes_per_block - params.zero_bytes) / shared.warp_bytes, kMaxBulkWarps);
     constexpr uint32_t kFewestWarps = 2;  // longer rows: in pieces, below

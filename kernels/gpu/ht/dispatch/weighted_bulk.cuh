@@ -12,12 +12,12 @@ inline constexpr uint32_t kMaxBulkWarps = 15;  // and one that pads: 128 registe
 // Shared memory of a block with bulk copies: zeroes, then for each warp a row, a ring of pieces of
 // y, the places of two rows' copies, and barriers. Warps are what the arithmetic lacks, so a warp
 // has one row: a piece of the next one takes the place of a piece that was read for the last time.
-struct BulkShared {
+struct WeightedShared {
   static constexpr uint32_t kPieceBytes = 4096;
   static constexpr uint32_t kRingSlots = 2;
   uint32_t pieces_per_row, row_stride, places_offset, barriers_offset, warp_bytes;
 
-  __host__ __device__ BulkShared(uint64_t row_bytes, uint32_t top_k) {
+  __host__ __device__ WeightedShared(uint64_t row_bytes, uint32_t top_k) {
     pieces_per_row = static_cast<uint32_t>((row_bytes + kPieceBytes - 1) / kPieceBytes);
     row_stride = static_cast<uint32_t>(AlignUp(row_bytes, 128));
     places_offset = row_stride + kRingSlots * kPieceBytes;
@@ -76,10 +76,10 @@ class BulkPuller {
   }
 
  private:
-  static constexpr uint32_t kRingSlots = BulkShared::kRingSlots;
+  static constexpr uint32_t kRingSlots = WeightedShared::kRingSlots;
   static constexpr uint32_t kElems = WordOf<Elem, true>::kElems;
   static constexpr uint32_t kRoundWords = kDotLanes / kElems / kWarpSize;  // per lane
-  static constexpr uint32_t kPieceWords = BulkShared::kPieceBytes / sizeof(uint4) / kWarpSize;
+  static constexpr uint32_t kPieceWords = WeightedShared::kPieceBytes / sizeof(uint4) / kWarpSize;
   static constexpr uint32_t kBatchWords = 4;  // of a piece, in registers at once
   static_assert(kPieceWords % kBatchWords == 0 && kBatchWords % kRoundWords == 0);
 
@@ -87,7 +87,7 @@ class BulkPuller {
   // the compiler knows a pointer that it has stored for no pointer to shared memory.
   __device__ unsigned char* RowAt(uint32_t offset) const { return shared_bytes + begin_ + offset; }
   __device__ unsigned char* RingAt(uint32_t slot) const {
-    return RowAt(shared_.row_stride + slot * BulkShared::kPieceBytes);
+    return RowAt(shared_.row_stride + slot * WeightedShared::kPieceBytes);
   }
   __device__ int32_t* PlacesOf(uint32_t number) const {
     return reinterpret_cast<int32_t*>(RowAt(shared_.places_offset)) +
@@ -118,14 +118,14 @@ class BulkPuller {
   // Starts to load a piece of the row that was found last.
   __device__ void LoadPiece(uint32_t piece) {
     if (LaneId() != 0) return;
-    Load(RowAt(piece * BulkShared::kPieceBytes), from_, piece, RowBarrier(piece));
+    Load(RowAt(piece * WeightedShared::kPieceBytes), from_, piece, RowBarrier(piece));
   }
   // One lane: a piece of `row`.
   __device__ void Load(unsigned char* to, const std::byte* row, uint32_t piece,
                        uint64_t* barrier) const {
-    const uint64_t begin = static_cast<uint64_t>(piece) * BulkShared::kPieceBytes;
+    const uint64_t begin = static_cast<uint64_t>(piece) * WeightedShared::kPieceBytes;
     const auto num_bytes = static_cast<uint32_t>(
-        min(static_cast<uint64_t>(BulkShared::kPieceBytes), params_.row_bytes - begin));
+        min(static_cast<uint64_t>(WeightedShared::kPieceBytes), params_.row_bytes - begin));
     BarrierExpectBytes(barrier, num_bytes);
     BulkLoad(to, row + begin, num_bytes, barrier);
   }
@@ -245,7 +245,7 @@ class BulkPuller {
   const PullParams& params_;
   const DeviceRank& device_;
   const Progress& progress_;
-  BulkShared shared_;
+  WeightedShared shared_;
   uint32_t begin_;  // of the warp's part
   ItemCursor items_;
   uint32_t num_copies_ = 0, next_num_copies_ = 0;  // of the current row and the one after it

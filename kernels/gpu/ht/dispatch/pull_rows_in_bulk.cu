@@ -1,29 +1,21 @@
-// HT dispatch: every rank pulls the rows of its experts from their owners' arrays straight to their
-// final places.
-//
-//   EnterOperation (enter_operation.cu): entry flag to the peers, row index.
-//   PullRows: waits for all entry flags; each warp takes (source, token) pairs, reads the row once
-//   and writes it to all its places; the last warps of a block zero padding and fetch weights; the
-//   last block exchanges the tail flags. Over several nodes it runs once per slice of the tokens
-//   (network/dispatch.cu).
-#include <algorithm>
+// The pull of an HT dispatch with bulk copies (dispatch.cc): a warp's rows stream through a ring in
+// shared memory, and one lane issues all of its copies.
+#include <string>
 
-#include "kernels/gpu/checks.h"
 #include "kernels/gpu/device/ring_position.cuh"
 #include "kernels/gpu/ht/dispatch/pull.cuh"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/network/launchers.h"
 
 namespace jax_ep::gpu {
+#if JAX_EP_BULK_COPIES
 namespace {
 
-constexpr uint32_t kPlainWarps = 512 / kWarpSize;    // that pull without bulk copies
-constexpr uint32_t kMaxBulkWarps = 512 / kWarpSize;  // that pull with them
+constexpr uint32_t kMaxPullWarps = 512 / kWarpSize;
 // Warps that zero padding beside those: the bulk copies of so many let the stores of one through
 // too slowly, and padding was what a call took longest for (benchmarks/notes.md).
 constexpr uint32_t kPaddingWarps = 4;
-constexpr uint32_t kMaxThreads = (kMaxBulkWarps + kPaddingWarps) * kWarpSize;
+constexpr uint32_t kMaxThreads = (kMaxPullWarps + kPaddingWarps) * kWarpSize;
 
 extern __shared__ __align__(128) unsigned char shared_bytes[];
 
@@ -34,12 +26,12 @@ struct Slot {
   uint32_t piece_bytes;
 };
 
-// Shared memory of a block with bulk copies.
-struct BulkShared {
+// Shared memory of a block.
+struct PullShared {
   uint32_t slot_stride;
   uint64_t slots_offset, current_offset, ring_offset, total_bytes;
 
-  __host__ __device__ BulkShared(uint32_t num_warps, uint32_t top_k, uint32_t ring_slots,
+  __host__ __device__ PullShared(uint32_t num_warps, uint32_t top_k, uint32_t ring_slots,
                                  uint32_t piece_bytes) {
     const uint64_t num_slots = static_cast<uint64_t>(num_warps) * ring_slots;
     slot_stride = static_cast<uint32_t>(sizeof(Slot) + top_k * sizeof(int32_t));
@@ -50,55 +42,13 @@ struct BulkShared {
   }
 };
 
-template <typename Word>
-__device__ uint64_t PullPlain(const PullParams& params, uint64_t sequence, uint32_t num_warps) {
-  auto* rows = reinterpret_cast<int32_t*>(shared_bytes) + WarpId() * kMaxTopK;
-  const DeviceRank& device = params.device;
-  const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
-  const uint64_t num_words = params.row_bytes / sizeof(Word);
-  constexpr uint32_t kInFlight = 4;
-  uint64_t num_pulled = 0;
-  ItemCursor items(params, sequence, num_warps);
-  while (items.Next(rows)) {
-    const std::byte* source_rows =
-        PublishedArray(device, items.source(), records[items.source()].x);
-    const auto* from =
-        reinterpret_cast<const Word*>(source_rows + items.token() * params.row_bytes);
-    num_pulled += items.source() != device.rank;
-    for (uint64_t first = LaneId(); first < num_words; first += kInFlight * kWarpSize) {
-      Word words[kInFlight];
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        if (first + i * kWarpSize < num_words) words[i] = from[first + i * kWarpSize];
-      }
-      for (uint32_t copy = 0; copy < items.num_rows(); ++copy) {
-        auto* to = reinterpret_cast<Word*>(params.recv_x +
-                                           static_cast<uint64_t>(rows[copy]) * params.row_bytes);
-#pragma unroll
-        for (uint32_t i = 0; i < kInFlight; ++i) {
-          if (first + i * kWarpSize < num_words) to[first + i * kWarpSize] = words[i];
-        }
-      }
-    }
-  }
-  return num_pulled;
-}
-
-template <typename Word>
-__global__ void __launch_bounds__(kMaxThreads) PullRows(const __grid_constant__ PullParams params) {
-  RunPull(params, [&](uint64_t sequence, uint32_t num_warps) -> uint64_t {
-    return params.recv_x == nullptr ? 0 : PullPlain<Word>(params, sequence, num_warps);
-  });
-}
-
-#if JAX_EP_BULK_COPIES
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ inline int32_t* RowsOf(Slot& slot) { return reinterpret_cast<int32_t*>(&slot + 1); }
 
 // One warp: a ring of pieces. Lane 0 issues all copies; a slot is refilled one piece after its
 // stores were issued, when they have read it.
 __device__ uint64_t PullBulk(const PullParams& params, uint64_t sequence, uint32_t num_warps,
-                             const BulkShared& shared, const Progress& progress) {
+                             const PullShared& shared, const Progress& progress) {
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   const uint32_t num_slots = params.ring_slots;
@@ -172,13 +122,13 @@ __global__ void __launch_bounds__(kMaxThreads)
     PullRowsInBulk(const __grid_constant__ PullParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ uint32_t shared_flag;
-  __shared__ uint32_t positions[kMaxBulkWarps];
+  __shared__ uint32_t positions[kMaxPullWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   const uint32_t num_warps = blockDim.x / kWarpSize - kPaddingWarps;
   const Progress progress(params, positions, num_warps);
-  if (threadIdx.x < kMaxBulkWarps) positions[threadIdx.x] = 0;
-  const BulkShared shared(num_warps, device.shape.top_k, params.ring_slots, params.piece_bytes);
+  if (threadIdx.x < kMaxPullWarps) positions[threadIdx.x] = 0;
+  const PullShared shared(num_warps, device.shape.top_k, params.ring_slots, params.piece_bytes);
   if (LaneId() == 0) {  // each warp some, as one takes 30 ns
     for (uint32_t i = WarpId(); i < num_warps * params.ring_slots; i += blockDim.x / kWarpSize) {
       BarrierInit(reinterpret_cast<uint64_t*>(shared_bytes) + i, 1);
@@ -207,12 +157,14 @@ __global__ void __launch_bounds__(kMaxThreads)
   FinishPull(params, sequence, num_pulled, &shared_flag);
 #endif
 }
-#endif
 
-constexpr uint32_t kPlainSharedBytes = kPlainWarps * kMaxTopK * sizeof(int32_t);
+}  // namespace
 
-#if JAX_EP_BULK_COPIES
-const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
+const char* PreparePullRowsInBulk(const RankHandle& rank) {
+  return PrepareKernel(&PullRowsInBulk, rank.shared_bytes_per_block);
+}
+
+const char* LaunchPullRowsInBulk(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
   PullParams params = call;
   const GroupShape& shape = rank.device.shape;
   const uint64_t row_bytes = params.row_bytes;
@@ -221,9 +173,9 @@ const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStrea
   params.piece_bytes =
       static_cast<uint32_t>(AlignUp(DivideUp(row_bytes, num_pieces), kWireUnitBytes));
   params.ring_slots = rank.ring_slots;
-  uint32_t num_warps = kMaxBulkWarps;
+  uint32_t num_warps = kMaxPullWarps;
   const auto shared_bytes_of = [&](uint32_t warps) {
-    return BulkShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
+    return PullShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
   };
   while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
   PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + kPaddingWarps) * kWarpSize,
@@ -231,26 +183,6 @@ const char* LaunchPullInBulk(RankHandle& rank, const PullParams& call, cudaStrea
   return LaunchResult("PullRowsInBulk");
 }
 #endif
-
-const char* LaunchPull(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
-  if (call.row_weights != nullptr || call.recv_dots != nullptr) {
-    return LaunchWeightedPull(rank, call, stream);
-  }
-#if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies && call.is_vectorised) return LaunchPullInBulk(rank, call, stream);
-#endif
-  constexpr uint32_t kThreads = (kPlainWarps + 1) * kWarpSize;
-  if (call.is_vectorised) {
-    PullRows<uint4>
-        <<<PullBlocks(rank, call, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(call);
-  } else {
-    PullRows<uint16_t>
-        <<<PullBlocks(rank, call, kPlainWarps), kThreads, kPlainSharedBytes, stream>>>(call);
-  }
-  return LaunchResult("PullRows");
-}
-
-}  // namespace
 
 const char* FindBulkCopies(bool* has_bulk_copies) {
   *has_bulk_copies = false;
@@ -266,69 +198,6 @@ const char* FindBulkCopies(bool* has_bulk_copies) {
   constexpr int kFirstWithBulkCopies = 90;
   *has_bulk_copies = attributes.ptxVersion >= kFirstWithBulkCopies;
 #endif
-  return nullptr;
-}
-
-const char* PrepareDispatchKernels([[maybe_unused]] const RankHandle& rank) {
-  if (const char* error =
-          PrepareKernels(kPlainSharedBytes, &PullRows<uint4>, &PullRows<uint16_t>)) {
-    return error;
-  }
-#if JAX_EP_BULK_COPIES
-  if (rank.use_bulk_copies) {
-    return PrepareKernel(&PullRowsInBulk, rank.shared_bytes_per_block);
-  }
-#endif
-  return nullptr;
-}
-
-const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const int32_t* epoch,
-                           cudaStream_t stream) {
-  const GroupShape& shape = rank.device.shape;
-  if (std::string wrong = CheckDispatch(shape, call); !wrong.empty()) {
-    return KeepText("dispatch: " + std::move(wrong));
-  }
-  const bool is_done = epoch != nullptr;
-  if (const char* error = LaunchEntry(rank,
-                                      {.device = rank.device,
-                                       .operation = Operation::kDispatch,
-                                       .recv_src = call.recv_src.data(),
-                                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                                       .num_tokens = static_cast<uint64_t>(call.num_tokens),
-                                       .x = is_done || call.recv_x == nullptr ? nullptr : call.x,
-                                       .weights = is_done ? nullptr : call.weights.data(),
-                                       .epoch = epoch},
-                                      stream)) {
-    return error;
-  }
-  const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
-  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes());
-  if (shape.num_nodes() > 1) {
-    if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
-  }
-  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  PullParams params{.device = rank.device,
-                    .layout = call.layout,
-                    .zero_padding = call.zero_padding,
-                    .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
-                    .num_tokens = num_tokens,
-                    .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                    .row_bytes = row_bytes,
-                    .recv_src = call.recv_src.data(),
-                    .recv_topk_idx = call.recv_topk_idx.data(),
-                    .recv_x = call.recv_x,
-                    .recv_weights = DataOrNull(call.recv_weights),
-                    .epoch = epoch,
-                    .y = call.y,
-                    .row_weights = DataOrNull(call.row_weights),
-                    .recv_dots = DataOrNull(call.recv_dots)};
-  for (uint32_t number = 0; number < num_slices; ++number) {
-    params.slice = TokenSliceOf(num_tokens, number, num_slices);
-    if (shape.num_nodes() > 1) {
-      if (const char* error = LaunchAwaitRows(rank, params.slice, stream)) return error;
-    }
-    if (const char* error = LaunchPull(rank, params, stream)) return error;
-  }
   return nullptr;
 }
 
