@@ -5,6 +5,7 @@
 #include "kernels/gpu/device/elements.cuh"
 #include "kernels/gpu/ht/combine/combine.cuh"
 #include "kernels/gpu/network/network.h"
+#include "kernels/gpu/sums/rank_tree.cuh"
 #include "kernels/gpu/sums/token_rows.cuh"
 
 namespace jax_ep::gpu {

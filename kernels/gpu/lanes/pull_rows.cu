@@ -9,7 +9,7 @@ namespace {
 constexpr uint32_t kWarps = 512 / kWarpSize;  // that pull
 constexpr uint32_t kThreads = (kWarps + 1) * kWarpSize;
 constexpr uint32_t kSharedBytes = kWarps * kMaxTopK * sizeof(int32_t);
-// As the other pulls of this size, which have more warps for padding: PullRowsInBulk.
+// For the compiler: bounds the registers of a thread.
 constexpr uint32_t kMaxThreads = (kWarps + 4) * kWarpSize;
 
 extern __shared__ __align__(128) unsigned char shared_bytes[];

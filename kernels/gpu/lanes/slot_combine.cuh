@@ -8,6 +8,7 @@
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/push.cuh"
+#include "kernels/gpu/sums/rank_tree.cuh"
 #include "kernels/gpu/sums/token_rows.cuh"
 
 namespace jax_ep::gpu::slot_combine {

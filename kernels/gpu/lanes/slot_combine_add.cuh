@@ -1,6 +1,7 @@
 // The adders of a combine through slot sets (slot_combine.cu).
 #pragma once
 
+#include "kernels/gpu/device/strides.h"
 #include "kernels/gpu/lanes/slot_combine.cuh"
 
 namespace jax_ep::gpu::slot_combine {
@@ -109,6 +110,13 @@ class TokenAdder {
   const TokenRows& local_;
 };
 
+// The rank that a pair's slot names. Plans come from the caller: a rank beyond the last one is
+// none.
+__device__ inline uint32_t HolderOf(const SlotCombineParams& params, uint64_t cell) {
+  const int32_t slot = params.send_slot[cell];
+  return slot >= 0 ? static_cast<uint32_t>(slot) / params.rank_rows : params.device.shape.num_ranks;
+}
+
 // One warp: which ranks hold rows of the token. Scalars are written with the first piece.
 __device__ inline uint64_t FindHolders(const SlotCombineParams& params, uint64_t token,
                                        uint32_t num_local) {
@@ -117,10 +125,7 @@ __device__ inline uint64_t FindHolders(const SlotCombineParams& params, uint64_t
   const bool is_whole = params.part == CallPart::kWhole;
   uint64_t holders = is_whole && num_local > 0 ? uint64_t{1} << device.rank : 0;
   for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
-    const int32_t slot = params.send_slot[token * top_k + k];
-    // Plans come from the caller: a slot beyond the last rank is none.
-    const uint32_t holder =
-        slot >= 0 ? static_cast<uint32_t>(slot) / params.rank_rows : device.shape.num_ranks;
+    const uint32_t holder = HolderOf(params, token * top_k + k);
     if (holder < device.shape.num_ranks && !(is_whole && holder == device.rank)) {
       holders |= uint64_t{1} << holder;
     }
@@ -134,9 +139,7 @@ __device__ inline void WriteScalars(const SlotCombineParams& params, const Token
   const uint32_t top_k = device.shape.top_k;
   for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
     const uint64_t cell = parts.token * top_k + k;
-    const int32_t slot = params.send_slot[cell];
-    const uint32_t holder =
-        slot >= 0 ? static_cast<uint32_t>(slot) / params.rank_rows : device.shape.num_ranks;
+    const uint32_t holder = HolderOf(params, cell);
     float scalar = 0.0f;
     if (holder < device.shape.num_ranks && (parts.has_partial >> holder & 1) != 0) {
       if (holder == device.rank && params.part == CallPart::kWhole) {
@@ -169,8 +172,7 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, T
     return;
   }
   const uint32_t pieces = params.pieces.count;
-  const uint32_t own_tokens =
-      params.num_tokens > block ? (params.num_tokens - block - 1) / num_blocks + 1 : 0;
+  const uint32_t own_tokens = CountStrided(block, num_blocks, params.num_tokens);
   for (uint32_t unit = WarpId(); unit < own_tokens * pieces; unit += kWarps) {
     const uint32_t piece = unit % pieces;
     TokenParts parts{.has_partial = 0,

@@ -1,6 +1,7 @@
 // The senders of a combine through slot sets (slot_combine.cu).
 #pragma once
 
+#include "kernels/gpu/device/strides.h"
 #include "kernels/gpu/lanes/slot_combine.cuh"
 #include "kernels/gpu/network/slots.cuh"
 
@@ -103,8 +104,7 @@ __device__ void Send(const SlotCombineParams& params, const CallSlot& slot, Toke
             });
   SyncBlock();
   const uint32_t pieces = params.pieces.count;
-  const uint32_t own_items =
-      num_items > blockIdx.x ? (num_items - blockIdx.x - 1) / params.num_send_blocks + 1 : 0;
+  const uint32_t own_items = CountStrided(blockIdx.x, params.num_send_blocks, num_items);
   for (uint32_t unit = WarpId(); unit < own_items * pieces; unit += kWarps) {
     const uint32_t item = blockIdx.x + unit / pieces * params.num_send_blocks;
     const uint64_t token = item / num_owners;

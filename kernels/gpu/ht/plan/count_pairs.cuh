@@ -2,22 +2,21 @@
 // rank.
 #pragma once
 
+#include "kernels/gpu/ht/plan/pair_kind.cuh"
 #include "kernels/gpu/ht/plan/params.cuh"
 
 namespace jax_ep::gpu::planning {
 
-enum class PairKind : uint8_t { kPlaced, kAbsent, kDropped, kInvalid };
-
 __device__ inline PairKind Classify(const PlanKernelParams& params, uint32_t pair, int32_t expert) {
-  if (expert < 0) return PairKind::kAbsent;
-  if (static_cast<uint32_t>(expert) >= params.device.shape.num_experts) return PairKind::kInvalid;
-  if (params.layout == Layout::kExpertBatched) {
-    const uint32_t first = pair / params.device.shape.top_k * params.device.shape.top_k;
+  const GroupShape& shape = params.device.shape;
+  return KindOfPair(expert, shape.num_experts, [&] {
+    if (params.layout != Layout::kExpertBatched) return false;
+    const uint32_t first = pair / shape.top_k * shape.top_k;
     for (uint32_t other = first; other < pair; ++other) {
-      if (params.topk_idx[other] == expert) return PairKind::kDropped;
+      if (params.topk_idx[other] == expert) return true;
     }
-  }
-  return PairKind::kPlaced;
+    return false;
+  });
 }
 
 struct PairRange {
@@ -64,7 +63,7 @@ __device__ inline void CountBlock(const PlanKernelParams& params) {
       const PairKind kind =
           pair < range.end ? Classify(params, pair, experts[i]) : PairKind::kAbsent;
       if (kind != PairKind::kPlaced) experts[i] = -1;
-      num_dropped += kind == PairKind::kDropped || kind == PairKind::kInvalid;
+      num_dropped += kind == PairKind::kDuplicate || kind == PairKind::kInvalid;
       num_invalid += kind == PairKind::kInvalid;
       const LaneMask same = LanesWithSame(experts[i]);
       const uint32_t lower = CountLanes(same & LanesBelow());

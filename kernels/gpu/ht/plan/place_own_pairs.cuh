@@ -45,31 +45,6 @@ __device__ void WarpExclusiveSums(uint32_t count, int32_t* sums, Values&& values
   }
 }
 
-// One warp: zones of one owner's experts by water-filling (docs/semantics.md "Rows of each
-// layout").
-__device__ inline void FillZones(const PlanKernelParams& params, uint32_t owner,
-                                 ExpertTables& tables) {
-  const uint32_t experts = params.device.shape.experts_per_rank();
-  const auto align = static_cast<int32_t>(params.device.shape.align);
-  const int32_t* demand = tables.demand + owner * experts;
-  int32_t* zone = tables.zone + owner * experts;
-  const auto blocks_of = [&](uint32_t e) { return (demand[e] + align - 1) / align; };
-  auto [fits, left] = FindWaterLevel(experts, params.recv_rows / align, blocks_of);
-  for (uint32_t first = 0; first < experts; first += kWarpSize) {
-    const uint32_t e = first + LaneId();
-    const int32_t blocks = e < experts ? blocks_of(e) : 0;
-    const LaneMask short_lanes = Ballot(blocks > fits);
-    const auto position = static_cast<int32_t>(CountLanes(short_lanes & LanesBelow()));
-    const int32_t extra = blocks > fits && position < left ? 1 : 0;
-    if (e < experts) zone[e] = align * ((blocks < fits ? blocks : fits) + extra);
-    const auto taken = static_cast<int32_t>(CountLanes(short_lanes));
-    left -= taken < left ? taken : left;
-  }
-  SyncWarp();
-  WarpExclusiveSums(experts, tables.zone_begin + owner * experts,
-                    [&](uint32_t e) { return zone[e]; });
-}
-
 // The whole block. False: a peer runs another plan.
 __device__ inline bool BuildTables(const PlanKernelParams& params, uint64_t sequence,
                                    ExpertTables& tables) {
@@ -101,12 +76,13 @@ __device__ inline bool BuildTables(const PlanKernelParams& params, uint64_t sequ
     tables.demand[expert] = demand;
   }
   SyncBlock();
+  const uint32_t experts = device.shape.experts_per_rank();
   if (params.layout == Layout::kExpertMajor) {
     for (uint32_t owner = WarpId(); owner < num_ranks; owner += kWarps) {
-      FillZones(params, owner, tables);
+      FillZones(experts, static_cast<int32_t>(device.shape.align), params.recv_rows,
+                owner * experts, tables.demand, tables.zone, tables.zone_begin);
     }
   } else {
-    const uint32_t experts = device.shape.experts_per_rank();
     for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
       tables.zone_begin[expert] =
           static_cast<int32_t>(expert % experts * num_ranks * params.num_tokens);

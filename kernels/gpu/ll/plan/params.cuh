@@ -7,6 +7,7 @@
 // own tokens, and the first block the totals.
 #pragma once
 
+#include "kernels/gpu/ht/plan/pair_kind.cuh"
 #include "kernels/gpu/ht/plan/plan_arrays.cuh"
 #include "kernels/gpu/protocol/row_index.cuh"
 
@@ -52,10 +53,6 @@ struct TokenPartition {
     return (ordinal % num_ranks + Scatter(ordinal / num_ranks) % num_ranks) % num_ranks;
   }
 };
-
-// Absent: no expert. Invalid: of an expert that there is not. Duplicate: in expert_batched, of one
-// that a lower pair of the token has too.
-enum class PairKind : uint8_t { kPlaced, kAbsent, kDuplicate, kInvalid };
 
 // Counts of the group's pairs. In shared memory, for the whole block.
 struct LlPlanTotals {

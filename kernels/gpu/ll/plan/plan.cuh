@@ -87,17 +87,17 @@ class LlPlanner {
 
   // `equal`: lanes of the warp that have the same expert; they hold consecutive pairs.
   __device__ PairKind Classify(const Pair& pair, LaneMask equal) const {
-    if (pair.expert < 0) return PairKind::kAbsent;
-    if (static_cast<uint32_t>(pair.expert) >= num_experts_) return PairKind::kInvalid;
-    if (params_.layout != Layout::kExpertBatched) return PairKind::kPlaced;
-    const uint32_t first = pair.cell / top_k_ * top_k_;
-    const uint32_t lanes = min(pair.cell - first, LaneId());  // of the token, below this one
-    const LaneMask token = LanesBelow() & ~((LaneMask{1} << (LaneId() - lanes)) - 1);
-    if ((equal & token) != 0) return PairKind::kDuplicate;
-    for (uint32_t other = first; other < pair.cell - lanes; ++other) {
-      if (words_.Expert(pair.source, other) == pair.expert) return PairKind::kDuplicate;
-    }
-    return PairKind::kPlaced;
+    return KindOfPair(pair.expert, num_experts_, [&] {
+      if (params_.layout != Layout::kExpertBatched) return false;
+      const uint32_t first = pair.cell / top_k_ * top_k_;
+      const uint32_t lanes = min(pair.cell - first, LaneId());  // of the token, below this one
+      const LaneMask token = LanesBelow() & ~((LaneMask{1} << (LaneId() - lanes)) - 1);
+      if ((equal & token) != 0) return true;
+      for (uint32_t other = first; other < pair.cell - lanes; ++other) {
+        if (words_.Expert(pair.source, other) == pair.expert) return true;
+      }
+      return false;
+    });
   }
 
   // Each counting warp: visit(pair) for each pair of its run, whose histogram goes on counting.
@@ -181,30 +181,8 @@ class LlPlanner {
     if (params_.layout != Layout::kExpertMajor) return;
     const uint32_t num_warps = blockDim.x / kWarpSize;
     for (uint32_t owner = WarpId(); owner < device_.shape.num_ranks; owner += num_warps) {
-      FindZonesOf(owner * experts_);
-    }
-  }
-
-  __device__ void FindZonesOf(uint32_t first_expert) {
-    const auto align = static_cast<int32_t>(device_.shape.align);
-    const int32_t* demand = demand_ + first_expert;
-    const auto blocks_of = [&](uint32_t e) { return (demand[e] + align - 1) / align; };
-    auto [cap, left] = FindWaterLevel(experts_, params_.recv_rows / align, blocks_of);
-    int32_t begin = 0;
-    for (uint32_t first = 0; first < experts_; first += kWarpSize) {
-      const uint32_t e = first + LaneId();
-      const int32_t blocks = e < experts_ ? blocks_of(e) : 0;
-      const LaneMask short_lanes = Ballot(blocks > cap);
-      const auto position = static_cast<int32_t>(CountLanes(short_lanes & LanesBelow()));
-      const int32_t extra = blocks > cap && position < left ? 1 : 0;
-      const int32_t rows = align * (min(blocks, cap) + extra);
-      const int32_t inclusive = WarpInclusiveSum(rows);
-      if (e < experts_) {
-        zone_[first_expert + e] = rows;
-        zone_begin_[first_expert + e] = begin + inclusive - rows;
-      }
-      begin += FromLane(inclusive, kWarpSize - 1);
-      left -= min(left, static_cast<int32_t>(CountLanes(short_lanes)));
+      FillZones(experts_, static_cast<int32_t>(device_.shape.align), params_.recv_rows,
+                owner * experts_, demand_, zone_, zone_begin_);
     }
   }
 
