@@ -12,6 +12,7 @@
 //   done, and network/slots.cu sends and takes in what crosses nodes.
 #include <algorithm>
 
+#include "kernels/gpu/lanes/ll_send.cuh"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/ll/dispatch/copy_rows.cuh"
 #include "kernels/gpu/ll/dispatch/receive.cuh"
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
   __shared__ BlockCall call;
   __shared__ uint32_t shared_flag;
-  __shared__ ItemRows items[kWarps];
+  __shared__ PlacedRows items[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -88,7 +89,7 @@ Kernel KernelOf(ElemType type, bool is_vectorised, bool is_weighted) {
 // Bytes of dynamic shared memory that a block may have beside the kernel's static ones.
 uint64_t MostSharedBytes(const RankHandle& rank) {
   constexpr uint64_t kRest = 256;
-  return rank.shared_bytes_per_block - kWarps * (sizeof(ItemRows) + sizeof(uint64_t)) -
+  return rank.shared_bytes_per_block - kWarps * (sizeof(PlacedRows) + sizeof(uint64_t)) -
          sizeof(BulkRows) - sizeof(LlPlanTotals) - kRest;
 }
 

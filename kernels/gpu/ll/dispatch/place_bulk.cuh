@@ -2,7 +2,7 @@
 // room for one row.
 #pragma once
 
-#include "kernels/gpu/lanes/ll_place.cuh"
+#include "kernels/gpu/ll/dispatch/place.cuh"
 
 namespace jax_ep::gpu::ll {
 
@@ -10,7 +10,7 @@ namespace jax_ep::gpu::ll {
 // All threads of the block.
 __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const CallSlot& slot,
                                    const SourceWords& words, const TokenPartition& partition,
-                                   const RowIndex& index, ItemRows& item) {
+                                   const RowIndex& index, PlacedRows& item) {
   __shared__ uint64_t barriers[kWarps];
   const DeviceRank& device = params.device;
   const uint32_t warp = WarpId();
@@ -37,7 +37,7 @@ __device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const C
     const auto [source, token] = partition.ItemAt(number);
     const TokenFacts facts = next;
     load_next(number + params.num_place_warps);
-    const uint32_t num_rows = FindRows(params, index, facts.entries, item);
+    const uint32_t num_rows = FindPlacedRows(params, index, facts.entries, item);
     WriteItem(params, words, source, token, facts, item, num_rows);
     if (num_rows == 0) {
       ZeroUnusedRow<uint4>(params, source, token, {0, params.row_words});

@@ -69,7 +69,7 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const RowShare&
 
 template <typename Rows>
 __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& slot,
-                        ItemRows* items) {
+                        PlacedRows* items) {
   const DeviceRank& device = params.device;
   const uint32_t number = blockIdx.x - params.num_send_blocks;
   const uint32_t num_totals_blocks = params.has_totals_block ? 1 : 0;

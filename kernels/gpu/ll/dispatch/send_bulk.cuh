@@ -7,7 +7,9 @@
 #pragma once
 
 #include "kernels/gpu/device/round_flags.cuh"
-#include "kernels/gpu/lanes/ll_send.cuh"
+#include "kernels/gpu/device/strides.h"
+#include "kernels/gpu/ll/dispatch/destinations.cuh"
+#include "kernels/gpu/ll/dispatch/source_words.cuh"
 
 namespace jax_ep::gpu::ll {
 
@@ -75,9 +77,7 @@ class BulkSender {
     return round * stride_ + WarpId() * params_.num_send_blocks + blockIdx.x;
   }
   // The first warp has a token in every round.
-  __device__ uint32_t NumRounds() const {
-    return num_tokens_ > blockIdx.x ? (num_tokens_ - blockIdx.x - 1) / stride_ + 1 : 0;
-  }
+  __device__ uint32_t NumRounds() const { return CountStrided(blockIdx.x, stride_, num_tokens_); }
   __device__ std::byte* RowAt(uint32_t slot) const {
     return reinterpret_cast<std::byte*>(shared_ints) +
            (WarpId() * kSendSlots + slot) * params_.row_bytes;
