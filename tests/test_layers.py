@@ -38,13 +38,34 @@ ALLOWED_INCLUDES = {
         "proxy/abi/",
         "proxy/base/",
     ),
+    # What all operations stand on; device and memory know nothing of the protocol.
+    "kernels/gpu/device": ("kernels/layout.h", "kernels/gpu/device/"),
+    "kernels/gpu/memory": ("kernels/gpu/memory/", "kernels/gpu/device/"),
+    "kernels/gpu/protocol": (
+        "kernels/layout.h",
+        r"kernels/gpu/(api|launch|launch_state)\.h$",
+        "kernels/gpu/device/",
+        "kernels/gpu/protocol/",
+    ),
+    "kernels/gpu/sums": ("kernels/layout.h", "kernels/gpu/device/", "kernels/gpu/protocol/", "kernels/gpu/sums/"),
+    # The plan is made once for both modes; the rest of a mode is its own.
+    "kernels/gpu/ht": (
+        "kernels/launch.h",
+        r"kernels/gpu/[a-z_]+\.h$",
+        r"kernels/gpu/(device|protocol|sums|network|ht)/",
+    ),
+    "kernels/gpu/ll": (
+        "kernels/launch.h",
+        r"kernels/gpu/[a-z_]+\.h$",
+        r"kernels/gpu/(device|protocol|sums|network|lanes|ll|ht/plan)/",
+    ),
     "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
     "xla_ffi": (
         "xla_ffi/",
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/gpu/api.h",
-        "kernels/gpu/device_memory.h",
+        "kernels/gpu/memory/device_memory.h",
         "proxy/abi/",
         "proxy/base/",
         "proxy/transport/registry.h",

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "kernels/gpu/api.h"
-#include "kernels/gpu/device_memory.h"
+#include "kernels/gpu/memory/device_memory.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/proxy.h"
 #include "xla_ffi/session_options.h"

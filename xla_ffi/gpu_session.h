@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "kernels/gpu/api.h"
-#include "kernels/gpu/device_memory.h"
+#include "kernels/gpu/memory/device_memory.h"
 #include "proxy/base/shared_memory.h"
 #include "xla_ffi/gpu_network.h"
 #include "xla_ffi/lifecycle.h"
@@ -67,8 +67,8 @@ class GpuSession {
   Status Start();
   // The devices are idle (Python waited). Ends all leases, stops threads, unmaps, frees everything
   // but the first granule of each heap, which stays for what XLA has captured
-  // (kernels/gpu/heap_layout.h), however long others keep this object. `departure` is what mates
-  // that still use the group are told. Idempotent.
+  // (kernels/gpu/protocol/heap_layout.h), however long others keep this object. `departure` is what
+  // mates that still use the group are told. Idempotent.
   void Close(Departure departure = Departure::kClosed);
 
   // Held by whoever uses a handle, from TakeHandle until the launcher has returned.

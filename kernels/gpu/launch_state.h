@@ -4,11 +4,10 @@
 #include <atomic>
 #include <cstdint>
 #include <mutex>
-#include <string>
 
 #include "kernels/gpu/api.h"
-#include "kernels/gpu/device_rank.h"
-#include "kernels/gpu/vendor.h"
+#include "kernels/gpu/device/vendor.h"
+#include "kernels/gpu/protocol/device_rank.h"
 
 namespace jax_ep::gpu {
 
@@ -32,15 +31,6 @@ struct RankHandle {
 // there are several nodes.
 int32_t* WholeEpochOf(const RankHandle& rank);
 
-// A text that lives until the thread's next call.
-const char* KeepText(std::string text);
-// nullptr, or what the last launch of this thread said.
-const char* LaunchResult(const char* kernel);
-
-// Allows `kernel` that much dynamic shared memory at least, as other groups of the process launch
-// it too, and loads it on the current device.
-const char* PrepareKernel(const void* kernel, uint32_t shared_bytes);
-
 // Whether the code that the current device runs has bulk copies in it. The device alone does not
 // say: a library without code for it runs what the driver makes of older PTX.
 const char* FindBulkCopies(bool* has_bulk_copies);
@@ -49,11 +39,10 @@ const char* PrepareAbandonKernel(const RankHandle& rank);
 const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
-const char* PrepareWeightedDispatchKernels(const RankHandle& rank);
 const char* PrepareCombineKernels(const RankHandle& rank);
 const char* PrepareDispatchStartKernels(const RankHandle& rank);
 const char* PrepareLlDispatchKernels(const RankHandle& rank);
-const char* PreparePushCombineKernels(const RankHandle& rank);
+const char* PrepareSlotCombineKernels(const RankHandle& rank);
 
 // Ends an operation of which only the first kernels could be launched.
 const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t stream);
@@ -63,16 +52,13 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const
                            cudaStream_t stream);
 const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& params, int32_t* epoch,
                                 cudaStream_t stream);
-// The pull of a dispatch with row_weights or y.
-struct PullParams;
-const char* LaunchWeightedPull(RankHandle& rank, const PullParams& params, cudaStream_t stream);
 // Mode ll and the halves. `plan` is null where the caller brings one; of the epochs a start has the
 // second, a done the first.
-enum class Part : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
+enum class CallPart : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                             Part part, const int32_t* epoch_in, int32_t* epoch_out,
+                             CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
                              cudaStream_t stream);
-const char* LaunchPushCombine(RankHandle& rank, const CombineParams& call, Part part,
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
 const char* LaunchCombine(RankHandle& rank, const CombineParams& params, cudaStream_t stream);
 
@@ -90,10 +76,5 @@ struct EntryParams {
   const int32_t* epoch;
 };
 const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream);
-
-// Checks the spans of a call: empty, or what is wrong.
-std::string CheckPlan(const GroupShape& shape, const PlanParams& params);
-std::string CheckDispatch(const GroupShape& shape, const DispatchParams& params);
-std::string CheckCombine(const GroupShape& shape, const CombineParams& params);
 
 }  // namespace jax_ep::gpu

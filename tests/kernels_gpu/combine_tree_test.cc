@@ -1,7 +1,5 @@
 // The order in which a combine adds partials gives the sums of the fixed tree, whatever ranks there
 // are, and as few waiting sums as it says. Needs no GPU.
-#include "kernels/gpu/combine_tree.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -10,6 +8,8 @@
 #include <random>
 #include <string>
 #include <vector>
+
+#include "kernels/gpu/sums/tree_order.h"
 
 namespace jax_ep {
 namespace {

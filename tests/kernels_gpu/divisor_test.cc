@@ -1,5 +1,5 @@
 // Quotients and remainders are those of the processor's division. Needs no GPU.
-#include "kernels/gpu/divisor.h"
+#include "kernels/gpu/device/divisor.h"
 
 #include <gtest/gtest.h>
 

@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "kernels/gpu/heap_layout.h"
+#include "kernels/gpu/protocol/heap_layout.h"
 #include "kernels/layout.h"
 #include "tests/kernels_gpu/gpu_network.h"
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "kernels/gpu/api.h"
-#include "kernels/gpu/device_memory.h"
+#include "kernels/gpu/memory/device_memory.h"
 
 namespace jax_ep::testing {
 

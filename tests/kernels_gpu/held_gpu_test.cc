@@ -7,7 +7,7 @@
 #include <future>
 #include <memory>
 
-#include "kernels/gpu/device_rank.h"
+#include "kernels/gpu/protocol/device_rank.h"
 #include "tests/kernels_gpu/push_scenario.h"
 
 namespace jax_ep::testing {

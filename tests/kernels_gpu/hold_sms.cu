@@ -2,7 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "kernels/gpu/memory_order.cuh"
+#include "kernels/gpu/device/memory_order.cuh"
 #include "tests/kernels_gpu/hold_sms.h"
 
 namespace jax_ep::testing {

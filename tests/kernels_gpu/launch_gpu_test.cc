@@ -7,7 +7,7 @@
 #include <functional>
 #include <thread>
 
-#include "kernels/gpu/heap_layout.h"
+#include "kernels/gpu/protocol/heap_layout.h"
 #include "tests/kernels_gpu/push_scenario.h"
 
 namespace jax_ep::testing {

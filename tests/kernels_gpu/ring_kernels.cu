@@ -1,4 +1,4 @@
-#include "kernels/gpu/network.cuh"
+#include "kernels/gpu/network/commands.cuh"
 #include "tests/kernels_gpu/ring_kernels.h"
 
 namespace jax_ep::testing {

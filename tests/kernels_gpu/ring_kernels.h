@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "kernels/gpu/device_rank.h"
-#include "kernels/gpu/network.h"
+#include "kernels/gpu/network/network.h"
+#include "kernels/gpu/protocol/device_rank.h"
 
 namespace jax_ep::testing {
 

@@ -1,5 +1,5 @@
 // Slices cover a call's tokens, in order, without gaps, and begin at chunks. Needs no GPU.
-#include "kernels/gpu/token_slices.h"
+#include "kernels/gpu/network/token_slices.h"
 
 #include <gtest/gtest.h>
 

@@ -1,0 +1,181 @@
+#include "kernels/gpu/calls.h"
+
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "kernels/gpu/checks.h"
+#include "kernels/gpu/launch.h"
+#include "kernels/gpu/launch_state.h"
+
+namespace jax_ep::gpu {
+
+namespace {
+
+const char* CheckAndLaunchLlDispatch(RankHandle& rank, const PlanParams* plan,
+                                     const DispatchParams& call, CallPart part,
+                                     const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
+  const GroupShape& shape = rank.device.shape;
+  DispatchParams params = call;
+  params.mode = Mode::kLl;
+  std::string wrong;
+  if (plan != nullptr) {
+    const uint64_t pairs = static_cast<uint64_t>(plan->num_tokens) * shape.top_k;
+    if (plan->num_tokens != call.num_tokens || plan->topk_idx.size() != pairs) {
+      wrong = "topk_idx does not have T * K = " + std::to_string(pairs) + " elements";
+    }
+    params.layout = plan->layout;
+    params.recv_rows = plan->recv_rows;
+    params.recv_src = plan->out.recv_src;
+    params.recv_topk_idx = plan->out.recv_topk_idx;
+    params.send_slot = plan->topk_idx;  // for the checks: of the same size, not read
+    if (wrong.empty() && part != CallPart::kStart) wrong = CheckPlan(shape, *plan);
+  }
+  if (wrong.empty()) {
+    wrong =
+        part == CallPart::kStart ? CheckDispatchStart(shape, params) : CheckDispatch(shape, params);
+  }
+  if (wrong.empty() && part == CallPart::kWhole &&
+      params.send_slot.size() != static_cast<uint64_t>(params.num_tokens) * shape.top_k) {
+    wrong = "send_slot does not have T * K elements";
+  }
+  if (!wrong.empty()) return KeepText("ll dispatch: " + std::move(wrong));
+  return LaunchLlDispatch(rank, plan, params, part, epoch_in, epoch_out,
+                          static_cast<cudaStream_t>(stream));
+}
+
+std::string CheckSlotCombine(const GroupShape& shape, const CombineParams& params, CallPart part) {
+  if (part == CallPart::kStart) return CheckCombineStart(shape, params);
+  if (part == CallPart::kDone) return CheckCombineDone(shape, params);
+  return CheckCombine(shape, params);
+}
+
+const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
+                                      const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
+  CombineParams params = call;
+  if (part == CallPart::kStart) params.ride_out = {};
+  std::string wrong = CheckSlotCombine(rank.device.shape, params, part);
+  if (!wrong.empty()) return KeepText("combine: " + std::move(wrong));
+  return LaunchSlotCombine(rank, params, part, epoch_in, epoch_out,
+                           static_cast<cudaStream_t>(stream));
+}
+
+// Runs the launcher of a call under the rank's lock: its kernels carry the call's fingerprint. If
+// it could launch only some kernels of the operation, the rank fails: nobody will end what they
+// have begun.
+template <typename Params, typename Launch>
+const char* Locked(RankHandle* rank, Operation operation, const Params& params, Stream stream,
+                   Launch&& launch) {
+  const std::lock_guard lock(rank->launching);
+  rank->device.program = FingerprintOf(operation, params.program, params.mode, params.layout,
+                                       params.num_tokens, params.recv_rows);
+  TakeLaunchCount();
+  const char* error = launch();
+  if (error == nullptr || TakeLaunchCount() == 0) return error;
+  std::string first = error;
+  if (LaunchAbandon(*rank, operation, static_cast<cudaStream_t>(stream)) != nullptr) {
+    first += "; the other ranks fail after timeout_s";
+  }
+  return KeepText(std::move(first));
+}
+
+}  // namespace
+
+const char* RunPlan(RankHandle* rank, const PlanParams* params, Stream stream) {
+  return Locked(rank, Operation::kPlan, *params, stream,
+                [&] { return LaunchPlan(*rank, *params, static_cast<cudaStream_t>(stream)); });
+}
+
+const char* RunDispatch(RankHandle* rank, const DispatchParams* params, Stream stream) {
+  if (params->mode == Mode::kLl) {
+    return Locked(rank, Operation::kLlDispatch, *params, stream, [&] {
+      return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kWhole, nullptr, nullptr,
+                                      stream);
+    });
+  }
+  return Locked(rank, Operation::kDispatch, *params, stream, [&] {
+    return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
+  });
+}
+
+const char* RunDispatchStart(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
+                             Stream stream) {
+  if (params->mode == Mode::kLl) {
+    return Locked(rank, Operation::kLlDispatchStart, *params, stream, [&] {
+      return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kStart, nullptr, epoch,
+                                      stream);
+    });
+  }
+  if (std::string wrong = CheckDispatchStart(rank->device.shape, *params); !wrong.empty()) {
+    return KeepText("dispatch_start: " + std::move(wrong));
+  }
+  return Locked(rank, Operation::kDispatchStart, *params, stream, [&] {
+    return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  });
+}
+
+const char* RunDispatchDone(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
+                            Stream stream) {
+  if (params->mode == Mode::kLl) {
+    return Locked(rank, Operation::kLlDispatchDone, *params, stream, [&] {
+      return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kDone, epoch, nullptr,
+                                      stream);
+    });
+  }
+  return Locked(rank, Operation::kDispatchDone, *params, stream, [&] {
+    return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  });
+}
+
+const char* RunLlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream stream) {
+  return Locked(rank, Operation::kLlDispatch, params->plan, stream, [&] {
+    return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kWhole,
+                                    nullptr, nullptr, stream);
+  });
+}
+
+const char* RunLlDispatchStart(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
+                               Stream stream) {
+  return Locked(rank, Operation::kLlDispatchStart, params->plan, stream, [&] {
+    return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kStart,
+                                    nullptr, epoch, stream);
+  });
+}
+
+const char* RunLlDispatchDone(RankHandle* rank, const LlDispatchParams* params,
+                              const int32_t* epoch, Stream stream) {
+  return Locked(rank, Operation::kLlDispatchDone, params->plan, stream, [&] {
+    return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kDone, epoch,
+                                    nullptr, stream);
+  });
+}
+
+const char* RunCombine(RankHandle* rank, const CombineParams* params, Stream stream) {
+  if (params->mode == Mode::kLl) {
+    return Locked(rank, Operation::kLlCombine, *params, stream, [&] {
+      return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kWhole, nullptr, nullptr, stream);
+    });
+  }
+  return Locked(rank, Operation::kCombine, *params, stream,
+                [&] { return LaunchCombine(*rank, *params, static_cast<cudaStream_t>(stream)); });
+}
+
+const char* RunCombineStart(RankHandle* rank, const CombineParams* params, int32_t* epoch,
+                            Stream stream) {
+  const Operation operation =
+      params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
+  return Locked(rank, operation, *params, stream, [&] {
+    return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kStart, nullptr, epoch, stream);
+  });
+}
+
+const char* RunCombineDone(RankHandle* rank, const CombineParams* params, const int32_t* epoch,
+                           Stream stream) {
+  const Operation operation =
+      params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
+  return Locked(rank, operation, *params, stream, [&] {
+    return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kDone, epoch, nullptr, stream);
+  });
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,164 @@
+#include "kernels/gpu/checks.h"
+
+#include "kernels/gpu/network/stage_layout.h"
+#include "proxy/abi/command.h"
+
+namespace jax_ep::gpu {
+
+namespace {
+
+std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) {
+  const uint64_t max_tokens = mode == Mode::kLl ? shape.ll_tokens : shape.max_tokens;
+  if (mode == Mode::kHt && !shape.has_ht) {
+    return "the group was created with Config.mode='ll', expected 'ht' or 'auto'";
+  }
+  if (num_tokens < 0 || static_cast<uint64_t>(num_tokens) > max_tokens) {
+    return "got " + std::to_string(num_tokens) + " tokens, the group takes at most " +
+           std::to_string(max_tokens) + " in this mode; raise Config.max_tokens";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string CheckConfig(const RankConfig& config) {
+  const GroupShape& shape = config.shape;
+  constexpr uint32_t kMaxTopK = 64;
+  const NetworkConfig* network = config.network;
+  if ((shape.num_nodes() > 1) != (network != nullptr)) {
+    return network != nullptr ? "got a network for a group of one node"
+                              : "got no network for a group of several nodes";
+  }
+  if (network != nullptr && (network->num_rings == 0 || network->num_rings > kMaxNetworkRings)) {
+    return "got " + std::to_string(network->num_rings) + " rings, expected 1 to " +
+           std::to_string(kMaxNetworkRings);
+  }
+  // What a command can name (proxy/abi/command.h).
+  if (NetLayout::Make(shape).total_bytes > kMaxHeapBytes) {
+    return "the network stage has more than 1 TiB; lower max_tokens";
+  }
+  if (shape.num_ranks > kMaxNodeRanks) {
+    return "got " + std::to_string(shape.num_ranks) + " ranks, at most " +
+           std::to_string(kMaxNodeRanks);
+  }
+  if (shape.top_k > kMaxTopK) {
+    return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
+  }
+  if (config.max_sms == 0) return "got max_sms 0";
+  if (config.status == nullptr || config.peers == nullptr) return "no status or peers";
+  return "";
+}
+
+std::string CheckPlan(const GroupShape& shape, const PlanParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const auto tokens = static_cast<uint64_t>(params.num_tokens);
+  const uint64_t pairs = tokens * shape.top_k;
+  const uint64_t experts = shape.experts_per_rank();
+  const uint64_t source_tokens = shape.num_ranks * tokens;
+  const bool is_rows_right =
+      params.recv_rows >= 0 &&
+      (params.layout == Layout::kExpertMajor ||
+       rows == source_tokens * (params.layout == Layout::kExpertBatched ? experts : 1));
+  const PlanOutputs& out = params.out;
+  if (!is_rows_right || params.topk_idx.size() != pairs || out.send_slot.size() != pairs ||
+      out.recv_src.size() != rows || out.group_sizes.size() != experts ||
+      out.group_counts.size() != experts || out.send_counts.size() != shape.num_ranks ||
+      out.recv_counts.size() != shape.num_ranks || out.num_dropped == nullptr ||
+      out.overflow == nullptr ||
+      out.recv_topk_idx.size() != (params.layout == Layout::kRankMajor ? rows * shape.top_k : 0)) {
+    return "the plan's arrays do not have the sizes of T = " + std::to_string(tokens) +
+           ", R = " + std::to_string(params.recv_rows);
+  }
+  return "";
+}
+
+std::string CheckDispatch(const GroupShape& shape, const DispatchParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const uint64_t tokens = static_cast<uint64_t>(params.num_tokens);
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  const uint64_t cells = is_rank_major ? rows * shape.top_k : rows;
+  const bool has_weights = !params.recv_weights.empty();
+  if (params.recv_rows < 0 || params.recv_src.size() != rows ||
+      (is_rank_major && rows != shape.num_ranks * tokens) ||
+      (!params.weights.empty() && params.weights.size() != tokens * shape.top_k) ||
+      (has_weights && params.recv_weights.size() != cells) ||
+      (has_weights && is_rank_major && params.recv_topk_idx.size() != cells) ||
+      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
+      (!params.recv_dots.empty() && params.recv_dots.size() != rows)) {
+    return "arrays do not have the sizes of T = " + std::to_string(tokens) +
+           ", R = " + std::to_string(params.recv_rows);
+  }
+  if ((!params.recv_dots.empty() && params.y == nullptr) ||
+      ((!params.recv_dots.empty() || !params.row_weights.empty()) && params.recv_x == nullptr)) {
+    return "recv_dots needs y and rows, row_weights need rows";
+  }
+  return "";
+}
+
+std::string CheckCombine(const GroupShape& shape, const CombineParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
+      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
+      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows)) ||
+      (!params.ride_out.empty() && params.ride_out.size() != pairs)) {
+    return "arrays do not have the sizes of T = " + std::to_string(params.num_tokens) +
+           ", R = " + std::to_string(params.recv_rows);
+  }
+  return "";
+}
+
+std::string CheckDispatchStart(const GroupShape& shape, const DispatchParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  if ((!params.weights.empty() && params.weights.size() != pairs) ||
+      (params.mode == Mode::kLl && params.send_slot.size() != pairs)) {
+    return "weights or send_slot do not have T * K = " + std::to_string(pairs) + " elements";
+  }
+  if (params.y != nullptr || !params.row_weights.empty()) {
+    return "got a start half of the backward of combine, which has none";
+  }
+  return "";
+}
+
+std::string CheckCombineStart(const GroupShape& shape, const CombineParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  const bool is_rank_major = params.layout == Layout::kRankMajor;
+  if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
+      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
+      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows))) {
+    return "recv_src, send_slot, row_weights or ride do not have the sizes of R = " +
+           std::to_string(rows);
+  }
+  return "";
+}
+
+std::string CheckCombineDone(const GroupShape& shape, const CombineParams& params) {
+  if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  if (params.send_slot.size() != pairs ||
+      (!params.ride_out.empty() && params.ride_out.size() != pairs)) {
+    return "send_slot or ride_out do not have T * K = " + std::to_string(pairs) + " elements";
+  }
+  return "";
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,230 @@
+// kernels/gpu/device: what the hardware offers, as small functions.
+//   In and out: pointers and registers. Nothing here knows of ranks, heaps or operations.
+//   Waits: only BarrierWait, for bulk copies and warps of the same block.
+//
+// Every load, store, fence and bulk copy whose order matters, named by order and scope. No other
+// file of this folder contains asm or vendor builtins of that kind.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gpu/device/vendor.h"
+
+namespace jax_ep::gpu {
+
+// Scope "sys": this GPU, its peers and the host. Scope "gpu": all blocks of this GPU.
+
+#if JAX_EP_HIP
+
+__device__ inline uint64_t LoadAcquireSys(const uint64_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline uint32_t LoadAcquireSys(const uint32_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline uint32_t LoadRelaxedSys(const uint32_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline uint64_t LoadRelaxedSys(const uint64_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
+  __hip_atomic_store(address, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
+  __hip_atomic_store(address, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
+  __hip_atomic_store(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+// Orders what this thread has stored and seen before its later stores, for everyone.
+__device__ inline void FenceSys() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
+__device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
+  return __hip_atomic_load(address, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
+// Also what peers will read: blocks run on dies that each have an L2 of their own, and the die
+// whose block later tells the peers cannot write back what this one's L2 still holds.
+__device__ inline uint32_t FetchAddAcqRelGpu(uint32_t* address, uint32_t amount) {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");  // "": the whole system
+  return __hip_atomic_fetch_add(address, amount, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+}
+
+// Orders earlier stores of this wavefront before what it next tells its block, and lets another
+// wavefront of the block publish them: a release at the scope of the block leaves them on their way
+// to the L2, and the other wavefront's release waits for its own stores alone.
+__device__ inline void ReleaseToBlock() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  constexpr int kVectorStoresOnly = 0x0f70;  // vmcnt(0), no wait for the other counters
+  __builtin_amdgcn_s_waitcnt(kVectorStoresOnly);
+}
+__device__ inline uint32_t LoadAcquireBlock(const uint32_t* shared) {
+  return __hip_atomic_load(shared, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+__device__ inline void StoreReleaseBlock(uint32_t* shared, uint32_t value) {
+  ReleaseToBlock();
+  __hip_atomic_store(shared, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_WORKGROUP);
+}
+__device__ inline uint64_t ClockNs() {
+  constexpr uint64_t kNsPerTick = 10;  // 100 MHz, whatever the clock of the cores
+  return __builtin_readsteadycounter() * kNsPerTick;
+}
+__device__ inline void SleepBriefly() { __builtin_amdgcn_s_sleep(2); }
+
+#else
+
+__device__ inline uint64_t LoadAcquireSys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline uint32_t LoadAcquireSys(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline uint32_t LoadRelaxedSys(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline uint64_t LoadRelaxedSys(const uint64_t* address) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline void StoreReleaseSys(uint64_t* address, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+__device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+// Orders what this thread has stored and seen before its later stores, for everyone.
+__device__ inline void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+__device__ inline uint32_t FetchAddAcqRelGpu(uint32_t* address, uint32_t amount) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(amount)
+               : "memory");
+  return before;
+}
+
+__device__ inline uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+// racecheck does not know what these two order; in the build for it (tests/kernels_gpu/sanitize.sh)
+// they are functions of their own, so that its reports name them.
+#if defined(JAX_EP_RACECHECK)
+#define JAX_EP_NAMED __noinline__
+#else
+#define JAX_EP_NAMED
+#endif
+__device__ JAX_EP_NAMED inline uint32_t LoadAcquireBlock(const uint32_t* shared) {
+  uint32_t value;
+  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];"
+               : "=r"(value)
+               : "r"(SharedAddress(shared))
+               : "memory");
+  return value;
+}
+__device__ JAX_EP_NAMED inline void StoreReleaseBlock(uint32_t* shared, uint32_t value) {
+  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(SharedAddress(shared)), "r"(value)
+               : "memory");
+}
+#undef JAX_EP_NAMED
+__device__ inline uint64_t ClockNs() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(value));
+  return value;
+}
+__device__ inline void SleepBriefly() { __nanosleep(100); }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Orders earlier generic accesses of this thread (and what it has acquired) before its later bulk
+// copies, and the other way round.
+__device__ inline void FenceProxyAsync() { asm volatile("fence.proxy.async;" ::: "memory"); }
+__device__ inline void FenceProxyAsyncShared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+__device__ inline void BarrierInit(uint64_t* barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(SharedAddress(barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+// Makes initialised barriers known to bulk copies.
+__device__ inline void FenceBarrierInit() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ inline void BarrierExpectBytes(uint64_t* barrier, uint32_t num_bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(SharedAddress(barrier)),
+      "r"(num_bytes)
+      : "memory");
+}
+__device__ inline void BarrierArrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(SharedAddress(barrier)) : "memory");
+}
+__device__ inline void BarrierWait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "WAIT_%=:\n"
+      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra WAIT_%=;\n"
+      "}\n" ::"r"(SharedAddress(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// BarrierWait would return at once.
+__device__ inline bool BarrierIsOver(uint64_t* barrier, uint32_t parity) {
+  uint32_t is_over;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(is_over)
+      : "r"(SharedAddress(barrier)), "r"(parity)
+      : "memory");
+  return is_over != 0;
+}
+
+// Addresses and sizes are multiples of 16 bytes.
+__device__ inline void BulkLoad(void* shared, const void* global, uint32_t num_bytes,
+                                uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(SharedAddress(shared)),
+      "l"(global), "r"(num_bytes), "r"(SharedAddress(barrier))
+      : "memory");
+}
+__device__ inline void BulkStore(void* global, const void* shared, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
+               "r"(SharedAddress(shared)), "r"(num_bytes)
+               : "memory");
+}
+__device__ inline void BulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until at most kPending of this thread's newest groups still read their shared memory.
+template <int kPending>
+__device__ inline void BulkWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+// Until all of this thread's bulk stores are done.
+__device__ inline void BulkWaitAll() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+#endif
+
+#endif  // JAX_EP_HIP
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,96 @@
+// HT dispatch: every rank pulls the rows of its experts from their owners' arrays straight to their
+// final places.
+//
+//   EnterOperation (enter_operation.cu): entry flag to the peers, row index.
+//   PullRows (lanes/pull_rows.cu, pull_rows_in_bulk.cu, with weights pull_weighted_rows.cu): waits
+//   for all entry flags; each warp takes (source, token) pairs, reads the row once and writes it to
+//   all its places; the last warps of a block zero padding and fetch weights; the last block
+//   exchanges the tail flags. Over several nodes it runs once per slice of the tokens
+//   (network/dispatch.cu).
+#include <string>
+#include <utility>
+
+#include "kernels/gpu/checks.h"
+#include "kernels/gpu/ht/dispatch/pull_params.h"
+#include "kernels/gpu/launch.h"
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/launchers.h"
+
+namespace jax_ep::gpu {
+namespace {
+
+const char* LaunchPull(RankHandle& rank, const PullParams& params, cudaStream_t stream) {
+  if (params.row_weights != nullptr || params.recv_dots != nullptr) {
+    return LaunchPullWeightedRows(rank, params, stream);
+  }
+#if JAX_EP_BULK_COPIES
+  if (rank.use_bulk_copies && params.is_vectorised) {
+    return LaunchPullRowsInBulk(rank, params, stream);
+  }
+#endif
+  return LaunchPullRows(rank, params, stream);
+}
+
+}  // namespace
+
+const char* PrepareDispatchKernels(const RankHandle& rank) {
+  if (const char* error = PreparePullRows(rank)) return error;
+#if JAX_EP_BULK_COPIES
+  if (rank.use_bulk_copies) {
+    if (const char* error = PreparePullRowsInBulk(rank)) return error;
+  }
+#endif
+  return PreparePullWeightedRows(rank);
+}
+
+const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const int32_t* epoch,
+                           cudaStream_t stream) {
+  const GroupShape& shape = rank.device.shape;
+  if (std::string wrong = CheckDispatch(shape, call); !wrong.empty()) {
+    return KeepText("dispatch: " + std::move(wrong));
+  }
+  const bool is_done = epoch != nullptr;
+  if (const char* error = LaunchEntry(rank,
+                                      {.device = rank.device,
+                                       .operation = Operation::kDispatch,
+                                       .recv_src = call.recv_src.data(),
+                                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                                       .num_tokens = static_cast<uint64_t>(call.num_tokens),
+                                       .x = is_done || call.recv_x == nullptr ? nullptr : call.x,
+                                       .weights = is_done ? nullptr : call.weights.data(),
+                                       .epoch = epoch},
+                                      stream)) {
+    return error;
+  }
+  const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
+  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes());
+  if (shape.num_nodes() > 1) {
+    if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
+  }
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  PullParams params{.device = rank.device,
+                    .layout = call.layout,
+                    .zero_padding = call.zero_padding,
+                    .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
+                    .num_tokens = num_tokens,
+                    .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                    .row_bytes = row_bytes,
+                    .recv_src = call.recv_src.data(),
+                    .recv_topk_idx = call.recv_topk_idx.data(),
+                    .recv_x = call.recv_x,
+                    .recv_weights = DataOrNull(call.recv_weights),
+                    .epoch = epoch,
+                    .y = call.y,
+                    .row_weights = DataOrNull(call.row_weights),
+                    .recv_dots = DataOrNull(call.recv_dots)};
+  for (uint32_t number = 0; number < num_slices; ++number) {
+    params.slice = TokenSliceOf(num_tokens, number, num_slices);
+    if (shape.num_nodes() > 1) {
+      if (const char* error = LaunchAwaitRows(rank, params.slice, stream)) return error;
+    }
+    if (const char* error = LaunchPull(rank, params, stream)) return error;
+  }
+  return nullptr;
+}
+
+}  // namespace jax_ep::gpu

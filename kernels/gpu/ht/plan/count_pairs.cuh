@@ -1,0 +1,174 @@
+// First kernel of a plan: pairs by expert, numbered within their blocks, and the counts of this
+// rank.
+#pragma once
+
+#include "kernels/gpu/ht/plan/pair_kind.cuh"
+#include "kernels/gpu/ht/plan/params.cuh"
+
+namespace jax_ep::gpu::planning {
+
+__device__ inline PairKind Classify(const PlanKernelParams& params, uint32_t pair, int32_t expert) {
+  const GroupShape& shape = params.device.shape;
+  return KindOfPair(expert, shape.num_experts, [&] {
+    if (params.layout != Layout::kExpertBatched) return false;
+    const uint32_t first = pair / shape.top_k * shape.top_k;
+    for (uint32_t other = first; other < pair; ++other) {
+      if (params.topk_idx[other] == expert) return true;
+    }
+    return false;
+  });
+}
+
+struct PairRange {
+  uint32_t begin;
+  uint32_t end;
+};
+__device__ inline PairRange PairsOfWarp(const PlanKernelParams& params) {
+  const uint64_t index = static_cast<uint64_t>(blockIdx.x) * params.num_warps + WarpId();
+  const uint64_t begin = index * params.pairs_per_warp;
+  const uint64_t end = begin + params.pairs_per_warp;
+  const uint64_t num_pairs = WarpId() < params.num_warps ? params.num_pairs : 0;
+  return {static_cast<uint32_t>(begin < num_pairs ? begin : num_pairs),
+          static_cast<uint32_t>(end < num_pairs ? end : num_pairs)};
+}
+
+// Writes pair_ranks and block_counts of this block's pairs.
+__device__ inline void CountBlock(const PlanKernelParams& params) {
+  const DeviceRank& device = params.device;
+  const uint32_t num_experts = device.shape.num_experts;
+  __shared__ int32_t block_drops[2];
+  int32_t* pair_ranks = OwnHeapAt<int32_t>(device, device.layout.pair_ranks);
+  for (uint32_t i = threadIdx.x; i < params.num_warps * num_experts; i += kThreads) {
+    shared_ints[i] = 0;
+  }
+  if (threadIdx.x < 2) block_drops[threadIdx.x] = 0;
+  SyncBlock();
+
+  const PairRange range = PairsOfWarp(params);
+  int32_t* counts = shared_ints + static_cast<uint64_t>(WarpId()) * num_experts;
+  int32_t num_dropped = 0;
+  int32_t num_invalid = 0;
+  // One batch stays in registers until it is final.
+  const bool is_one_batch = params.pairs_per_warp <= kBatch * kWarpSize;
+  int32_t experts[kBatch], ranks[kBatch];
+  for (uint32_t first = range.begin; first < range.end; first += kBatch * kWarpSize) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t pair = first + i * kWarpSize + LaneId();
+      experts[i] = pair < range.end ? params.topk_idx[pair] : -1;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t pair = first + i * kWarpSize + LaneId();
+      const PairKind kind =
+          pair < range.end ? Classify(params, pair, experts[i]) : PairKind::kAbsent;
+      if (kind != PairKind::kPlaced) experts[i] = -1;
+      num_dropped += kind == PairKind::kDuplicate || kind == PairKind::kInvalid;
+      num_invalid += kind == PairKind::kInvalid;
+      const LaneMask same = LanesWithSame(experts[i]);
+      const uint32_t lower = CountLanes(same & LanesBelow());
+      const int32_t before = experts[i] >= 0 ? counts[experts[i]] : 0;
+      SyncWarp();
+      if (experts[i] >= 0 && lower == 0) {
+        counts[experts[i]] = before + static_cast<int32_t>(CountLanes(same));
+      }
+      SyncWarp();
+      ranks[i] = experts[i] >= 0 ? before + static_cast<int32_t>(lower) : -1;
+      if (!is_one_batch && pair < range.end) pair_ranks[pair] = ranks[i];
+    }
+  }
+  num_dropped = WarpSum(num_dropped);
+  num_invalid = WarpSum(num_invalid);
+  if (LaneId() == 0 && num_dropped > 0) {
+    atomicAdd(&block_drops[0], num_dropped);
+    atomicAdd(&block_drops[1], num_invalid);
+  }
+  SyncBlock();
+
+  int32_t* block_counts = OwnHeapAt<int32_t>(device, device.layout.block_counts) +
+                          static_cast<uint64_t>(blockIdx.x) * num_experts;
+  for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
+    int32_t sum = 0;
+    for (uint32_t warp = 0; warp < params.num_warps; ++warp) {
+      int32_t& cell = shared_ints[static_cast<uint64_t>(warp) * num_experts + expert];
+      const int32_t count = cell;
+      cell = sum;
+      sum += count;
+    }
+    block_counts[expert] = sum;
+  }
+  if (threadIdx.x < 2) {
+    OwnHeapAt<int32_t>(device, device.layout.block_drops)[blockIdx.x * 2 + threadIdx.x] =
+        block_drops[threadIdx.x];
+  }
+  SyncBlock();
+  if (is_one_batch) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t pair = range.begin + i * kWarpSize + LaneId();
+      if (pair >= range.end) continue;
+      pair_ranks[pair] = ranks[i] >= 0 ? ranks[i] + counts[experts[i]] : -1;
+    }
+    return;
+  }
+  for (uint32_t pair = range.begin + LaneId(); pair < range.end; pair += kWarpSize) {
+    if (pair_ranks[pair] >= 0) pair_ranks[pair] += counts[params.topk_idx[pair]];
+  }
+}
+
+// The last block: sums over the blocks, to every mate.
+__device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t sequence) {
+  const DeviceRank& device = params.device;
+  const uint32_t num_experts = device.shape.num_experts;
+  const int32_t* block_counts = OwnHeapAt<int32_t>(device, device.layout.block_counts);
+  int32_t* block_offsets = OwnHeapAt<int32_t>(device, device.layout.block_offsets);
+  const uint64_t counts_offset = CountsOf(device, sequence, device.rank);
+  for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
+    int32_t sum = 0;
+    constexpr uint32_t kBlocks = 24;  // loads in flight
+    for (uint32_t first = 0; first < gridDim.x; first += kBlocks) {
+      int32_t counts[kBlocks];
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        const uint32_t block = first + i;
+        counts[i] = block < gridDim.x
+                        ? block_counts[static_cast<uint64_t>(block) * num_experts + expert]
+                        : 0;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        if (first + i >= gridDim.x) break;
+        block_offsets[static_cast<uint64_t>(first + i) * num_experts + expert] = sum;
+        sum += counts[i];
+      }
+    }
+    for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
+      HeapAt<int32_t>(device, peer, counts_offset + sizeof(PlanHeader))[expert] = sum;
+    }
+  }
+  if (threadIdx.x == 0) {
+    const int32_t* drops = OwnHeapAt<int32_t>(device, device.layout.block_drops);
+    int32_t num_dropped = 0;
+    int32_t num_invalid = 0;
+    for (uint32_t block = 0; block < gridDim.x; ++block) {
+      num_dropped += drops[block * 2];
+      num_invalid += drops[block * 2 + 1];
+    }
+    ControlOf(device)->invalid_ids += static_cast<uint64_t>(num_invalid);
+    if (device.debug && num_invalid > 0) {
+      Fail(device, FailureKind::kInvalidId, Operation::kPlan, device.rank, 0,
+           static_cast<uint64_t>(num_invalid));
+    }
+    const PlanHeader header = {num_dropped, static_cast<int32_t>(params.num_tokens),
+                               params.recv_rows, static_cast<uint16_t>(params.layout),
+                               static_cast<uint16_t>(device.program)};
+    for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
+      *HeapAt<PlanHeader>(device, peer, counts_offset) = header;
+    }
+  }
+  SyncBlock();
+  BlockSignalMates(device, device.layout.entry_flags,
+                   FlagValue(sequence, Operation::kPlan, device.program));
+}
+
+}  // namespace jax_ep::gpu::planning

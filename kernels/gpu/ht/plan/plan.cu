@@ -1,0 +1,147 @@
+// plan: three kernels on the stream. No atomics that decide an order, so equal inputs give equal
+// plans.
+//
+//   CountPairs    each block numbers the pairs of its part by expert; the last block adds the
+//                 blocks up and sends the counts [E] of this rank to every peer (entry flag).
+//   PlaceOwnPairs waits for all counts; zones of every rank; send_slot and the counts of the plan;
+//                 this rank's codes sorted by expert (list flag).
+//   FillRecvSrc   waits for all lists; recv_src, recv_topk_idx.
+//
+// Over several nodes two more (network/plan.cu) exchange counts and lists with ranks of other
+// nodes.
+//
+// Reuse without another barrier: counts have two sets. A rank that sends counts of operation n + 2
+// has ended n + 1, whose entry or list flags its peers sent after their last read of set n. A list
+// is written again after all peers' counts of that plan, which they send when their last one is
+// over.
+#include <algorithm>
+
+#include "kernels/gpu/checks.h"
+#include "kernels/gpu/ht/plan/count_pairs.cuh"
+#include "kernels/gpu/ht/plan/fill_recv_src.cuh"
+#include "kernels/gpu/ht/plan/place_own_pairs.cuh"
+#include "kernels/gpu/launch.h"
+#include "kernels/gpu/network/launchers.h"
+
+namespace jax_ep::gpu {
+namespace {
+
+using namespace planning;
+
+__global__ void __launch_bounds__(kThreads)
+    CountPairs(const __grid_constant__ PlanKernelParams params) {
+  __shared__ uint32_t shared_flag;
+  const DeviceRank& device = params.device;
+  if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
+  if (threadIdx.x == kWarpSize)
+    shared_flag = HasFailed(device) ? 0 : 1;  // one answer for the block
+  SyncBlock();
+  if (shared_flag != 0) CountBlock(params);  // else the heap may be gone
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+  PublishCounts(params, SequenceOf(device));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    PlaceOwnPairs(const __grid_constant__ PlanKernelParams params) {
+  __shared__ uint32_t shared_flag;
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  ExpertTables tables(shared_ints, device.shape.num_experts);
+  bool is_ok = BlockWaitPeers(device, device.layout.entry_flags, Operation::kPlan,
+                              FlagValue(sequence, Operation::kPlan, device.program), &shared_flag);
+  if (is_ok) is_ok = BuildTables(params, sequence, tables);
+  if (is_ok) {
+    if (blockIdx.x < params.num_blocks) PlaceBlock(params, tables);
+    if (blockIdx.x == gridDim.x - 1) WriteCounts(params, sequence, tables);
+  }
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+  BlockSignalMates(device, device.layout.list_flags,
+                   FlagValue(sequence, Operation::kPlan, device.program));
+}
+
+__global__ void __launch_bounds__(kThreads)
+    FillRecvSrc(const __grid_constant__ PlanKernelParams params) {
+  __shared__ uint32_t shared_flag;
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  if (BlockWaitPeers(device, device.layout.list_flags, Operation::kPlan,
+                     FlagValue(sequence, Operation::kPlan, device.program), &shared_flag)) {
+    params.layout == Layout::kRankMajor ? FillRankMajor(params) : FillFromLists(params);
+  }
+  if (!LastToArrive(device, &shared_flag)) return;
+  if (HasFailed(device)) {
+    PoisonPlan(device.shape, params.layout, params.num_pairs,
+               static_cast<uint64_t>(params.recv_rows), params.out);
+  }
+  if (threadIdx.x == 0) EndOperation(device, sequence);
+}
+
+uint32_t TablesBytes(const GroupShape& shape) {
+  const uint64_t tables = ExpertTables::kNumTables * sizeof(int32_t);
+  return static_cast<uint32_t>(shape.num_experts * std::max<uint64_t>(tables, sizeof(PlanSegment)));
+}
+
+uint32_t NumHistograms(const RankHandle& rank) {
+  const uint32_t bytes = rank.device.shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
+  return std::min(kWarps, rank.shared_bytes_per_block / bytes);
+}
+
+}  // namespace
+
+const char* PreparePlanKernels(const RankHandle& rank) {
+  const GroupShape& shape = rank.device.shape;
+  const uint32_t tables = TablesBytes(shape);
+  if (NumHistograms(rank) == 0 || tables > rank.shared_bytes_per_block) {
+    return KeepText("got " + std::to_string(shape.num_experts) +
+                    " experts, more than this device's shared memory has room for");
+  }
+  const uint32_t histograms =
+      NumHistograms(rank) * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
+  if (const char* error = PrepareKernel(&CountPairs, histograms)) return error;
+  return PrepareKernels(tables, &PlaceOwnPairs, &FillRecvSrc);
+}
+
+const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t stream) {
+  const GroupShape& shape = rank.device.shape;
+  if (std::string wrong = CheckPlan(shape, plan); !wrong.empty()) {
+    return KeepText("plan: " + std::move(wrong));
+  }
+  PlanKernelParams params{.device = rank.device,
+                          .layout = plan.layout,
+                          .mode = plan.mode,
+                          .num_tokens = static_cast<uint32_t>(plan.num_tokens),
+                          .recv_rows = static_cast<int32_t>(plan.recv_rows),
+                          .num_pairs = static_cast<uint32_t>(plan.topk_idx.size()),
+                          .num_warps = NumHistograms(rank),
+                          .topk_idx = plan.topk_idx.data(),
+                          .out = ArraysOf(plan.out)};
+  const uint64_t max_blocks = std::min<uint64_t>(rank.max_blocks, kMaxPlanBlocks);
+  // One more block of PlaceOwnPairs writes what follows from the counts, where there may be one.
+  const uint32_t extra_blocks = max_blocks > 1 ? 1 : 0;
+  const uint32_t blocks = std::min(BlocksFor(params.num_pairs, kMinPairsPerBlock, max_blocks),
+                                   static_cast<uint32_t>(max_blocks) - extra_blocks);
+  params.num_blocks = blocks;
+  const uint64_t num_parts = static_cast<uint64_t>(blocks) * params.num_warps;
+  params.pairs_per_warp = static_cast<uint32_t>(DivideUp(params.num_pairs, num_parts));
+
+  const uint32_t tables = TablesBytes(shape);
+  const uint32_t histograms =
+      params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
+  CountPairs<<<blocks, kThreads, histograms, stream>>>(params);
+  if (const char* error = LaunchResult("CountPairs")) return error;
+  const bool has_network = shape.num_nodes() > 1;
+  if (has_network) {
+    if (const char* error = LaunchExchangeCounts(rank, stream)) return error;
+  }
+  PlaceOwnPairs<<<blocks + extra_blocks, kThreads, tables, stream>>>(params);
+  if (const char* error = LaunchResult("PlaceOwnPairs")) return error;
+  if (has_network) {
+    if (const char* error = LaunchExchangeLists(rank, plan, stream)) return error;
+  }
+  const uint32_t fill_blocks =
+      BlocksFor(static_cast<uint64_t>(plan.recv_rows), kThreads, max_blocks);
+  FillRecvSrc<<<fill_blocks, kThreads, tables, stream>>>(params);
+  return LaunchResult("FillRecvSrc");
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,67 @@
+// The senders of an LL dispatch (ll_dispatch.cu) whose lanes load and store the rows.
+#pragma once
+
+#include "kernels/gpu/ll/dispatch/destinations.cuh"
+#include "kernels/gpu/ll/dispatch/source_words.cuh"
+
+namespace jax_ep::gpu::ll {
+
+// One warp, after its stores: the flags of a piece at all destinations of its token, in one
+// release, which waits until the peers have got the stores.
+__device__ inline void PublishPiece(const LlDispatchKernelParams& params, const CallSlot& slot,
+                                    uint64_t dests, uint32_t token, uint32_t piece) {
+  const DeviceRank& device = params.device;
+  const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, device.rank, token, piece);
+  SyncWarp();
+  for (uint32_t dest = LaneId(); dest < device.shape.num_ranks; dest += kWarpSize) {
+    if ((dests >> dest & 1) == 0) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag), StartFlag(slot, params.operation));
+  }
+}
+
+// A warp takes a piece of a row to all destinations of its token.
+template <typename Word>
+__device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
+  const DeviceRank& device = params.device;
+  const PushArea& area = device.layout.ll_dispatch;
+  const uint32_t num_ranks = device.shape.num_ranks;
+  const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
+  const uint32_t num_dests = num_ranks - first_step;
+  if (num_dests == 0) return;
+  const BlockShare share{.num_blocks = params.num_send_blocks, .block = blockIdx.x};
+  const auto dest_of = [&](uint32_t step) { return (device.rank + first_step + step) % num_ranks; };
+  uint64_t reachable = 0;
+  for (uint32_t step = 0; step < num_dests; ++step) {
+    if (IsMate(device, dest_of(step))) reachable |= uint64_t{1} << dest_of(step);
+  }
+  const uint32_t word_items = NumWordItems(params);
+  const uint32_t num_pieces = params.has_rows ? params.plan.num_tokens * params.pieces.count : 0;
+  for (uint32_t item = share.warp(); item < word_items + num_pieces; item += share.num_warps()) {
+    if (item < word_items) {
+      SendWords(params, slot, item);
+      continue;
+    }
+    const uint32_t token = (item - word_items) / params.pieces.count;
+    const uint32_t piece = (item - word_items) % params.pieces.count;
+    const WordRange range = WordsOf(params.pieces, piece, params.row_words);
+    const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
+    const Destinations destinations(params, token);
+    LaneWords<Word> words;
+    const std::byte* from = params.x + token * params.row_bytes;
+    words.Load(from, range.begin, range.end);
+    const uint64_t dests = destinations.Mask() & reachable;
+    for (uint32_t first = range.begin;; words.Load(from, first, range.end)) {
+      for (uint32_t step = 0; step < num_dests; ++step) {
+        // Tokens begin with different destinations, so that links are used alike.
+        const uint32_t dest = dest_of((step + token) % num_dests);
+        if ((dests >> dest & 1) == 0) continue;
+        words.Store(HeapAt<std::byte>(device, dest, place), first, range.end);
+      }
+      first += words.kStep;
+      if (first >= range.end) break;
+    }
+    PublishPiece(params, slot, dests, token, piece);
+  }
+}
+
+}  // namespace jax_ep::gpu::ll

@@ -1,0 +1,188 @@
+// Combine through slot sets: mode ll, and the halves of both modes. Every rank sums the rows that
+// it has of a token, weighted, and pushes the one partial into the slot [rank][token] of the
+// owner's set; the owner adds the partials along the fixed tree.
+//
+//   One kernel. The first blocks send pieces of partials, each with a flag; the others wait for the
+//   pieces of their tokens and add them. Senders wait for nobody but for the readers of an older
+//   use of the set (slot_sets.cuh); adders come later in the grid. start is a kernel of senders,
+//   done one of adders. A whole call sums its own rows where it adds; a start pushes that partial
+//   to its own set as well. Over several nodes a whole call of mode ll is a start and a done, and
+//   network/slots.cu takes in what crosses nodes.
+#include <algorithm>
+
+#include "kernels/gpu/lanes/slot_combine_add.cuh"
+#include "kernels/gpu/lanes/slot_combine_send.cuh"
+#include "kernels/gpu/launch.h"
+#include "kernels/gpu/network/launchers.h"
+
+namespace jax_ep::gpu {
+namespace {
+
+using namespace slot_combine;
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    SlotCombine(const __grid_constant__ SlotCombineParams params) {
+  __shared__ BlockCall call;
+  __shared__ uint32_t shared_flag;
+  __shared__ TokenRows local[kWarps];
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  BeginCall(device, params.kind, params.part, params.operation, params.epoch_in,
+            blockIdx.x < params.num_send_blocks, call);
+  const CallSlot& slot = call.slot;
+  if (slot.is_ok != 0) {
+    if (blockIdx.x >= params.num_send_blocks) {
+      Receive<T>(params, slot, local[WarpId()], &shared_flag);
+    } else if (WaitReusable(device, params.kind, params.operation, call, &shared_flag) &&
+               (device.network == nullptr ||
+                BlockWaitRead(device, params.kind, params.operation, slot, &shared_flag))) {
+      Send<T>(params, slot, local[WarpId()]);
+    }
+  }
+  FinishSlotCombine(params, sequence, slot, &shared_flag);
+}
+
+using Kernel = void (*)(SlotCombineParams);
+
+template <typename Elem, typename Partial>
+Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
+  constexpr uint32_t kFewLevels = 3;
+  constexpr uint32_t kMostLevels = 7;
+  static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
+  // Odd rows are rare, and each kernel costs seconds of the build.
+  if (!is_vectorised) return &SlotCombine<Types<Elem, Partial, false, kMostLevels>>;
+  return num_leaves < 1u << kFewLevels ? &SlotCombine<Types<Elem, Partial, true, kFewLevels>>
+                                       : &SlotCombine<Types<Elem, Partial, true, kMostLevels>>;
+}
+
+Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
+  return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
+    return KernelOf<Elem, Partial>(RankLeaves(shape).count, is_vectorised);
+  });
+}
+
+struct Operations {
+  Operation whole, start, done;
+};
+
+}  // namespace
+
+const char* PrepareSlotCombineKernels(const RankHandle& rank) {
+  for (const bool is_vectorised : {false, true}) {
+    const Kernel kernel = KernelOf(rank.device.shape, is_vectorised);
+    if (const char* error = PrepareKernel(kernel, 0)) return error;
+  }
+#if JAX_EP_BULK_COPIES
+  if (rank.use_bulk_copies) return PrepareLlCombineKernels(rank);
+#endif
+  return nullptr;
+}
+
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
+                              const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
+  const GroupShape& shape = rank.device.shape;
+  const bool is_ll = call.mode == Mode::kLl;
+  const bool has_network = shape.num_nodes() > 1;
+  if (has_network && !is_ll) {
+    return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
+  }
+  if (has_network && part == CallPart::kWhole) {
+    int32_t* epoch = WholeEpochOf(rank);
+    const char* error = LaunchSlotCombine(rank, call, CallPart::kStart, nullptr, epoch, stream);
+    if (error != nullptr) return error;
+    return LaunchSlotCombine(rank, call, CallPart::kDone, epoch, nullptr, stream);
+  }
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  const bool is_vectorised = HasWholeWords(row_bytes, {call.y, call.out});
+  const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
+  // Many tokens: warps have enough to do without small pieces, each of which costs them time.
+  // Measured: docs/performance.md, LL combine.
+  constexpr int64_t kManyTokens = 64;
+  const uint64_t piece_bytes = is_ll && call.num_tokens >= kManyTokens ? 4096 : 2048;
+  const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
+  const bool is_start = part == CallPart::kStart;
+  const Operations operations =
+      is_ll
+          ? Operations{Operation::kLlCombine, Operation::kLlCombineStart, Operation::kLlCombineDone}
+          : Operations{Operation::kCombine, Operation::kCombineStart, Operation::kCombineDone};
+  const GpuHeapLayout& layout = rank.device.layout;
+  const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
+  SlotCombineParams params{
+      .device = rank.device,
+      .area = is_ll ? layout.ll_combine : layout.ht_combine,
+      .kind = is_ll ? SetKind::kLlCombine : SetKind::kCombine,
+      .part = part,
+      .layout = call.layout,
+      .operation = part == CallPart::kWhole ? operations.whole
+                   : is_start               ? operations.start
+                                            : operations.done,
+      .start_operation = part == CallPart::kWhole ? operations.whole : operations.start,
+      .num_send_blocks = 0,
+      .num_tokens = num_tokens,
+      .rank_rows = std::max(
+          is_ll ? shape.num_ranks * num_tokens : static_cast<uint32_t>(call.recv_rows), 1u),
+      .pieces = has_rows ? CutRow(shape, row_bytes, piece_bytes, word_bytes) : Pieces{1, 0},
+      .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
+      .row_bytes = row_bytes,
+      .recv_rows = static_cast<uint64_t>(call.recv_rows),
+      .recv_src = call.recv_src.data(),
+      .send_slot = call.send_slot.data(),
+      .epoch_in = epoch_in,
+      .epoch_out = epoch_out};
+  if (part != CallPart::kDone) {
+    params.y = call.y;
+    params.row_weights = DataOrNull(call.row_weights);
+    params.pair_scalars = DataOrNull(call.ride);
+  }
+  if (!is_start) {
+    params.out = has_rows ? call.out : nullptr;
+    params.pair_scalars_out = DataOrNull(call.ride_out);
+  }
+  if (has_network && part == CallPart::kDone) {
+    const TakeRecordsParams records{.device = rank.device,
+                                    .operation = params.operation,
+                                    .start_operation = params.start_operation,
+                                    .kind = params.kind,
+                                    .num_tokens = num_tokens,
+                                    .num_pieces = params.pieces.count,
+                                    .has_rows = has_rows,
+                                    .epoch = epoch_in};
+    if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
+  }
+#if JAX_EP_BULK_COPIES
+  const bool moves_rows = (part == CallPart::kDone || params.y != nullptr) &&
+                          (part == CallPart::kStart || params.out != nullptr);
+  if (is_ll && !has_network && is_vectorised && moves_rows) {
+    const char* error = nullptr;
+    if (LaunchLlCombine(rank, params, stream, &error)) return error;
+  }
+#endif
+  const uint64_t num_owners = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
+  const uint64_t send_units = num_tokens * num_owners * params.pieces.count;
+  const uint64_t add_units = static_cast<uint64_t>(num_tokens) * params.pieces.count;
+  const uint32_t most = is_ll ? rank.ll_blocks : rank.max_blocks;
+  const auto blocks_for = [](uint64_t units, uint32_t limit) {
+    return BlocksFor(units, kWarps, limit);
+  };
+  constexpr uint32_t kSendShare = 5;  // of 8 blocks
+  constexpr uint32_t kShares = 8;
+  const uint32_t most_senders = std::max(most * kSendShare / kShares, 1u);
+  uint32_t blocks = 0;
+  switch (part) {
+    case CallPart::kWhole:
+      params.num_send_blocks = blocks_for(send_units, most_senders);
+      blocks = params.num_send_blocks + blocks_for(add_units, std::max(most - most_senders, 1u));
+      break;
+    case CallPart::kStart:
+      params.num_send_blocks = blocks = blocks_for(send_units, most);
+      break;
+    case CallPart::kDone:
+      blocks = blocks_for(add_units, most);
+      break;
+  }
+  KernelOf(shape, is_vectorised)<<<blocks, kThreads, 0, stream>>>(params);
+  return LaunchResult("SlotCombine");
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,41 @@
+// Where the row of a token goes in an LL dispatch.
+#pragma once
+
+#include "kernels/gpu/ll/dispatch/params.cuh"
+
+namespace jax_ep::gpu::ll {
+
+// One warp: the ranks that pairs of a token go to, none beyond the last token. What that takes is
+// on its way once it is made.
+class Destinations {
+ public:
+  __device__ Destinations(const LlDispatchKernelParams& params, uint32_t token) : params_(params) {
+    const uint32_t top_k = params.device.shape.top_k;
+    const int32_t* ids = (params.is_routed ? params.topk_idx : params.given_slots) +
+                         static_cast<uint64_t>(token) * top_k;
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t k = i * kWarpSize + LaneId();
+      ids_[i] = k < top_k && token < params.plan.num_tokens ? ids[k] : -1;
+    }
+  }
+  // A bit per rank.
+  __device__ uint64_t Mask() const {
+    const GroupShape& shape = params_.device.shape;
+    const uint32_t ids_of_rank =
+        params_.is_routed ? shape.experts_per_rank() : shape.num_ranks * params_.plan.num_tokens;
+    uint64_t mask = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+      const uint32_t rank = static_cast<uint32_t>(ids_[i]) / ids_of_rank;
+      if (ids_[i] >= 0 && rank < shape.num_ranks) mask |= uint64_t{1} << rank;
+    }
+    return WarpOr(mask);
+  }
+
+ private:
+  const LlDispatchKernelParams& params_;
+  int32_t ids_[kEntriesPerLane];
+};
+
+}  // namespace jax_ep::gpu::ll

@@ -1,0 +1,59 @@
+// Launchers of the kernels that speak with other nodes. Each runs between the kernels of an
+// operation, or in their place; only groups of several nodes use them.
+#pragma once
+
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/token_slices.h"
+
+namespace jax_ep::gpu {
+
+const char* PrepareNetPlanKernels(const RankHandle& rank);
+const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
+const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
+
+// Rows of a dispatch to the rails of other nodes, in slices; `epoch` as in LaunchDispatch. Then,
+// slice after slice, the wait for what comes from there.
+const char* PrepareNetDispatchKernels(const RankHandle& rank);
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
+                           const int32_t* epoch, cudaStream_t stream);
+const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream);
+
+// A whole HT combine, after EnterOperation.
+struct CombineKernelParams;  // combine_params.h
+const char* PrepareNetCombineKernels(const RankHandle& rank);
+const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
+                             cudaStream_t stream);
+
+// One half of it.
+const char* PrepareNetCombineHalves(const RankHandle& rank);
+const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, CallPart part,
+                                 const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
+
+// LL: rows of a start to other nodes.
+const char* PrepareNetSlotKernels(const RankHandle& rank);
+struct SendRecordsParams {
+  DeviceRank device;
+  Operation operation;
+  bool is_routed;
+  uint32_t num_tokens;
+  PushHeader header;
+  uint64_t row_bytes;
+  const std::byte* x;    // [T, H] or null
+  const int32_t* ids;    // [T * K]: topk_idx, or the send_slot of a plan
+  const float* weights;  // [T * K] or null
+};
+const char* LaunchSendRecords(RankHandle& rank, const SendRecordsParams& call, cudaStream_t stream);
+// LL: before a done, what other nodes have sent goes to where node-mates push.
+struct TakeRecordsParams {
+  DeviceRank device;
+  Operation operation;
+  Operation start_operation;
+  SetKind kind;
+  uint32_t num_tokens;
+  uint32_t num_pieces;  // flags of a row
+  bool has_rows;
+  const int32_t* epoch;
+};
+const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& call, cudaStream_t stream);
+
+}  // namespace jax_ep::gpu

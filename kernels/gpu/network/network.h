@@ -1,0 +1,56 @@
+// kernels/gpu/network: what an operation adds between nodes, through pinned stages and proxies.
+//   In: rows, partials and lists for other nodes. Out: commands to proxies; at the receiver, data.
+//   Waits: kernels for the signals that proxies count in the stage, and for space in the rings.
+//
+// What kernels know of the network between nodes: stages, rings, and how far each exchange is.
+// Plain data for host and device.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/gpu/api.h"
+#include "kernels/gpu/network/stage_layout.h"
+
+namespace jax_ep::gpu {
+
+// In the rank's heap, constant since creation.
+struct DeviceNetwork {
+  NetLayout layout;
+  uint32_t num_rings;
+  uint32_t ring_slots;  // a power of two
+  uint32_t ring_slots_log2;
+  std::byte* stages[kMaxNodeRanks];   // of node-mates, by local rank, as this device addresses them
+  uint64_t* slots[kMaxNetworkRings];  // two words each (proxy/abi/ring.h)
+  const uint64_t* tails[kMaxNetworkRings];  // commands that the proxy has taken
+};
+
+// The producers' side of a ring, beside them: in host memory each reservation would cross the bus.
+struct RingCounters {
+  uint64_t head;
+  uint64_t cached_tail;
+};
+
+// Exchanges of slot sets of one kind with other nodes.
+struct NetSets {
+  uint64_t started;  // epochs sent
+  uint64_t read;     // epochs copied from the stage
+  struct {
+    uint64_t epoch;  // that used the set last
+    uint64_t read;   // its number among those read
+  } sets[kMaxDepth];
+};
+
+// In the rank's heap, zero-initialised, changed by its own kernels alone.
+struct NetState {
+  uint64_t plans, dispatches, combines;  // exchanged
+  uint64_t row_slices, sum_slices;       // of those dispatches and combines: their signals
+  NetSets kinds[kNumSetKinds];
+  uint32_t sent[kMaxNodeRanks];  // records of the running operation, by destination
+  int32_t whole_epoch;           // from the start to the done of a whole LL call
+  RingCounters rings[kMaxNetworkRings];
+};
+static_assert(sizeof(NetState) <= kNetStateBytes);
+static_assert(sizeof(DeviceNetwork) <= kDeviceNetworkBytes);
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,81 @@
+// What kernels share that send rows to other nodes, a chunk of kNetChunkTokens per warp.
+#pragma once
+
+#include "kernels/gpu/network/commands.cuh"
+
+namespace jax_ep::gpu {
+
+// One warp: ranks that hold rows of a token, one bit each. `rank_rows`: slots of one rank.
+__device__ inline uint64_t HoldersOf(const DeviceRank& device, const int32_t* send_slot,
+                                     uint32_t token, uint32_t rank_rows) {
+  const GroupShape& shape = device.shape;
+  uint64_t holders = 0;
+  for (uint32_t k = LaneId(); k < shape.top_k; k += kWarpSize) {
+    const int32_t slot = send_slot[static_cast<uint64_t>(token) * shape.top_k + k];
+    // Plans come from the caller: a slot beyond the last rank is none.
+    const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot) / rank_rows : shape.num_ranks;
+    if (holder < shape.num_ranks) holders |= uint64_t{1} << holder;
+  }
+  return WarpOr(holders);
+}
+
+// One warp: other nodes that hold rows of a token.
+__device__ inline uint64_t OtherNodesOf(const DeviceRank& device, const int32_t* send_slot,
+                                        uint32_t token, uint32_t rank_rows) {
+  uint64_t holders = HoldersOf(device, send_slot, token, rank_rows);
+  uint64_t nodes = 0;
+  while (holders != 0) {
+    const auto holder = static_cast<uint32_t>(__ffsll(static_cast<long long>(holders))) - 1;
+    holders &= holders - 1;
+    if (!IsMate(device, holder)) nodes |= uint64_t{1} << (holder / device.shape.node_size);
+  }
+  return nodes;
+}
+
+// One warp copies a row, 16 bytes a lane where both ends allow it.
+__device__ inline void WarpCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
+  const auto ends = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+  const uint64_t num_words = ends % sizeof(uint4) == 0 ? num_bytes / sizeof(uint4) : 0;
+  constexpr uint32_t kInFlight = 8;
+  for (uint64_t first = LaneId(); first < num_words; first += kInFlight * kWarpSize) {
+    uint4 words[kInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (first + i * kWarpSize < num_words) {
+        words[i] = reinterpret_cast<const uint4*>(from)[first + i * kWarpSize];
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      if (first + i * kWarpSize < num_words) {
+        reinterpret_cast<uint4*>(to)[first + i * kWarpSize] = words[i];
+      }
+    }
+  }
+  // Rows are made of elements of at least two bytes.
+  for (uint64_t i = num_words * (sizeof(uint4) / 2) + LaneId(); i < num_bytes / 2; i += kWarpSize) {
+    reinterpret_cast<uint16_t*>(to)[i] = reinterpret_cast<const uint16_t*>(from)[i];
+  }
+}
+
+// One warp: the tokens first + i of the chunk with bit i in `wanted`, each run of them as one
+// command like `command`, whose offsets are those of token 0. What a run is widened by, to whole
+// units of the wire, are rows of the same chunk. False: this rank has failed.
+__device__ inline bool WarpPushRuns(const DeviceRank& device, Operation operation, uint32_t node,
+                                    uint32_t wanted, uint64_t first, uint64_t pitch,
+                                    Command command) {
+  const uint32_t lane = LaneId();
+  const bool begins = lane < kNetChunkTokens && (wanted >> lane & 1) != 0 &&
+                      (lane == 0 || (wanted >> (lane - 1) & 1) == 0);
+  if (begins) {
+    const uint32_t length = static_cast<uint32_t>(__ffs(static_cast<int>(~(wanted >> lane)))) - 1;
+    const uint64_t begin = (first + lane) * pitch / kWireUnitBytes * kWireUnitBytes;
+    const uint64_t end = AlignUp((first + lane + length) * pitch, kWireUnitBytes);
+    command.local_offset += begin;
+    command.remote_offset += begin;
+    command.length_bytes = end - begin;
+  }
+  return WarpPush(device, operation, node, begins, command);
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,132 @@
+// Byte layout of a rank's network stage: pinned host memory that its kernels and those of its
+// node-mates load and store, and that proxies move between nodes. Computed from the group's shape
+// alone, so that all ranks agree by construction. Only groups of several nodes have one.
+//
+// "Rail": the ranks of equal index inside their nodes. What goes to another node goes once, to the
+// rank of the own rail there; its node-mates read it from that rank's stage.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/gpu/protocol/heap_layout.h"
+#include "kernels/layout.h"
+#include "proxy/abi/channel.h"
+
+namespace jax_ep::gpu {
+
+// Tokens that one warp sends together. A multiple of 8, so that rows of any size and scalars of any
+// K begin a chunk at a multiple of kWireUnitBytes.
+inline constexpr uint64_t kNetChunkTokens = 8;
+
+struct NetLayout {
+  uint64_t total_bytes = 0;
+  uint64_t flags = 0;  // u64 [kNumChannels][N]: signals (counted channels: epochs) from that rank
+  // Plan, by parity of the plan's number. "[R]": by RemoteIndex of the other rank.
+  HeapArea counts_send;  // [2]: PlanHeader, i32 [E]
+  HeapArea counts_recv;  // [2][R]
+  HeapArea list_send;    // [2]: i32 [T * K], the plan list of this rank
+  HeapArea list_recv;    // [2][R]: the part of it that names rows of this rank, at the same place
+  uint64_t counts_bytes = 0;
+  uint64_t list_bytes = 0;
+  // HT dispatch, by parity. "[O]": by OtherNode of the other node.
+  HeapArea rows_send;  // [2]: rows [T, H] without padding, then weights [T * K]
+  HeapArea rows_recv;  // [2][O]: the same, of the rail's rank there; only rows with a pair here
+  uint64_t rows_weights = 0;
+  // HT combine, by parity: rows [T] of kind Partial, then scalars [T][node_size][K].
+  HeapArea sums_send;  // [2][O]
+  HeapArea sums_recv;  // [2][O]
+  uint64_t sums_pitch = 0;
+  uint64_t sums_scalars = 0;
+  // LL, by slot set. A record is followed by a u64 tag, the StartFlag of its call, because a count
+  // says how many records have come and not which.
+  HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
+  HeapArea ll_rows_recv;  // [depth][R]: the same
+  uint64_t ll_ids = 0, ll_weights = 0, ll_head_bytes = 0;
+  uint64_t ll_row_pitch = 0, ll_row_tag = 0;
+  HeapArea ll_sums_send;  // [depth][R]: records [T]: a partial, scalars [K]
+  HeapArea ll_sums_recv;  // [depth][R]
+  uint64_t ll_sum_pitch = 0, ll_sum_scalars = 0, ll_sum_tag = 0;
+
+  constexpr uint64_t FlagAt(uint32_t num_ranks, Channel channel, uint32_t source) const {
+    return flags + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
+  }
+
+  static constexpr NetLayout Make(const GroupShape& shape);
+};
+
+constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
+  NetLayout layout;
+  if (shape.num_nodes() == 1) return layout;
+  uint64_t end = 0;
+  const auto take = [&end](uint64_t sets, uint64_t peers, uint64_t bytes) {
+    HeapArea area;
+    area.peer_stride = AlignUp(bytes, kRowAlignBytes);
+    area.set_stride = peers * area.peer_stride;
+    area.offset = end;
+    end += sets * area.set_stride;
+    return area;
+  };
+  const uint64_t num_remote = shape.num_ranks - shape.node_size;
+  const uint64_t num_others = shape.num_nodes() - 1;
+  const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  constexpr uint64_t kParities = 2;
+
+  layout.flags = take(1, 1, kNumChannels * shape.num_ranks * sizeof(uint64_t)).offset;
+  layout.counts_bytes =
+      AlignUp(sizeof(PlanHeader) + shape.num_experts * sizeof(int32_t), kWireUnitBytes);
+  const uint64_t tokens = shape.has_ht ? shape.max_tokens : 0;
+  const uint64_t cells_bytes = AlignUp(tokens * shape.top_k * sizeof(int32_t), kWireUnitBytes);
+  layout.list_bytes =
+      AlignUp((shape.max_tokens > shape.ll_tokens ? shape.max_tokens : shape.ll_tokens) *
+                  shape.top_k * sizeof(int32_t),
+              kWireUnitBytes);
+  layout.counts_send = take(kParities, 1, layout.counts_bytes);
+  layout.counts_recv = take(kParities, num_remote, layout.counts_bytes);
+  layout.list_send = take(kParities, 1, layout.list_bytes);
+  layout.list_recv = take(kParities, num_remote, layout.list_bytes);
+
+  layout.rows_weights = AlignUp(tokens * row_bytes, kRowAlignBytes);
+  layout.rows_send = take(kParities, 1, layout.rows_weights + cells_bytes);
+  layout.rows_recv = take(kParities, num_others, layout.rows_weights + cells_bytes);
+  layout.sums_pitch = RowBytes(shape.hidden, partial_type);
+  layout.sums_scalars = AlignUp(tokens * layout.sums_pitch, kRowAlignBytes);
+  const uint64_t sums_bytes = layout.sums_scalars + cells_bytes * shape.node_size + kRowAlignBytes;
+  layout.sums_send = take(kParities, num_others, sums_bytes);
+  layout.sums_recv = take(kParities, num_others, sums_bytes);
+
+  if (shape.ll_tokens > 0) {
+    const uint64_t ll_cells_bytes =
+        AlignUp(shape.ll_tokens * shape.top_k * sizeof(int32_t), kWireUnitBytes);
+    layout.ll_ids = AlignUp(sizeof(PushHeader), kWireUnitBytes);
+    layout.ll_weights = layout.ll_ids + ll_cells_bytes;
+    layout.ll_head_bytes = layout.ll_weights + ll_cells_bytes;
+    layout.ll_row_tag = RowBytes(shape.hidden, shape.elem_type);
+    layout.ll_row_pitch = layout.ll_row_tag + kWireUnitBytes;
+    const uint64_t rows_bytes = layout.ll_head_bytes + shape.ll_tokens * layout.ll_row_pitch;
+    layout.ll_rows_send = take(shape.depth, 1, rows_bytes);
+    layout.ll_rows_recv = take(shape.depth, num_remote, rows_bytes);
+    layout.ll_sum_scalars = layout.sums_pitch;
+    layout.ll_sum_tag = layout.ll_sum_scalars + RideBytes(shape.top_k);
+    layout.ll_sum_pitch = layout.ll_sum_tag + kWireUnitBytes;
+    layout.ll_sums_send = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
+    layout.ll_sums_recv = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
+  }
+  layout.total_bytes = end;
+  return layout;
+}
+
+// Position of another node among those that are not `own_node`, and back.
+constexpr uint32_t OtherNode(uint32_t num_nodes, uint32_t own_node, uint32_t node) {
+  return (node + num_nodes - own_node - 1) % num_nodes;
+}
+constexpr uint32_t NodeOfOther(uint32_t num_nodes, uint32_t own_node, uint32_t other) {
+  return (own_node + 1 + other) % num_nodes;
+}
+// Position of a rank of another node among all of those.
+constexpr uint32_t RemoteIndex(const GroupShape& shape, uint32_t own_node, uint32_t rank) {
+  return OtherNode(shape.num_nodes(), own_node, rank / shape.node_size) * shape.node_size +
+         rank % shape.node_size;
+}
+
+}  // namespace jax_ep::gpu

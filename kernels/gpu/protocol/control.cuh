@@ -1,0 +1,259 @@
+// kernels/gpu/protocol: who may write what, and when.
+//   In: a rank's view of the heaps (DeviceRank). Out: flags, slot sets, row index, failed ranks.
+//   Waits: readers for the writer's flag; writers of a set for the flag of its last readers.
+//
+// How ranks wait for each other and how they give up. Every wait has a deadline; whoever gives up
+// tells its peers and the host, and stays failed.
+//
+// Operations of a rank run one after the other on its stream and are numbered alike on all ranks.
+// A flag carries the number of the operation that wrote it, its kind, and a fingerprint of the
+// program that it is a call of (FlagValue): a peer in the same operation of another program has a
+// flag that is neither older nor newer nor equal, and the wait ends with kWrongOrder.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/gpu/device/memory_order.cuh"
+#include "kernels/gpu/device/warp.cuh"
+#include "kernels/gpu/protocol/device_rank.h"
+
+namespace jax_ep::gpu {
+
+template <typename T>
+__device__ inline T* HeapAt(const DeviceRank& rank, uint32_t owner, uint64_t offset) {
+  return reinterpret_cast<T*>(rank.peers[owner].heap + offset);
+}
+template <typename T>
+__device__ inline T* OwnHeapAt(const DeviceRank& rank, uint64_t offset) {
+  return HeapAt<T>(rank, rank.rank, offset);
+}
+__device__ inline Control* ControlOf(const DeviceRank& rank) {
+  return OwnHeapAt<Control>(rank, rank.layout.control);
+}
+__device__ inline bool IsInOwnHeap(const DeviceRank& rank, const void* array) {
+  const uint64_t offset =
+      reinterpret_cast<uintptr_t>(array) - reinterpret_cast<uintptr_t>(rank.peers[rank.rank].heap);
+  return offset < rank.layout.total_bytes;
+}
+// Number of the running operation. Plain load: only the last block of an operation changes it.
+__device__ inline uint64_t SequenceOf(const DeviceRank& rank) {
+  return ControlOf(rank)->sequence + 1;
+}
+// True: nothing of any heap may be touched but the kept bytes of this rank's own (heap_layout.h).
+__device__ inline bool HasFailed(const DeviceRank& rank) {
+  return LoadRelaxedGpu(&ControlOf(rank)->failed) != 0;
+}
+
+// Ranks that this one reaches by load and store: [node_begin, MatesEnd).
+__device__ inline uint32_t MatesEnd(const DeviceRank& rank) {
+  return rank.node_begin + rank.shape.node_size;
+}
+__device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
+  return peer - rank.node_begin < rank.shape.node_size;
+}
+
+// One thread. The first failure of the rank is reported to the host, which tells other nodes, and
+// to all mates. Not inline: kernels of microseconds wait for their own code, so it must be short.
+__device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kind,
+                                         Operation operation, uint32_t peer, uint64_t expected,
+                                         uint64_t actual) {
+  if (atomicCAS(&ControlOf(rank)->failed, 0u, 1u) != 0) return;
+  RankStatus* status = rank.status;
+  status->kind = static_cast<uint32_t>(kind);
+  status->operation = static_cast<uint32_t>(operation);
+  status->peer = peer;
+  status->epoch = SequenceOf(rank);
+  status->expected = expected;
+  status->actual = actual;
+  // Publishes the fields above to the host.
+  StoreReleaseSys(reinterpret_cast<uint32_t*>(&status->failed), 1u);
+  for (uint32_t other = rank.node_begin; other < MatesEnd(rank); ++other) {
+    if (other == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint32_t>(rank, other, rank.layout.peer_failed), rank.rank + 1);
+  }
+}
+
+enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
+
+// One thread reads `word` (an acquire) until judge(value) says that it is there. False: this rank
+// has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
+template <typename Judge>
+__device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
+                              Operation operation, uint64_t wanted, FailureKind late,
+                              Judge&& judge) {
+  constexpr uint32_t kSpinsPerCheck = 64;
+  constexpr uint32_t kSpinsPerRareCheck = 4096;
+  const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
+  uint64_t deadline = 0;  // reading the clock is slow, and most waits are short
+  for (uint32_t spins = 1;; ++spins) {
+    const uint64_t seen = LoadAcquireSys(word);
+    switch (judge(seen)) {
+      case Seen::kThere:
+        return true;
+      case Seen::kWrong:
+        Fail(rank, FailureKind::kWrongOrder, operation, peer, wanted, seen);
+        return false;
+      case Seen::kTooEarly:
+        break;
+    }
+    if (spins % kSpinsPerCheck != 0) continue;
+    // Before all that follows: a closed group's kernels (heap_layout.h) must see that they have
+    // failed and touch neither the host's status word, which is freed by then, nor a peer.
+    if (HasFailed(rank)) return false;
+    // Any peer: one that gave up may have sent the flag that is waited for.
+    if (const uint32_t failed = LoadRelaxedSys(peer_failed); failed != 0) {
+      Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, wanted, seen);
+      return false;
+    }
+    // The first block reads the host's word often, the others rarely: it may have ended.
+    if ((blockIdx.x == 0 || spins % kSpinsPerRareCheck == 0) &&
+        LoadRelaxedSys(reinterpret_cast<const uint32_t*>(&rank.status->abort)) != 0) {
+      Fail(rank, FailureKind::kAborted, operation, peer, wanted, seen);
+      return false;
+    }
+    const uint64_t now = ClockNs();
+    if (deadline == 0) deadline = now + rank.timeout_ns;
+    if (now > deadline) {
+      Fail(rank, late, operation, peer, wanted, seen);
+      return false;
+    }
+  }
+}
+
+// One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
+// False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
+__device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
+                                Operation operation, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
+    if (seen >> kCallBits < wanted >> kCallBits) return Seen::kTooEarly;
+    return seen >> kCallBits > wanted >> kCallBits || seen == wanted ? Seen::kThere : Seen::kWrong;
+  });
+}
+
+// The same for a flag that stands for data which its writer replaces when it uses their place
+// again: a newer operation's is wrong, since what it announces is not what is waited for.
+__device__ inline bool WaitExactFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
+                                     Operation operation, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
+    if (seen == wanted) return Seen::kThere;
+    return seen >> kCallBits < wanted >> kCallBits ? Seen::kTooEarly : Seen::kWrong;
+  });
+}
+
+// One warp whose lanes have waited: whether all were successful. What each has acquired is ordered
+// before what any of them does next; a vote alone orders nothing.
+__device__ inline bool AllHaveWaited(bool is_ok) {
+  const bool result = AllLanes(is_ok);
+  SyncWarp();
+  return result;
+}
+
+// One warp waits for the flags at `flags_offset` ([N], by rank) of the ranks [begin, end).
+__device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
+                                     uint32_t end, Operation operation, uint64_t wanted) {
+  const uint64_t* flags = OwnHeapAt<uint64_t>(rank, flags_offset);
+  const bool has_failed = HasFailed(rank);  // on its way while the first flag is looked at
+  bool is_ok = true;
+  for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
+    if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
+  }
+  return AllHaveWaited(is_ok && !has_failed);
+}
+
+// All threads of the block; `is_ok` is a shared word. Every thread may read what those ranks
+// published.
+__device__ inline bool BlockWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
+                                      uint32_t end, Operation operation, uint64_t wanted,
+                                      uint32_t* is_ok) {
+  if (WarpId() == 0) {
+    const bool waited = WarpWaitFlags(rank, flags_offset, begin, end, operation, wanted);
+    if (LaneId() == 0) *is_ok = waited ? 1 : 0;
+  }
+  SyncBlock();
+  const bool result = *is_ok != 0;
+  SyncBlock();  // the word can be used again
+  return result;
+}
+// Flags of all ranks. Those of other nodes are set by a kernel of this rank that has met their
+// signal (net_*.cu).
+__device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
+                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, 0, rank.shape.num_ranks, operation, wanted, is_ok);
+}
+__device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_offset,
+                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, rank.node_begin, MatesEnd(rank), operation, wanted,
+                        is_ok);
+}
+
+// All threads of the block, after a SyncBlock that follows what is to be published (stores of
+// other blocks: after LastToArrive).
+__device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
+                                        uint64_t value) {
+  for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
+    if (peer == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+  }
+}
+
+// One warp, likewise.
+__device__ inline void WarpSignalMates(const DeviceRank& rank, uint64_t flags_offset,
+                                       uint64_t value) {
+  for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank); peer += kWarpSize) {
+    if (peer == rank.rank) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+  }
+}
+
+// All threads of the block, once per kernel. True in the block that comes last: it sees what the
+// others wrote, and the counter is ready for the next kernel.
+__device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {
+  SyncBlock();
+  if (threadIdx.x == 0) {
+    uint32_t* arrivals = &ControlOf(rank)->arrivals;
+    *is_last = FetchAddAcqRelGpu(arrivals, 1u) == gridDim.x - 1 ? 1 : 0;
+    if (*is_last != 0) *arrivals = 0;
+  }
+  SyncBlock();
+  const bool result = *is_last != 0;
+  SyncBlock();  // the word can be used again
+  return result;
+}
+
+// One thread of the first block of an operation.
+__device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
+  const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
+  if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+}
+
+// Adds to a counter that nobody waits for.
+__device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+            static_cast<unsigned long long>(amount));
+}
+
+// One thread of the last block of the operation `sequence`, at its end. It reads nothing, since all
+// wait for it.
+__device__ inline void EndOperation(const DeviceRank& rank, uint64_t sequence) {
+  Control* control = ControlOf(rank);
+  control->sequence = sequence;
+  control->busy = 0;
+}
+
+// All threads of the block: what outputs hold after a failure.
+__device__ inline void PoisonBytes(void* array, uint64_t num_bytes) {
+  // 0xff bytes are NaN in every float type and -1 in integers.
+  auto* bytes = static_cast<uint8_t*>(array);
+  if (bytes == nullptr) return;
+  const uint64_t words = reinterpret_cast<uintptr_t>(array) % 16 == 0 ? num_bytes / 16 : 0;
+  const uint4 ones = {~0u, ~0u, ~0u, ~0u};
+  for (uint64_t i = threadIdx.x; i < words; i += blockDim.x) {
+    reinterpret_cast<uint4*>(bytes)[i] = ones;
+  }
+  for (uint64_t i = words * 16 + threadIdx.x; i < num_bytes; i += blockDim.x) bytes[i] = 0xff;
+}
+__device__ inline void ZeroInts(int32_t* array, uint64_t count) {
+  for (uint64_t i = threadIdx.x; i < count; i += blockDim.x) array[i] = 0;
+}
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,272 @@
+// Byte layout of a GPU rank's heap, computed from the group's shape alone, so that all ranks agree
+// by construction. The host allocates it zero-initialised; kernels address it.
+//
+// A program that was captured in a graph can run after its group was closed: nobody on the host is
+// asked. So the first kept_bytes of a heap stay mapped for the life of the process, with
+// Control.failed set, and no kernel of a rank that has failed touches anything of any heap, stage
+// or ring but those. It writes its outputs (poison) and ends.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/layout.h"
+
+namespace jax_ep::gpu {
+
+// Tokens of one combine flag in mode ht.
+inline constexpr uint64_t kChunkTokens = 8;
+// Blocks that may count the pairs of a plan.
+inline constexpr uint64_t kMaxPlanBlocks = 64;
+
+// Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
+inline constexpr uint64_t kMostTokenSlices = 8;
+
+// Blocks of rows and arrays begin at multiples of this.
+inline constexpr uint64_t kRowAlignBytes = 256;
+
+// First bytes of a heap. Written by its owner's kernels only.
+struct alignas(64) Control {
+  uint64_t sequence;  // operations finished; the running one is sequence + 1
+  uint32_t busy;      // 1 while an operation runs
+  uint32_t failed;    // sticky: 1 once this rank has given up, or its group was closed
+  uint32_t arrivals;  // blocks of the running kernel that are through
+  // Work of the running combine that has been taken (without bulk copies: all of it is counted in
+  // the first word); 0 between combines.
+  uint32_t partials_taken;
+  uint32_t sums_taken;
+  // Items of each slice of the running dispatch that have been taken, besides the first of each
+  // warp; 0 between dispatches.
+  uint32_t items_taken[kMostTokenSlices];
+  uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
+  // Totals for RankCountersSnapshot.
+  uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged,
+      last_overflow, invalid_ids;
+};
+
+// Calls whose rows wait in slot sets. Each kind has its own sets (slot_sets.cuh).
+enum class SetKind : uint32_t { kDispatch = 0, kCombine = 1, kLlDispatch = 2, kLlCombine = 3 };
+inline constexpr uint64_t kNumSetKinds = 4;
+
+// One slot set of a kind, as its owner's kernels see it. Operations are named by their numbers.
+struct SlotSet {
+  uint64_t started;  // that used it last
+  uint64_t done;     // that read it last
+  uint32_t is_open;  // 1: begun, not yet done
+  uint32_t program;  // fingerprint of the call that used it last
+};
+struct SetState {
+  uint64_t last_done;  // newest operation that read a set of the kind
+  SlotSet sets[kMaxDepth];
+};
+
+inline constexpr uint64_t kNetStateBytes = 4096;       // room for NetState
+inline constexpr uint64_t kDeviceNetworkBytes = 4096;  // room for DeviceNetwork
+
+// Most pieces that a pushed row is cut into; each has its own flag.
+inline constexpr uint64_t kMaxPieces = 16;
+
+// Rows that peers push, by set and source.
+struct PushArea {
+  HeapArea blocks;      // [depth][N]: what comes before the rows, then rows [T]
+  uint64_t rows = 0;    // where they begin in a block
+  uint64_t pitch = 0;   // bytes between them
+  HeapArea flags;       // u64 [depth][N][T][kMaxPieces]: newest operation that filled the piece
+  HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
+};
+
+// What a source says of its dispatch; all ranks must agree.
+struct PushHeader {
+  enum Word : uint32_t {
+    kNumTokens,
+    kRecvRows,  // 0 if a start says it, which does not know
+    kLayout,
+    kHasIds,  // 1: a plan is made from the ids that follow
+    kCall,    // CallWord
+    kNumWords
+  };
+  int32_t words[kNumWords];
+};
+
+// Where a source's rows are for one dispatch: (offset << 1) | in_arena, see PlaceOf.
+struct DispatchRecord {
+  uint64_t x;
+  uint64_t weights;
+  uint64_t started;  // of a dispatch_done: StartFlag of its start, equal on all ranks; else 0
+};
+
+// First 16 bytes of a source's counts; counts [E] follow. All but the first must agree.
+struct PlanHeader {
+  int32_t num_locally_dropped;
+  int32_t num_tokens;
+  int32_t recv_rows;
+  uint16_t layout;
+  uint16_t program;  // FingerprintOf; flags of other nodes do not have it
+};
+
+// Pairs of one source for one local expert.
+struct PlanSegment {
+  int32_t row_begin;  // first row of its kept pairs
+  int32_t num_kept;
+  int32_t list_begin;  // first of its codes in the source's list
+  int32_t reserved;
+};
+
+struct GpuHeapLayout {
+  uint64_t total_bytes = 0;
+  // What a kernel may touch before it knows that its rank has not failed. Small: it outlives
+  // groups.
+  uint64_t kept_bytes = 0;
+  uint64_t control = 0;     // Control
+  uint64_t set_states = 0;  // SetState [kNumSetKinds]
+  // Groups of several nodes only.
+  uint64_t net_state = 0;       // NetState (network.h)
+  uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
+  // Written by peers, by source rank.
+  uint64_t entry_flags = 0;     // u64 [N]: FlagValue of the newest operation that it entered
+  uint64_t tail_flags = 0;      // u64 [N]: of the newest dispatch that it is through with
+  uint64_t list_flags = 0;      // u64 [N]: of the newest plan whose list can be read
+  uint64_t peer_failed = 0;     // u32: 1 + a rank that has given up, 0: none
+  uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
+  // From here on not kept. Written by peers, by source rank.
+  uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
+  uint64_t num_chunks = 0;
+  uint64_t records = 0;      // DispatchRecord [N]
+  HeapArea plan_counts;      // [2][N]: PlanHeader, i32 [E]
+  uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
+  uint64_t reduce_pitch = 0;
+  uint64_t reduce_scalars = 0;  // f32 [N - 1][T][K]
+  // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
+  // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
+  PushArea ll_dispatch, ll_combine;
+  PushArea ht_combine;    // halves only
+  uint64_t push_ids = 0;  // in a block of ll_dispatch
+  uint64_t push_weights = 0;
+  // Read by peers.
+  HeapArea dispatch_stage;  // [depth]: rows [T, H], then weights [T * K]; halves only
+  uint64_t dispatch_stage_weights = 0;
+  uint64_t plan_list = 0;      // i32 [T * K]
+  uint64_t stage_rows = 0;     // [T, H]
+  uint64_t stage_weights = 0;  // f32 [T * K]
+  // Private.
+  uint64_t pair_ranks = 0;     // i32 [T * K]: pairs of the same expert before it in its block
+  uint64_t block_counts = 0;   // i32 [kMaxPlanBlocks][E]
+  uint64_t block_offsets = 0;  // i32 [kMaxPlanBlocks][E]
+  uint64_t block_drops = 0;    // i32 [kMaxPlanBlocks][2]: dropped, invalid
+  uint64_t segments = 0;       // PlanSegment [E_l][N]
+  uint64_t row_index = 0;      // u64 [N][T][K]: (tag << 32) | row
+  // Groups of several nodes only.
+  HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
+  uint64_t reduce_presence = 0;  // u32 [N - 1][T]: tag of the newest combine with a partial
+
+  // Block of the reduce area of `owner` that `holder` writes.
+  static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
+    return (holder + num_ranks - owner - 1) % num_ranks;
+  }
+
+  static constexpr GpuHeapLayout Make(const GroupShape& shape);
+};
+
+// A row pitch that is a multiple of 768 bytes puts equal columns of all rows on few memory
+// partitions (6144 bf16 elements; docs of the H200).
+constexpr uint64_t SpreadPitch(uint64_t bytes) {
+  const uint64_t pitch = AlignUp(bytes, kWireUnitBytes);
+  return pitch % 768 == 0 ? pitch + 256 : pitch;
+}
+
+constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
+  GpuHeapLayout layout;
+  uint64_t end = 0;
+  const auto take = [&end](uint64_t bytes) {
+    constexpr uint64_t kAlign = 256;
+    const uint64_t begin = end;
+    end = AlignUp(end + bytes, kAlign);
+    return begin;
+  };
+  const uint64_t num_ranks = shape.num_ranks;
+  const uint64_t ht_tokens = shape.has_ht ? shape.max_tokens : 0;
+  const uint64_t tokens = ht_tokens > shape.ll_tokens ? ht_tokens : shape.ll_tokens;
+  const uint64_t pairs = tokens * shape.top_k;
+  const uint64_t experts = shape.num_experts;
+
+  layout.control = take(sizeof(Control));
+  layout.entry_flags = take(num_ranks * sizeof(uint64_t));
+  layout.tail_flags = take(num_ranks * sizeof(uint64_t));
+  layout.list_flags = take(num_ranks * sizeof(uint64_t));
+  layout.peer_failed = take(sizeof(uint32_t));
+  layout.consumed_flags = take(kNumSetKinds * num_ranks * sizeof(uint64_t));
+  layout.set_states = take(kNumSetKinds * sizeof(SetState));
+  if (shape.num_nodes() > 1) {
+    layout.net_state = take(kNetStateBytes);
+    layout.device_network = take(kDeviceNetworkBytes);
+  }
+  layout.kept_bytes = end;
+  layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
+  layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
+  layout.records = take(num_ranks * sizeof(DispatchRecord));
+
+  layout.plan_counts.peer_stride =
+      AlignUp(sizeof(PlanHeader) + experts * sizeof(int32_t), kAreaAlignBytes);
+  layout.plan_counts.set_stride = num_ranks * layout.plan_counts.peer_stride;
+  layout.plan_counts.offset = take(2 * layout.plan_counts.set_stride);
+
+  const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
+  layout.reduce_pitch = SpreadPitch(shape.hidden * ElemBytes(partial_type));
+  layout.reduce_rows = take((num_ranks - 1) * ht_tokens * layout.reduce_pitch);
+  layout.reduce_scalars = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
+
+  layout.plan_list = take(pairs * sizeof(int32_t));
+  layout.stage_rows = take(ht_tokens * shape.hidden * ElemBytes(shape.elem_type));
+  layout.stage_weights = take(ht_tokens * shape.top_k * sizeof(float));
+
+  layout.pair_ranks = take(pairs * sizeof(int32_t));
+  layout.block_counts = take(kMaxPlanBlocks * experts * sizeof(int32_t));
+  layout.block_offsets = take(kMaxPlanBlocks * experts * sizeof(int32_t));
+  layout.block_drops = take(kMaxPlanBlocks * 2 * sizeof(int32_t));
+  layout.segments = take(experts * sizeof(PlanSegment));
+  layout.row_index = take(num_ranks * pairs * sizeof(uint64_t));
+
+  const uint64_t depth = shape.depth;
+  const auto take_pushed = [&](uint64_t area_tokens, uint64_t head_bytes, uint64_t pitch) {
+    PushArea area;
+    if (area_tokens == 0) return area;
+    area.rows = AlignUp(head_bytes, kRowAlignBytes);
+    area.pitch = pitch;
+    area.blocks.peer_stride = AlignUp(area.rows + area_tokens * pitch, kRowAlignBytes);
+    area.blocks.set_stride = num_ranks * area.blocks.peer_stride;
+    area.blocks.offset = take(depth * area.blocks.set_stride);
+    area.flags.peer_stride = area_tokens * kMaxPieces * sizeof(uint64_t);
+    area.flags.set_stride = num_ranks * area.flags.peer_stride;
+    area.flags.offset = take(depth * area.flags.set_stride);
+    area.meta_flags.peer_stride = sizeof(uint64_t);
+    area.meta_flags.set_stride = num_ranks * sizeof(uint64_t);
+    area.meta_flags.offset = take(depth * area.meta_flags.set_stride);
+    return area;
+  };
+  const uint64_t ll_tokens = shape.ll_tokens;
+  const uint64_t ll_scalars_bytes =
+      AlignUp(ll_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
+  constexpr uint64_t kTaggedBytes = sizeof(uint64_t);
+  const uint64_t ll_words_bytes = AlignUp(ll_tokens * shape.top_k * kTaggedBytes, kRowAlignBytes);
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  layout.push_ids = AlignUp(PushHeader::kNumWords * kTaggedBytes, kRowAlignBytes);
+  layout.push_weights = layout.push_ids + ll_words_bytes;
+  layout.ll_dispatch =
+      take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
+  layout.ll_combine = take_pushed(ll_tokens, ll_scalars_bytes, layout.reduce_pitch);
+  layout.ht_combine =
+      take_pushed(ht_tokens, ht_tokens * shape.top_k * sizeof(float), layout.reduce_pitch);
+  layout.dispatch_stage_weights = AlignUp(ht_tokens * row_bytes, kRowAlignBytes);
+  layout.dispatch_stage.set_stride = AlignUp(
+      layout.dispatch_stage_weights + ht_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
+  layout.dispatch_stage.offset = take(depth * layout.dispatch_stage.set_stride);
+  if (shape.num_nodes() > 1) {
+    layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
+    layout.remote_lists.offset =
+        take((num_ranks - shape.node_size) * layout.remote_lists.peer_stride);
+    layout.reduce_presence = take((num_ranks - 1) * ht_tokens * sizeof(uint32_t));
+  }
+  layout.total_bytes = end;
+  return layout;
+}
+
+}  // namespace jax_ep::gpu

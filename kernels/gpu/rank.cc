@@ -1,0 +1,187 @@
+#include "kernels/gpu/rank.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "kernels/gpu/checks.h"
+#include "kernels/gpu/launch.h"
+#include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/network/network.h"
+#include "proxy/abi/ring.h"
+
+namespace jax_ep::gpu {
+
+namespace {
+
+std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].heap; }
+
+const char* PrepareAllKernels(const RankHandle& rank) {
+  for (const auto prepare :
+       {&PrepareAbandonKernel, &PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
+        &PrepareCombineKernels, &PrepareDispatchStartKernels, &PrepareLlDispatchKernels,
+        &PrepareSlotCombineKernels}) {
+    if (const char* error = prepare(rank)) return error;
+  }
+  if (rank.device.shape.num_nodes() == 1) return nullptr;
+  for (const auto prepare :
+       {&PrepareNetPlanKernels, &PrepareNetDispatchKernels, &PrepareNetCombineKernels,
+        &PrepareNetCombineHalves, &PrepareNetSlotKernels}) {
+    if (const char* error = prepare(rank)) return error;
+  }
+  return nullptr;
+}
+
+// Fills the device's table of stages and rings, and the peers of other nodes.
+const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
+  const GroupShape& shape = config.shape;
+  const NetworkConfig& network = *config.network;
+  DeviceRank& device = rank.device;
+  DeviceNetwork table{.layout = NetLayout::Make(shape), .num_rings = network.num_rings};
+  cudaError_t error = cudaSuccess;
+  const auto map = [&](void* host) {
+    void* mapped = nullptr;
+    if (error == cudaSuccess) error = cudaHostGetDevicePointer(&mapped, host, 0);
+    return static_cast<std::byte*>(mapped);
+  };
+  for (uint32_t local = 0; local < shape.node_size; ++local) {
+    table.stages[local] = map(network.stages[local]);
+  }
+  for (uint32_t i = 0; i < network.num_rings; ++i) {
+    const auto* ring = reinterpret_cast<const RingMemory*>(network.rings[i]);
+    std::byte* mapped = map(network.rings[i]);
+    table.ring_slots = static_cast<uint32_t>(ring->num_slots);
+    table.ring_slots_log2 = ring->slots_log2;
+    table.slots[i] = reinterpret_cast<uint64_t*>(mapped + sizeof(RingMemory));
+    table.tails[i] = reinterpret_cast<uint64_t*>(mapped + offsetof(RingMemory, tail));
+  }
+  std::byte* to = OwnHeap(device) + device.layout.device_network;
+  if (error == cudaSuccess) error = cudaMemcpy(to, &table, sizeof(table), cudaMemcpyHostToDevice);
+  if (error != cudaSuccess) {
+    return KeepText(std::string("create: the network stage: ") + cudaGetErrorString(error));
+  }
+  device.network = reinterpret_cast<const DeviceNetwork*>(to);
+  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    if (peer / shape.node_size == config.rank / shape.node_size) continue;
+    device.peers[peer] = {.heap = table.stages[peer % shape.node_size]};
+  }
+  return nullptr;
+}
+
+// Makes `device` current while it lives.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    if (cudaGetDevice(&before_) != cudaSuccess) before_ = device;
+    error_ = cudaSetDevice(device);
+  }
+  ~CurrentDevice() { static_cast<void>(cudaSetDevice(before_)); }
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  cudaError_t error_;
+};
+
+}  // namespace
+
+int32_t* WholeEpochOf(const RankHandle& rank) {
+  return reinterpret_cast<int32_t*>(OwnHeap(rank.device) + rank.device.layout.net_state +
+                                    offsetof(NetState, whole_epoch));
+}
+
+const char* CreateRank(const RankConfig* config, RankHandle** out) {
+  if (std::string wrong = CheckConfig(*config); !wrong.empty()) {
+    return KeepText("create: " + std::move(wrong));
+  }
+  const CurrentDevice current(config->device);
+  auto rank = std::make_unique<RankHandle>();
+  bool has_bulk_copies = false;
+  int shared_bytes = 0;
+  int num_sms = 0;
+  void* status = nullptr;
+  cudaError_t error = current.error();
+  const auto read = [&](auto attribute, int* value) {
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(value, attribute, config->device);
+  };
+  read(cudaDevAttrMaxSharedMemoryPerBlockOptin, &shared_bytes);
+  read(cudaDevAttrMultiProcessorCount, &num_sms);
+  if (error == cudaSuccess) error = cudaHostGetDevicePointer(&status, config->status, 0);
+  if (error != cudaSuccess) return KeepText(std::string("create: ") + cudaGetErrorString(error));
+  if (const char* failure = FindBulkCopies(&has_bulk_copies)) return failure;
+
+  constexpr int kStaticSharedBytes = 1024;  // of the kernels themselves, and the system's
+  constexpr uint32_t kPieceBytes = 4096;
+  constexpr uint32_t kRingSlots = 3;
+  rank->device_index = config->device;
+  rank->max_blocks = std::min(config->max_sms, static_cast<uint32_t>(num_sms));
+  constexpr uint32_t kMostLlBlocks = 64;  // NCCL on another stream needs the rest
+  rank->ll_blocks =
+      std::min({config->max_sms * 8 / 3, kMostLlBlocks, static_cast<uint32_t>(num_sms)});
+  rank->use_bulk_copies = config->use_tma && has_bulk_copies;
+  rank->shared_bytes_per_block = static_cast<uint32_t>(shared_bytes - kStaticSharedBytes);
+  rank->piece_bytes = config->piece_bytes != 0 ? config->piece_bytes : kPieceBytes;
+  rank->ring_slots = config->ring_slots != 0 ? std::max(config->ring_slots, 2u) : kRingSlots;
+  DeviceRank& device = rank->device;
+  device.shape = config->shape;
+  device.layout = GpuHeapLayout::Make(config->shape);
+  device.rank = config->rank;
+  device.debug = config->debug;
+  device.timeout_ns = config->timeout_ns;
+  device.status = static_cast<RankStatus*>(status);
+  device.node_begin = config->rank / config->shape.node_size * config->shape.node_size;
+  std::copy_n(config->peers, config->shape.node_size, device.peers + device.node_begin);
+  if (config->network != nullptr) {
+    if (const char* failure = ConnectNetwork(*config, *rank)) return failure;
+  }
+  if (const char* failure = PrepareAllKernels(*rank)) return failure;
+  *out = rank.release();
+  return nullptr;
+}
+
+// The last word of the host to this rank's kernels, which outlives it: a graph that holds some may
+// be replayed for as long as the process lives.
+const char* DestroyRank(RankHandle* handle) {
+  const std::unique_ptr<RankHandle> owned(handle);
+  const CurrentDevice current(owned->device_index);
+  const DeviceRank& device = owned->device;
+  std::byte* failed = OwnHeap(device) + device.layout.control + offsetof(Control, failed);
+  constexpr uint32_t kFailed = 1;
+  cudaError_t error = current.error();
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) {
+    error = cudaMemcpy(failed, &kFailed, sizeof(kFailed), cudaMemcpyHostToDevice);
+  }
+  // What began before it saw that word.
+  if (error == cudaSuccess) error = cudaDeviceSynchronize();
+  if (error == cudaSuccess) return nullptr;
+  return KeepText(std::string("destroy: ") + cudaGetErrorString(error));
+}
+
+const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out) {
+  const CurrentDevice current(rank->device_index);
+  Control control;
+  const DeviceRank& device = rank->device;
+  const std::byte* from = OwnHeap(device) + device.layout.control;
+  const cudaError_t error = cudaMemcpy(&control, from, sizeof(control), cudaMemcpyDeviceToHost);
+  if (error != cudaSuccess) return KeepText(std::string("counters: ") + cudaGetErrorString(error));
+  *out = {.plans = control.plans,
+          .dispatches = control.dispatches,
+          .combines = control.combines,
+          .rows_received = control.rows_received,
+          .rows_dropped = control.rows_dropped,
+          .bytes_pulled = control.bytes_pulled,
+          .bytes_staged = control.bytes_staged,
+          .last_overflow = control.last_overflow,
+          .invalid_ids = control.invalid_ids};
+  return nullptr;
+}
+
+uint64_t StagedLaunches(const RankHandle* rank) {
+  return rank->staged_launches.load(std::memory_order_relaxed);
+}
+bool UsesBulkCopies(const RankHandle* rank) { return rank->use_bulk_copies; }
+
+}  // namespace jax_ep::gpu

@@ -1,0 +1,16 @@
+// The life of a rank on its device: what api.h says of create, destroy and what is asked in
+// between.
+#pragma once
+
+#include "kernels/gpu/api.h"
+
+namespace jax_ep::gpu {
+
+const char* CreateRank(const RankConfig* config, RankHandle** out);
+const char* DestroyRank(RankHandle* handle);
+
+const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out);
+uint64_t StagedLaunches(const RankHandle* rank);
+bool UsesBulkCopies(const RankHandle* rank);
+
+}  // namespace jax_ep::gpu
