@@ -47,7 +47,12 @@ ALLOWED_INCLUDES = {
         "kernels/gpu/device/",
         "kernels/gpu/protocol/",
     ),
-    "kernels/gpu/sums": ("kernels/layout.h", "kernels/gpu/device/", "kernels/gpu/protocol/", "kernels/gpu/sums/"),
+    "kernels/gpu/sums": (
+        "kernels/layout.h",
+        "kernels/gpu/device/",
+        "kernels/gpu/protocol/",
+        "kernels/gpu/sums/",
+    ),
     # The plan is made once for both modes; the rest of a mode is its own.
     "kernels/gpu/ht": (
         "kernels/launch.h",
