@@ -71,6 +71,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
                    std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring)
     : group_name_(proxy.group_name),
       rank_(options.rank),
+      team_(options.team),
       num_ranks_(options.num_ranks),
       window_messages_(proxy.window_messages),
       ll_slots_(options.ll_slots),
@@ -226,7 +227,7 @@ Status Endpoint::Step(bool* did_work) {
 Status Endpoint::Tick(PeerWatch::Time now) {
   const std::vector<PeerWatch::Dead> dead = watch_.Tick(now);
   if (!dead.empty()) {
-    blamed_rank_ = peers_[dead.front().peer].rank;
+    Blame(peers_[dead.front().peer].rank);
     return PeersDied(dead);
   }
   DemandHeartbeats();
@@ -253,6 +254,12 @@ bool Endpoint::has_unfinished_receives() const {
 bool Endpoint::is_drained() const {
   return !has_commands() && IsQuiet() && !has_unfinished_receives() &&
          num_control_in_transport_ == 0;
+}
+
+uint32_t Endpoint::FailurePayload(int64_t blamed) const {
+  if (blamed < 0) return 0;
+  const int64_t rank = blamed - RankOfTeam(team_, 0);
+  return rank >= 0 && rank < num_ranks_ ? static_cast<uint32_t>(rank) + 1 : kImmOtherTeam;
 }
 
 bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {

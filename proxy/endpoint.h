@@ -65,7 +65,9 @@ class Endpoint {
   void RingDoorbell() const {
     if (doorbell_ != nullptr) doorbell_->Ring();
   }
-  int64_t blamed_rank() const { return blamed_rank_; }
+  int64_t blamed_rank() const { return blamed_rank_; }  // RankOfTeam
+  // The payload of kFailed that tells the peers whom the latch blames.
+  uint32_t FailurePayload(int64_t blamed) const;
 
   // --- any thread ---
   uint32_t rank() const { return rank_; }
@@ -133,11 +135,13 @@ class Endpoint {
   // endpoint_report.cc
   std::string Where() const;  // rank R of group "G"
   std::string DescribeFlow(uint32_t flow_index) const;
+  void Blame(uint32_t rank) { blamed_rank_ = RankOfTeam(team_, rank); }
   Status BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const;
   Status PeersDied(const std::vector<PeerWatch::Dead>& dead) const;
 
   const std::string group_name_;
   const uint32_t rank_;
+  const uint32_t team_;
   const uint32_t num_ranks_;
   const uint32_t window_messages_;
   const uint32_t ll_slots_;

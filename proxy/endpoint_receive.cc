@@ -69,7 +69,7 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
   Arrival arrival = Arrival::kAccepted;
   if (imm.kind == ImmKind::kCounted) {
     if (!flow.counted) {
-      blamed_rank_ = peers_[peer].rank;
+      Blame(peers_[peer].rank);
       return BadArrival(peer, imm, "a counted message on a sequenced channel");
     }
     const uint32_t value = imm.payload & ~kImmCountBit;
@@ -78,7 +78,7 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
     flow.duplicates.Set(flow.counted->num_duplicates());
   } else {
     if (!flow.sequenced) {
-      blamed_rank_ = peers_[peer].rank;
+      Blame(peers_[peer].rank);
       return BadArrival(peer, imm, "a sequenced message on a counted channel");
     }
     arrival = flow.sequenced->Arrive(imm.payload, imm.kind == ImmKind::kSignal, imm.epoch);
@@ -87,7 +87,7 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
     flow.duplicates.Set(flow.sequenced->num_duplicates());
   }
   const auto fail = [&](std::string_view why) {
-    blamed_rank_ = peers_[peer].rank;
+    Blame(peers_[peer].rank);
     return BadArrival(peer, imm, why);
   };
   switch (arrival) {
@@ -113,7 +113,7 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
 Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
   const uint32_t peer = flow_index / kNumChannels;
   if (imm.epoch >= kNumImmControls) {
-    blamed_rank_ = peers_[peer].rank;
+    Blame(peers_[peer].rank);
     return BadArrival(peer, imm, "an unknown control message");
   }
   switch (static_cast<ImmControl>(imm.epoch)) {
@@ -123,7 +123,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       SendFlow& flow = send_flows_[flow_index];
       const int64_t num_new = flow.window.Acknowledge(imm.payload);
       if (num_new < 0) {
-        blamed_rank_ = peers_[peer].rank;
+        Blame(peers_[peer].rank);
         return BadArrival(peer, imm, "it acknowledges messages that were never sent");
       }
       num_unacknowledged_ -= static_cast<uint64_t>(num_new);
@@ -131,14 +131,18 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       return Status::Ok();
     }
     case ImmControl::kFailed: {
-      const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
       const uint32_t reporter = peers_[peer].rank;
-      blamed_rank_ = culprit < 0 ? static_cast<int64_t>(reporter) : culprit;
+      const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
       std::string message = Where() + ": rank " + std::to_string(reporter) + " reported a failure";
-      if (culprit == static_cast<int64_t>(rank_)) {
-        message += " and blames this rank";
-      } else if (culprit >= 0 && culprit != static_cast<int64_t>(reporter)) {
-        message += " of rank " + std::to_string(culprit);
+      if (imm.payload == kImmOtherTeam) {
+        message += " in another team of its process";
+      } else {
+        Blame(culprit < 0 ? reporter : static_cast<uint32_t>(culprit));
+        if (culprit == static_cast<int64_t>(rank_)) {
+          message += " and blames this rank";
+        } else if (culprit >= 0 && culprit != static_cast<int64_t>(reporter)) {
+          message += " of rank " + std::to_string(culprit);
+        }
       }
       return Unavailable(message + "; its own error says more");
     }
@@ -147,7 +151,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       for (uint32_t c = 0; c < kNumChannels; ++c) {
         SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
         if (flow.num_pending > 0) {
-          blamed_rank_ = peers_[peer].rank;
+          Blame(peers_[peer].rank);
           return FailedPrecondition(Where() + ": rank " + std::to_string(peers_[peer].rank) +
                                     " has closed the group, but this rank still sends to it (" +
                                     DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
@@ -210,7 +214,7 @@ Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t fl
   if (flag_value != flow.visible_flag) {
     if (flow.flag == nullptr) {
       const uint32_t peer = flow_index / kNumChannels;
-      blamed_rank_ = peers_[peer].rank;
+      Blame(peers_[peer].rank);
       return InvalidArgument(
           Where() + ": rank " + std::to_string(peers_[peer].rank) + " signals on channel " +
           std::string(ChannelName(static_cast<Channel>(flow_index % kNumChannels))) +

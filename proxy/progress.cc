@@ -100,7 +100,7 @@ Status Progress::Round(bool* did_work, int64_t* blamed) noexcept try {
 }
 
 void Progress::Latch(Status status, int64_t blamed) {
-  if (failure_.Set(std::move(status), blamed)) LogError(failure_.status().message());
+  if (failure_.Set(std::move(status), blamed)) LogError(failure_.message());
   for (const auto& endpoint : endpoints_) endpoint->RingDoorbell();
 }
 
@@ -182,7 +182,7 @@ void Progress::RunRounds(const std::stop_token& stop, std::unique_lock<std::mute
       if (!is_stopping_) stop_at = now + kDrainTime;
       is_stopping_ = true;
       if ((!did_work && IsDrained()) || now >= stop_at) {
-        return SayToAll(ImmControl::kBye, 0, kByeTime);
+        return SayToAll(ImmControl::kBye, kByeTime);
       }
     }
     idle_rounds_ = did_work ? 0 : idle_rounds_ + 1;
@@ -257,15 +257,17 @@ void Progress::Pause(ThreadState state, uint32_t bell_count, std::chrono::nanose
 
 void Progress::TellFailure() {
   for (const auto& endpoint : endpoints_) endpoint->RingDoorbell();
-  const int64_t blamed = failure_.blamed_rank();
-  SayToAll(ImmControl::kFailed, blamed < 0 ? 0 : static_cast<uint32_t>(blamed) + 1, kFailedTime);
+  SayToAll(ImmControl::kFailed, kFailedTime);
 }
 
-void Progress::SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit) {
+void Progress::SayToAll(ImmControl control, std::chrono::nanoseconds limit) {
+  const int64_t blamed = failure_.blamed_rank();
   const Deadline deadline = Deadline::After(limit);
   while (true) {
     bool is_done = true;
     for (const auto& endpoint : endpoints_) {
+      const bool is_failure = control == ImmControl::kFailed;
+      const uint32_t payload = is_failure ? endpoint->FailurePayload(blamed) : 0;
       is_done = endpoint->SendToAll(control, payload) && is_done;
       is_done = endpoint->DrainCompletions() && is_done;
     }

@@ -104,7 +104,7 @@ class Progress {
   void Latch(Status status, int64_t blamed);
   // Tells the peers what the latch holds: the thread's last act.
   void TellFailure();
-  void SayToAll(ImmControl control, uint32_t payload, std::chrono::nanoseconds limit);
+  void SayToAll(ImmControl control, std::chrono::nanoseconds limit);
 
   const ProgressOptions options_;
   const Endpoints& endpoints_;

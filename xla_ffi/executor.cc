@@ -18,7 +18,12 @@ thread_local const Executor* continuing_executor = nullptr;
 
 Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> order,
                    ContinuationWatch* watch)
-    : rank_(std::move(rank)), order_(std::move(order)), watch_(watch) {}
+    : rank_(std::move(rank)),
+      order_(std::move(order)),
+      exception_(Internal("group " + rank_->group_name + ": a call on rank " +
+                          std::to_string(rank_->rank) +
+                          " ended with an exception (out of memory?)")),
+      watch_(watch) {}
 
 Result<std::unique_ptr<Executor>> Executor::Create(std::unique_ptr<Rank> rank,
                                                    std::unique_ptr<AgreedOrder> order,
@@ -257,12 +262,18 @@ std::optional<Call> Executor::WaitForCall() {
   return next;
 }
 
+Status Executor::RunCall(Call& call) noexcept try { return call.run(*rank_); } catch (...) {
+  // Its peers wait for this call.
+  rank_->failure->Set(std::move(exception_));
+  return Status(StatusCode::kInternal, "out of memory");
+}
+
 void Executor::ExecuteWhileSeated() {
   while (!stopping_.load(std::memory_order_acquire)) {
     std::optional<Call> call = WaitForCall();
     if (!call.has_value()) continue;
     Status status = rank_->failure->status();  // a failed group runs nothing any more
-    if (status.ok()) status = call->run(*rank_);
+    if (status.ok()) status = RunCall(*call);
     num_executed_.fetch_add(1, std::memory_order_release);
     if (!CompleteAndSit(std::move(*call), std::move(status))) return;
   }

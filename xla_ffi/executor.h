@@ -88,6 +88,8 @@ class Executor {
   // Latches an error if a queued call has waited longer than the group's timeout for its turn.
   void CheckOverdue();
   void FailQueued(const Status& reason);  // at the end only
+  // Runs it on this rank; what it throws fails the group.
+  Status RunCall(Call& call) noexcept;
   // Leaves the seat, runs the continuation, tries to sit down again.
   bool CompleteAndSit(Call call, Status status);
   bool TrySit();
@@ -95,6 +97,7 @@ class Executor {
 
   std::unique_ptr<Rank> rank_;
   std::unique_ptr<AgreedOrder> order_;
+  Status exception_;  // made while there was memory
   ContinuationWatch* const watch_;
 
   mutable std::mutex queue_mutex_;

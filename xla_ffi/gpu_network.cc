@@ -110,6 +110,7 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
     JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
     EndpointOptions endpoint{
         .rank = member.id.rank,
+        .team = member.id.team,
         .num_ranks = shape.num_ranks,
         .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
         .heap = member.stage.bytes(),

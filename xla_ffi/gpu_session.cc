@@ -359,7 +359,8 @@ Status GpuSession::ConnectMember(
       }
     }
     JAX_EP_ASSIGN_OR_RETURN(SharedMemory control, SharedMemory::Import(record.control_export));
-    member.watched.push_back({.rank = peer,
+    member.watched.push_back({.team = member.id.team,
+                              .rank = peer,
                               .pid = record.pid,
                               .control = reinterpret_cast<ControlBlock*>(control.bytes().data())});
     member.controls.push_back(std::move(control));
@@ -407,7 +408,7 @@ Status GpuSession::Start() {
   }));
   MonitorOptions monitor{.group_name = options().name, .peer_timeout = options().peer_timeout};
   for (const auto& member : members_) {
-    monitor.own.push_back(member->control_block());
+    monitor.own.push_back({.control = member->control_block(), .team = member->id.team});
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
   JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
@@ -585,7 +586,7 @@ int64_t GpuSession::BlamedFor(const Member& member) const {
     return FailureLatch::kNobody;  // a late rank is named, and blamed by nobody
   }
   const auto left = FindDeparted();
-  return left.has_value() ? static_cast<int64_t>(left->rank) : FailureLatch::kNobody;
+  return left.has_value() ? left->blamed : FailureLatch::kNobody;
 }
 
 std::optional<GpuSession::Departed> GpuSession::FindDeparted() const {
@@ -594,7 +595,7 @@ std::optional<GpuSession::Departed> GpuSession::FindDeparted() const {
       // Acquire pairs with the release in Monitor::Leave.
       if (mate.control->state.load(std::memory_order_acquire) != MemberState::kClosed) continue;
       return Departed{
-          .rank = mate.rank,
+          .blamed = RankOfTeam(mate.team, mate.rank),
           .status = PeerHasLeft(options().name, mate.rank,
                                 mate.control->departure.load(std::memory_order_relaxed))};
     }

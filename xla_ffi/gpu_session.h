@@ -81,8 +81,8 @@ class GpuSession {
   // A mate that has closed the group: no call that begins here can end any more. (The done of a
   // start may: its mates had what they needed before they left.) Under a lease.
   struct Departed {
-    uint32_t rank;
-    Status status;  // the error of a call that needs it
+    int64_t blamed;  // RankOfTeam
+    Status status;   // the error of a call that needs it
   };
   std::optional<Departed> FindDeparted() const;
   const gpu::GpuApi& api() const { return *api_; }

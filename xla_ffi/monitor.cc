@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "proxy/abi/command.h"
 #include "proxy/base/doorbell.h"
 #include "proxy/base/thread.h"
 
@@ -19,6 +20,15 @@ constexpr std::chrono::milliseconds kMaxBeatPeriod{100};
 
 std::string Seconds(std::chrono::nanoseconds time) {
   return std::to_string(std::chrono::duration<double>(time).count()).substr(0, 5) + " s";
+}
+
+// In ControlBlock::blamed_rank_plus_1: whose fault it was is no rank of the mates' team.
+constexpr uint64_t kOtherTeam = UINT64_MAX;
+
+uint64_t ShownBlame(int64_t blamed, uint32_t team) {
+  if (blamed < 0) return 0;
+  const int64_t rank = blamed - RankOfTeam(team, 0);
+  return rank >= 0 && rank < int64_t{kMaxRanks} ? static_cast<uint64_t>(rank) + 1 : kOtherTeam;
 }
 
 constexpr std::string_view kFailedFirst = " failed first: ";
@@ -74,7 +84,7 @@ Monitor::~Monitor() { Stop(); }
 
 void Monitor::Leave(Departure departure) {
   has_left_.store(true, std::memory_order_release);
-  for (ControlBlock* control : options_.own) {
+  for (const auto& [control, team] : options_.own) {
     control->departure.store(departure, std::memory_order_relaxed);
     MemberState running = MemberState::kRunning;
     // Release: publishes the departure.
@@ -97,8 +107,8 @@ void Monitor::Publish() {
   published_ = true;
   const std::string text =
       ShownFailure(options_.group_name, failure_->status().message(), kFailureTextBytes - 1);
-  for (ControlBlock* control : options_.own) {
-    control->blamed_rank_plus_1 = static_cast<uint64_t>(failure_->blamed_rank() + 1);
+  for (const auto& [control, team] : options_.own) {
+    control->blamed_rank_plus_1 = ShownBlame(failure_->blamed_rank(), team);
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
     // Release: pairs with the acquire in Check; publishes the text.
     control->state.store(MemberState::kFailed, std::memory_order_release);
@@ -110,7 +120,7 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
   const MonitorOptions::Peer& peer = watched.peer;
   const std::string who = "group " + options_.group_name + ": rank " + std::to_string(peer.rank) +
                           " (pid " + std::to_string(peer.pid) + ") ";
-  int64_t blamed = peer.rank;
+  int64_t blamed = RankOfTeam(peer.team, peer.rank);
   const auto fail = [&](const std::string& what) {
     failure_->Set(Unavailable(who + what), blamed);
   };
@@ -121,7 +131,11 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
       const std::string_view shown(peer.control->failure_text,
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_rank_plus_1;
-      if (culprit != 0) blamed = static_cast<int64_t>(culprit) - 1;
+      if (culprit == kOtherTeam) {
+        blamed = FailureLatch::kNobody;
+      } else if (culprit != 0) {
+        blamed = RankOfTeam(peer.team, static_cast<uint32_t>(culprit) - 1);
+      }
       failure_->Set(Unavailable(FailedFirst(options_.group_name, peer.rank, shown)), blamed);
       return;
     }
@@ -156,7 +170,7 @@ void Monitor::Loop() {
       std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout, kMaxBeatPeriod);
   const FailureLatch never_failed;
   while (!stopping_.load(std::memory_order_acquire)) {
-    for (ControlBlock* control : options_.own) {
+    for (const auto& [control, team] : options_.own) {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
     }
     const auto before = std::chrono::steady_clock::now();
@@ -166,7 +180,7 @@ void Monitor::Loop() {
     }
     Publish();
     if (failure_->failed()) {
-      for (ControlBlock* control : options_.own) control->doorbell.Ring();
+      for (const auto& [control, team] : options_.own) control->doorbell.Ring();
     }
     (void)WaitUntil(
         wake_, [this] { return stopping_.load(std::memory_order_acquire); },

@@ -21,8 +21,13 @@ namespace jax_ep {
 struct MonitorOptions {
   std::string group_name;
   std::chrono::nanoseconds peer_timeout{};
-  std::vector<ControlBlock*> own;  // heaps of this process's ranks
-  struct Peer {                    // a node-mate of another process
+  struct Own {  // a rank of this process
+    ControlBlock* control = nullptr;
+    uint32_t team = 0;
+  };
+  std::vector<Own> own;
+  struct Peer {  // a node-mate of another process
+    uint32_t team = 0;
     uint32_t rank = 0;
     uint64_t pid = 0;
     ControlBlock* control = nullptr;

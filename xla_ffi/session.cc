@@ -90,6 +90,7 @@ Status Session::AllocateMembers() {
       JAX_EP_ASSIGN_OR_RETURN(
           member->endpoint, proxy_->AddEndpoint(EndpointOptions{
                                 .rank = local.rank,
+                                .team = local.team,
                                 .num_ranks = shape.num_ranks,
                                 .peers = std::move(peers),
                                 .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
@@ -189,7 +190,8 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
                                std::to_string(peer) + " is smaller than this group's layout");
       }
       rank.heaps[peer] = heap.bytes().data();
-      member.watched.push_back({.rank = peer,
+      member.watched.push_back({.team = member.id.team,
+                                .rank = peer,
                                 .pid = record->second.pid,
                                 .control = reinterpret_cast<ControlBlock*>(heap.bytes().data())});
       member.imported.push_back(std::move(heap));
@@ -209,7 +211,7 @@ Status Session::Start() {
     auto order = std::make_unique<AgreedOrder>(*member->rank);
     JAX_EP_ASSIGN_OR_RETURN(member->executor, Executor::Create(std::move(member->rank),
                                                                std::move(order), watch_.get()));
-    monitor.own.push_back(member->control());
+    monitor.own.push_back({.control = member->control(), .team = member->id.team});
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
   monitor.check = [this] { CheckFarewells(); };

@@ -48,7 +48,7 @@ void Session::CheckFarewells() const {
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
       const Departure departure = farewell.departure.load(std::memory_order_relaxed);
-      failure_->Set(PeerHasLeft(options_.name, peer, departure), peer);
+      failure_->Set(PeerHasLeft(options_.name, peer, departure), RankOfTeam(member->id.team, peer));
       return;
     }
   }

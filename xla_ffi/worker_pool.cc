@@ -1,5 +1,7 @@
 #include "xla_ffi/worker_pool.h"
 
+#include <utility>
+
 #include "proxy/base/thread.h"
 
 namespace jax_ep {
@@ -31,10 +33,13 @@ WorkerPool::~WorkerPool() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-void WorkerPool::RunShare(int index) {
+std::exception_ptr WorkerPool::RunShare(int index) noexcept try {
   const int64_t begin = num_items_ * index / num_threads_;
   const int64_t end = num_items_ * (index + 1) / num_threads_;
   if (begin < end) (*body_)(begin, end);
+  return nullptr;
+} catch (...) {
+  return std::current_exception();
 }
 
 void WorkerPool::Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
@@ -50,9 +55,12 @@ void WorkerPool::Run(int64_t num_items, const std::function<void(int64_t, int64_
     ++generation_;
   }
   work_ready_.notify_all();
-  RunShare(0);
+  std::exception_ptr thrown = RunShare(0);
   std::unique_lock lock(mutex_);
   work_done_.wait(lock, [this] { return num_busy_ == 0; });
+  if (thrown_ != nullptr) thrown = std::exchange(thrown_, nullptr);
+  lock.unlock();
+  if (thrown != nullptr) std::rethrow_exception(thrown);
 }
 
 void WorkerPool::Loop(int index) {
@@ -63,8 +71,9 @@ void WorkerPool::Loop(int index) {
     if (stopping_) return;
     seen = generation_;
     lock.unlock();
-    RunShare(index);
+    std::exception_ptr thrown = RunShare(index);
     lock.lock();
+    if (thrown != nullptr) thrown_ = std::move(thrown);
     if (--num_busy_ == 0) work_done_.notify_one();
   }
 }

@@ -3,6 +3,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -24,12 +25,13 @@ class WorkerPool {
   WorkerPool& operator=(const WorkerPool&) = delete;
 
   // Calls body(begin, end) on disjoint ranges that cover [0, num_items); returns when all are done.
+  // What the body throws on any thread (the standard library: no memory) is thrown again here.
   void Run(int64_t num_items, const std::function<void(int64_t, int64_t)>& body);
 
  private:
   explicit WorkerPool(int num_threads) : num_threads_(num_threads < 1 ? 1 : num_threads) {}
   void Loop(int index);
-  void RunShare(int index);
+  std::exception_ptr RunShare(int index) noexcept;
 
   const int num_threads_;
   std::mutex mutex_;
@@ -38,6 +40,7 @@ class WorkerPool {
   int64_t num_items_ = 0;
   uint64_t generation_ = 0;
   int num_busy_ = 0;
+  std::exception_ptr thrown_;  // by the first share that did
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

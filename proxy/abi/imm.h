@@ -21,7 +21,7 @@ enum class ImmKind : uint8_t {
 enum class ImmControl : uint8_t {
   kAck = 0,        // low bits of the cumulative acknowledgement of (peer, channel)
   kHeartbeat = 1,  // 0
-  kFailed = 2,     // 0, or 1 + the rank that the sender blames
+  kFailed = 2,     // 0, or 1 + the rank that the sender blames, or kImmOtherTeam
   kBye = 3,        // 0: the sender has left after draining; it is not dead
 };
 inline constexpr uint32_t kNumImmControls = 4;
@@ -37,6 +37,10 @@ static_assert(kImmEpochBits == kCommandEpochBits, "the epoch travels unchanged")
 inline constexpr int kImmEpochShift = kImmPayloadBits;
 inline constexpr int kImmFlowShift = kImmEpochShift + kImmEpochBits;
 inline constexpr int kImmKindShift = kImmFlowShift + kImmFlowBits;
+
+// Payload of kFailed: the rank that the sender blames is one of another team.
+inline constexpr uint32_t kImmOtherTeam = (1u << kImmPayloadBits) - 1;
+static_assert(kMaxRanks < kImmOtherTeam, "1 + a rank is none of it");
 
 // Distinguishes the count message of a counted channel from its slots.
 inline constexpr uint32_t kImmCountBit = 1u << (kImmPayloadBits - 1);

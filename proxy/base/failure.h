@@ -3,51 +3,60 @@
 
 #include <atomic>
 #include <cstdint>
-#include <mutex>
+#include <string_view>
+#include <thread>
+#include <utility>
 
 #include "proxy/base/status.h"
 
 namespace jax_ep {
 
+// Whose fault a failure was. A session may have ranks of several teams, whose ranks count from 0
+// each; a latch and its session's messages speak of the first team's ranks by their plain number.
+constexpr int64_t RankOfTeam(uint32_t team, uint32_t rank) { return int64_t{team} << 32 | rank; }
+
 // Thread rule: any thread may call anything. Must outlive every executor, proxy thread and
 // monitor of its session. `failed()` is one relaxed-cost load, meant for polling inside waits.
+// No lock: a forked child may look whatever other threads of its parent were at.
 class FailureLatch {
  public:
   // Acquire pairs with the release in Set: a caller that sees true also sees the message.
-  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  bool failed() const { return stage_.load(std::memory_order_acquire) == Stage::kFailed; }
 
   static constexpr int64_t kNobody = -1;
 
   // Keeps `status` if it is the first failure. Returns true if it was kept. `blamed` is the rank
-  // whose fault it was, where that is known: it travels to the other processes and nodes, so that
-  // all name the same.
+  // whose fault it was (RankOfTeam), where that is known: it travels to the other processes and
+  // nodes, so that all of its team name the same. Allocates nothing.
   bool Set(Status status, int64_t blamed = kNobody) {
-    std::lock_guard lock(mutex_);
-    if (failed_.load(std::memory_order_relaxed)) return false;
+    Stage seen = Stage::kGood;
+    if (!stage_.compare_exchange_strong(seen, Stage::kWriting, std::memory_order_relaxed)) {
+      // Whoever is told that it was not the first may read what the first has written.
+      while (!failed()) std::this_thread::yield();
+      return false;
+    }
     status_ = std::move(status);
     blamed_rank_ = blamed;
-    failed_.store(true, std::memory_order_release);
+    stage_.store(Stage::kFailed, std::memory_order_release);
     return true;
   }
 
   // The first failure, or OK.
-  Status status() const {
-    if (!failed()) return Status::Ok();
-    std::lock_guard lock(mutex_);
-    return status_;
+  Status status() const { return failed() ? status_ : Status::Ok(); }
+
+  // Its message, or ""; lives as long as the latch.
+  std::string_view message() const {
+    return failed() ? std::string_view(status_.message()) : std::string_view();
   }
 
   // Of the first failure; kNobody before it.
-  int64_t blamed_rank() const {
-    if (!failed()) return kNobody;
-    std::lock_guard lock(mutex_);
-    return blamed_rank_;
-  }
+  int64_t blamed_rank() const { return failed() ? blamed_rank_ : kNobody; }
 
  private:
-  std::atomic<bool> failed_{false};
-  mutable std::mutex mutex_;
-  Status status_;
+  enum class Stage : uint8_t { kGood, kWriting, kFailed };
+
+  std::atomic<Stage> stage_{Stage::kGood};
+  Status status_;  // these two: written by who set kWriting, fixed from kFailed on
   int64_t blamed_rank_ = kNobody;
 };
 

@@ -35,12 +35,13 @@ LogLevel ActiveLogLevel() {
   return level;
 }
 
-void Log(LogLevel level, std::string_view message) {
+void Log(LogLevel level, std::string_view message) try {
   if (!IsLogged(level)) return;
   std::string line = "jax_ep[" + std::to_string(getpid()) + "] ";
   line.append(LevelName(level)).append(" ").append(message).append("\n");
   // One write keeps lines of several processes apart; a log that cannot be written is dropped.
   [[maybe_unused]] const ssize_t written = write(STDERR_FILENO, line.data(), line.size());
+} catch (...) {  // no memory for the line
 }
 
 }  // namespace jax_ep

@@ -15,6 +15,7 @@
 
 #include "proxy/abi/imm.h"
 #include "proxy/base/blob.h"
+#include "proxy/transport/late_payload.h"
 
 namespace jax_ep {
 namespace {
@@ -32,46 +33,6 @@ constexpr uint64_t kMaxDuplicateDelay = 4;  // polls
 // seen acknowledged, not what is ancient. The least that 4 bits of epoch can tell apart is 7.
 constexpr int kMaxOvertaken = 5;
 constexpr uint64_t kSplitUnitBytes = 16;
-
-// Bytes that have "arrived" but are not visible before the receiver's Flush.
-struct LateBox {
-  struct Late {
-    std::vector<std::byte> bytes;
-    uint32_t region;
-    uint64_t offset;
-  };
-  std::mutex mutex;
-  std::vector<Late> late;                     // guarded by mutex
-  std::vector<std::span<std::byte>> regions;  // guarded by mutex
-};
-
-// The LateBoxes of this process by number.
-class LateBoxes {
- public:
-  static LateBoxes& Get() {
-    static LateBoxes boxes;
-    return boxes;
-  }
-  uint64_t Add(std::weak_ptr<LateBox> box) {
-    std::lock_guard lock(mutex_);
-    boxes_[++last_id_] = std::move(box);
-    return last_id_;
-  }
-  void Remove(uint64_t id) {
-    std::lock_guard lock(mutex_);
-    boxes_.erase(id);
-  }
-  std::shared_ptr<LateBox> Find(uint64_t id) {
-    std::lock_guard lock(mutex_);
-    const auto it = boxes_.find(id);
-    return it == boxes_.end() ? nullptr : it->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::weak_ptr<LateBox>> boxes_;
-  uint64_t last_id_ = 0;
-};
 
 class FaultyTransport : public Transport {
  public:

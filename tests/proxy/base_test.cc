@@ -8,12 +8,16 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <map>
 #include <string>
+#include <thread>
+#include <vector>
 
 #include "proxy/base/blob.h"
 #include "proxy/base/env.h"
+#include "proxy/base/failure.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/peer_blob.h"
 #include "proxy/peer_watch.h"
@@ -26,6 +30,40 @@ Result<Env> ReadEnv(const std::map<std::string, std::string>& variables) {
     const auto it = variables.find(name);
     return it == variables.end() ? nullptr : it->second.c_str();
   });
+}
+
+TEST(FailureLatch, keeps_the_first_and_its_culprit) {
+  FailureLatch latch;
+  EXPECT_TRUE(latch.status().ok());
+  EXPECT_EQ(latch.blamed_rank(), FailureLatch::kNobody);
+  EXPECT_TRUE(latch.Set(Internal("first"), RankOfTeam(1, 2)));
+  EXPECT_FALSE(latch.Set(Internal("second"), 3));
+  EXPECT_EQ(latch.status().message(), "first");
+  EXPECT_EQ(latch.blamed_rank(), RankOfTeam(1, 2));
+}
+
+// A child made while a thread of the parent was looking found a lock that nobody gives back.
+TEST(FailureLatch, can_be_read_in_a_forked_child_whatever_others_did) {
+  FailureLatch latch;
+  latch.Set(Internal(std::string(1 << 16, 'x')));  // long: looking takes a while
+  std::atomic<bool> stop{false};
+  std::vector<std::jthread> readers;
+  for (int i = 0; i < 3; ++i) {
+    readers.emplace_back([&] {
+      while (!stop) (void)latch.failed(), (void)latch.blamed_rank(), (void)latch.status();
+    });
+  }
+  for (int i = 0; i < 30; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(10);  // a lock that is never given back ends the child by a signal
+      _exit(latch.failed() && latch.blamed_rank() == FailureLatch::kNobody ? 0 : 1);
+    }
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  stop = true;
 }
 
 TEST(Env, unset_and_empty_give_the_defaults) {

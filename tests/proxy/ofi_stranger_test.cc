@@ -18,6 +18,7 @@
 #include "proxy/base/blob.h"
 #include "proxy/peer_blob.h"
 #include "proxy/transport/ofi_library.h"
+#include "proxy/transport/registry.h"
 #include "tests/proxy/proxy_world.h"
 
 namespace jax_ep {
@@ -133,6 +134,9 @@ class OfiStranger : public testing::TestWithParam<const char*> {
 TEST_P(OfiStranger, moves_no_flag_and_ends_no_group) {
   const Result<const OfiLibrary*> library = OfiLibrary::Get();
   if (!library.ok()) GTEST_SKIP() << library.status().message();
+  if (const auto made = MakeTransport("ofi", TransportOptions{}); !made.ok()) {
+    GTEST_SKIP() << "no provider " << GetParam() << ": " << made.status().message();
+  }
   WorldOptions options;
   options.ranks_per_proxy = 1;
   options.proxy.transport = "ofi";

@@ -452,6 +452,37 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
   world.Stop();
 }
 
+// Ranks count from 0 in each team: the culprit of one team was taken for its namesake in another.
+TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
+  WorldOptions options;
+  options.num_ranks = 3;
+  options.ranks_per_proxy = 1;
+  options.team = 1;
+  ProxyWorld world(options);
+  world.Start();
+  world.failure(0).Set(Unavailable("rank 2 of team 0 died"), RankOfTeam(0, 2));
+  world.proxy(0).Kick();
+  const std::string message = AwaitFailure(world, 1);
+  EXPECT_TRUE(Contains(message, "rank 0 reported a failure in another team")) << message;
+  EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kNobody);
+  world.Stop();
+}
+
+TEST(FailureOfOthers, in_a_later_team_names_its_rank) {
+  WorldOptions options;
+  options.num_ranks = 3;
+  options.ranks_per_proxy = 1;
+  options.team = 1;
+  ProxyWorld world(options);
+  world.Start();
+  world.failure(0).Set(Unavailable("rank 2 died"), RankOfTeam(1, 2));
+  world.proxy(0).Kick();
+  const std::string message = AwaitFailure(world, 1);
+  EXPECT_TRUE(Contains(message, "rank 0 reported a failure of rank 2")) << message;
+  EXPECT_EQ(world.failure(1).blamed_rank(), RankOfTeam(1, 2));
+  world.Stop();
+}
+
 TEST(Stop, of_one_side_after_a_barrier_is_no_death_for_the_other) {
   WorldOptions options;
   options.ranks_per_proxy = 1;

@@ -4,7 +4,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <thread>
 
 #include "proxy/base/proxy_port.h"
@@ -18,6 +20,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// The calling thread gets no memory any more.
+thread_local bool has_no_memory = false;
+
 // Sees the thread of each post.
 class WitnessTransport : public GateTransport {
  public:
@@ -25,6 +30,7 @@ class WitnessTransport : public GateTransport {
     const std::thread::id main = std::this_thread::get_id();
     std::atomic<uint64_t> num_posts_of_main{0};
     std::atomic<bool> break_posts_of_main{false};
+    std::atomic<bool> throw_in_posts_of_main{false};
   };
 
   WitnessTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Seen> seen)
@@ -33,6 +39,10 @@ class WitnessTransport : public GateTransport {
   Status PostWrite(const WriteRequest& request) override {
     if (std::this_thread::get_id() == seen_->main && request.length_bytes > 0) {
       ++seen_->num_posts_of_main;
+      if (seen_->throw_in_posts_of_main) {
+        has_no_memory = true;
+        throw std::bad_alloc();
+      }
       if (seen_->break_posts_of_main) return Internal("the cable is on fire");
     }
     return GateTransport::PostWrite(request);
@@ -173,6 +183,23 @@ TEST(Help, that_meets_an_error_latches_it) {
   world.Stop();
 }
 
+// Saying so took memory, too, and ended the process.
+TEST(Help, that_runs_out_of_memory_latches_it) {
+  const auto seen = std::make_shared<WitnessTransport::Seen>();
+  ProxyWorld world(Witnessed(seen, kNoFaults));
+  world.Start();
+  seen->throw_in_posts_of_main = true;
+  const Deadline deadline = Deadline::After(ProxyWorld::kTimeout);
+  for (uint64_t epoch = 1; !world.failure(0).failed() && !deadline.expired(); ++epoch) {
+    world.Push(0, Write(epoch));
+    has_no_memory = false;
+    std::this_thread::sleep_for(milliseconds(2));
+  }
+  const std::string message = world.failure(0).status().message();
+  EXPECT_NE(message.find("out of memory"), std::string::npos) << message;
+  world.Stop();
+}
+
 TEST(Help, before_the_start_and_after_the_end_does_nothing) {
   const auto seen = std::make_shared<WitnessTransport::Seen>();
   ProxyWorld world(Witnessed(seen, kNoFaults));
@@ -187,3 +214,12 @@ TEST(Help, before_the_start_and_after_the_end_does_nothing) {
 
 }  // namespace
 }  // namespace jax_ep
+
+// Not inlined: GCC takes malloc and delete, or new and free, for a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t num_bytes) {
+  void* const memory = jax_ep::has_no_memory ? nullptr : std::malloc(num_bytes);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

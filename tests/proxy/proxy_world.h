@@ -21,6 +21,7 @@ namespace jax_ep {
 
 struct WorldOptions {
   uint32_t num_ranks = 2;
+  uint32_t team = 0;
   uint32_t node_size = 1;
   uint32_t ranks_per_proxy = 64;  // ranks that share one proxy ("process")
   uint32_t ll_slots = 16;
@@ -174,6 +175,7 @@ class ProxyWorld {
     }
     const Result<int> endpoint = proxies_.back()->AddEndpoint(EndpointOptions{
         .rank = rank,
+        .team = options_.team,
         .num_ranks = options_.num_ranks,
         .peers = PeersOf(rank),
         .ll_slots = options_.ll_slots,

@@ -169,6 +169,23 @@ TEST(Executor, a_failure_ends_queued_and_later_calls_with_the_first_cause) {
   WaitFor(completed, 2);
 }
 
+// An exception on an executor's thread ended the process.
+TEST(Executor, a_call_that_throws_fails_the_group) {
+  Team team(2);
+  std::atomic<int> completed{0};
+  team.executors[1]->Enqueue(Call{.key = {.run_id = 1, .site = 1},
+                                  .operation = "test",
+                                  .run = [](Rank&) -> Status { throw std::bad_alloc(); },
+                                  .complete =
+                                      [&](Status status) {
+                                        EXPECT_EQ(status.code(), StatusCode::kInternal);
+                                        completed.fetch_add(1);
+                                      }});
+  WaitFor(completed, 1);
+  const std::string message = team.failure.status().message();
+  EXPECT_NE(message.find("a call on rank 1 ended with an exception"), std::string::npos) << message;
+}
+
 TEST(Executor, a_call_that_never_comes_to_its_turn_is_overdue_after_the_timeout) {
   Team team(2, /*timeout=*/std::chrono::milliseconds(300));
   std::atomic<int> completed{0};

@@ -58,6 +58,7 @@ for name, changes in (("mates", {}), ("nodes", {"node_size": 1, "transport": "sh
     # Rank 0 closes at once; rank 1 writes "a last checkpoint", longer than peer_timeout_s.
     group, step = make(**changes)
     y = step()
+    meet(f"{name} closing")  # the lateness counts from the moment when rank 0 closes
     if ME == 1:
         jax.block_until_ready(y)
         time.sleep(2 * PEER_TIMEOUT_S)
