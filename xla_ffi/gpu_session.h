@@ -26,10 +26,6 @@
 
 namespace jax_ep {
 
-// The library's table, loaded once per process. `path` is the file beside the Python module.
-// \error kUnimplemented  it is not there (built without a GPU toolkit), with the loader's words
-Result<const gpu::GpuApi*> LoadGpuLibrary(const std::string& path);
-
 struct GpuOptions {
   SessionOptions session;  // LocalRank.device_ordinal is the runtime's device index
   std::string library_path;

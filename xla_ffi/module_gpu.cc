@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "xla_ffi/gpu_library.h"
 #include "xla_ffi/gpu_session.h"
 #include "xla_ffi/module.h"
 #include "xla_ffi/session_table.h"

@@ -4,8 +4,12 @@
 SESSION = [
     "continuation_watch.cc",
     "executor.cc",
+    "gpu_library.cc",
     "gpu_network.cc",
     "gpu_session.cc",
+    "gpu_session_close.cc",
+    "gpu_session_failures.cc",
+    "gpu_session_memory.cc",
     "monitor.cc",
     "order.cc",
     "session.cc",

@@ -1,0 +1,225 @@
+// Memory of a GpuSession: its own heaps, and those of other processes, mapped here.
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "proxy/base/blob.h"
+#include "xla_ffi/gpu_member.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kBlobVersion = 2;
+
+}  // namespace
+
+Status GpuSession::AllocateMember(size_t index) {
+  const gpu::DeviceMemoryApi& memory = *api_->memory;
+  const GroupShape& shape = options().shape;
+  // Kept in members_ from the start, so that Close frees what a later failure leaves.
+  Member& member = *members_.emplace_back(std::make_unique<Member>());
+  member.id = options().local_ranks[index];
+  const std::string who = "group " + options().name + ": rank " + std::to_string(member.id.rank) +
+                          " on GPU " + std::to_string(member.device());
+  const std::vector<int> devices = Devices();
+  JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member.device()), who));
+  for (const int peer : devices) {
+    bool possible = false;
+    JAX_EP_RETURN_IF_ERROR(ToStatus(memory.peer_access(member.device(), peer, &possible), who));
+    if (!possible) {
+      return InvalidArgument(who + " cannot load and store the memory of GPU " +
+                             std::to_string(peer) +
+                             "; expected peer access inside a node; use implementation='xla'");
+    }
+  }
+  const uint64_t bytes = api_->heap_bytes(&shape);
+  const auto num_devices = static_cast<int>(devices.size());
+  if (const char* error = memory.allocate(member.device(), bytes, api_->kept_bytes(&shape),
+                                          devices.data(), num_devices, &member.heap)) {
+    return ResourceExhausted(who + " could not allocate its heap of " + std::to_string(bytes) +
+                             " bytes (" + error +
+                             "); lower max_tokens, or leave memory free with "
+                             "XLA_PYTHON_CLIENT_MEM_FRACTION");
+  }
+  void* status = nullptr;
+  JAX_EP_RETURN_IF_ERROR(ToStatus(memory.allocate_pinned(sizeof(gpu::RankStatus), &status), who));
+  member.status = new (status) gpu::RankStatus();
+  JAX_EP_ASSIGN_OR_RETURN(member.control,
+                          SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/true));
+  const uint64_t live = options_.live_pointers[index];
+  if (live == 0) {
+    member.no_arena = "JAX_EP_ZERO_COPY=0";
+  } else {
+    const char* reason = "";
+    JAX_EP_RETURN_IF_ERROR(
+        ToStatus(memory.find_arena(reinterpret_cast<const void*>(live), devices.data(), num_devices,
+                                   &member.arena, &reason),
+                 who));
+    member.no_arena = reason;
+    if (member.arena.bytes != 0 && member.arena.bytes < options_.min_arena_bytes) {
+      member.arena = {};
+      member.no_arena = "XLA's memory is not one preallocated range";
+    }
+  }
+  if (member.arena.bytes == 0 && options_.require_arena) {
+    return FailedPrecondition(who + ": JAX_EP_ZERO_COPY=1 but " + member.no_arena);
+  }
+  return Status::Ok();
+}
+
+std::string GpuSession::LocalBlob() const {
+  BlobWriter blob;
+  blob.U64(kBlobVersion);
+  blob.U64(static_cast<uint64_t>(getpid()));
+  blob.U64(members_.size());
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const Member& member = *members_[i];
+    blob.U64(member.id.team);
+    blob.U64(member.id.rank);
+    blob.U64(member.heap.bytes);
+    blob.U64(member.heap.kept_bytes);
+    blob.U64(member.arena.bytes);
+    blob.Text(member.control.Export());
+    blob.Text(network_ == nullptr ? std::string() : network_->LocalBlob(i));
+  }
+  return blob.Take();
+}
+
+Result<std::vector<int>> GpuSession::ExportFds() const {
+  std::vector<int> fds;
+  const Status status = OnOwnThread([&]() -> Status {
+    for (const auto& member : members_) {
+      JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "export"));
+      const auto [kept, rest] = gpu::PartsOf(member->heap);
+      for (const gpu::DeviceRange part : {kept, rest, member->arena}) {
+        if (part.bytes == 0) continue;
+        int fd = -1;
+        JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->export_fd(part, &fd), "export"));
+        fds.push_back(fd);
+      }
+    }
+    return Status::Ok();
+  });
+  if (!status.ok()) {
+    for (const int fd : fds) close(fd);
+    return status;
+  }
+  return fds;
+}
+
+Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
+                           const std::map<uint32_t, std::vector<int>>& fds) {
+  std::map<std::pair<uint32_t, uint32_t>, PeerRecord> records;
+  std::map<std::pair<uint32_t, uint32_t>, std::string> network_blobs;
+  for (const auto& [process, blob] : blobs) {
+    if (process == options().process_index) continue;
+    const std::string who =
+        "group " + options().name + ": the bootstrap record of process " + std::to_string(process);
+    BlobReader reader(blob);
+    if (reader.U64() != kBlobVersion) {
+      return InvalidArgument(who + " is of another version; install the same jax_ep everywhere");
+    }
+    const uint64_t pid = reader.U64();
+    const uint64_t num_ranks = reader.U64();
+    const auto descriptors = fds.find(process);
+    size_t next = 0;
+    const auto take_fd = [&](uint64_t bytes) {
+      if (bytes == 0 || descriptors == fds.end() || next >= descriptors->second.size()) return -1;
+      return descriptors->second[next++];
+    };
+    for (uint64_t i = 0; i < num_ranks && reader.ok(); ++i) {
+      const auto team = static_cast<uint32_t>(reader.U64());
+      const auto rank = static_cast<uint32_t>(reader.U64());
+      PeerRecord record{.pid = pid};
+      record.heap_bytes = reader.U64();
+      record.kept_bytes = reader.U64();
+      record.arena_bytes = reader.U64();
+      record.control_export = std::string(reader.Text());
+      network_blobs[{team, rank}] = std::string(reader.Text());
+      record.heap_fds = {take_fd(record.kept_bytes),
+                         take_fd(record.heap_bytes - record.kept_bytes)};
+      record.arena_fd = take_fd(record.arena_bytes);
+      records[{team, rank}] = std::move(record);
+    }
+    if (!reader.finished()) {
+      return InvalidArgument(who + " is malformed; install the same jax_ep everywhere");
+    }
+  }
+  return OnOwnThread([&]() -> Status {
+    JAX_EP_RETURN_IF_ERROR(DrainDevices());
+    for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
+    return network_ == nullptr ? Status::Ok() : network_->Connect(network_blobs);
+  });
+}
+
+Status GpuSession::ConnectMember(
+    Member& member, const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records) {
+  const gpu::DeviceMemoryApi& memory = *api_->memory;
+  const GroupShape& shape = options().shape;
+  const uint64_t heap_bytes = api_->heap_bytes(&shape);
+  const uint32_t node_begin = member.id.rank / shape.node_size * shape.node_size;
+  const int device = member.device();
+  JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(device), "connect"));
+  member.peers.assign(shape.node_size, {});
+  for (uint32_t local = 0; local < shape.node_size; ++local) {
+    const uint32_t peer = node_begin + local;
+    const std::string who = "group " + options().name + ": memory of rank " + std::to_string(peer);
+    const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
+      return other->id.team == member.id.team && other->id.rank == peer;
+    });
+    if (mate != members_.end()) {
+      member.peers[local] = {.heap = (*mate)->heap.base,
+                             .arena = (*mate)->arena.base,
+                             .arena_bytes = (*mate)->arena.bytes};
+      continue;
+    }
+    const auto found = records.find({member.id.team, peer});
+    if (found == records.end() || found->second.heap_fds[0] < 0) {
+      return InvalidArgument(who + " was not published by its process");
+    }
+    const PeerRecord& record = found->second;
+    if (record.heap_bytes < heap_bytes) {
+      return InvalidArgument(who + " is smaller than this group's layout");
+    }
+    gpu::DeviceRange heap, arena;
+    JAX_EP_RETURN_IF_ERROR(
+        ToStatus(memory.import_fds(record.heap_fds, record.heap_bytes, record.kept_bytes, &device,
+                                   1, /*writable=*/true, &heap),
+                 who));
+    member.imported.push_back(heap);
+    if (record.arena_bytes != 0) {
+      const char* error = record.arena_fd < 0
+                              ? "it was not passed"
+                              : memory.import_fds({record.arena_fd, -1}, record.arena_bytes,
+                                                  /*kept_bytes=*/0, &device, 1,
+                                                  /*writable=*/false, &arena);
+      if (error != nullptr) {
+        unmapped_arena_ = who + ": its XLA arena cannot be mapped here (" + error + ")";
+      } else {
+        member.imported.push_back(arena);
+      }
+    }
+    JAX_EP_ASSIGN_OR_RETURN(SharedMemory control, SharedMemory::Import(record.control_export));
+    member.watched.push_back({.team = member.id.team,
+                              .rank = peer,
+                              .pid = record.pid,
+                              .control = reinterpret_cast<ControlBlock*>(control.bytes().data())});
+    member.controls.push_back(std::move(control));
+    member.peers[local] = {.heap = heap.base, .arena = arena.base, .arena_bytes = arena.bytes};
+  }
+  return Status::Ok();
+}
+
+void GpuSession::ForbidArenas(const std::string& reason) {
+  for (const auto& member : members_) {
+    member->arena = {};
+    member->no_arena = reason;
+    for (gpu::PeerMemory& peer : member->peers) {
+      peer.arena = nullptr;
+      peer.arena_bytes = 0;
+    }
+  }
+}
+
+}  // namespace jax_ep
