@@ -151,13 +151,13 @@ struct CombineParams {
   int64_t recv_rows = 0;               // R
   const std::byte* y = nullptr;        // [R, H] of shape.elem_type; null when absent
   std::span<const float> row_weights;  // [R], empty = 1
-  // One f32 per row ([R]; rank_major [R * K]) that travels back to ride_out[t, k]; empty when
-  // absent.
-  std::span<const float> ride;
+  // One f32 per row ([R]; rank_major [R * K]) that travels back to pair_scalars_out[t, k]; empty
+  // when absent.
+  std::span<const float> pair_scalars;
   std::span<const int32_t> send_slot;  // [T * K] of the plan
   std::span<const int32_t> recv_src;   // [R] of the plan
   std::byte* out = nullptr;            // [T, H], null when y is
-  std::span<float> ride_out;           // [T * K], zero where a pair was dropped or absent
+  std::span<float> pair_scalars_out;   // [T * K], zero where a pair was dropped or absent
 };
 
 // Each launcher runs one call of this rank to its end on the calling thread: it blocks, bounded by
@@ -171,7 +171,7 @@ Status RunCombine(Rank& rank, const CombineParams& params);
 // Halves. Start copies or sends everything that it reads before it returns, so the caller's buffers
 // may go; it writes its epoch to *epoch, which Done must get back. At most shape.depth starts of a
 // kind may be open; one more is kFailedPrecondition. Done reads none of x, weights, y, row_weights
-// and ride, except that the fused backward (y) exists in whole calls only.
+// and pair scalars, except that the fused backward (y) exists in whole calls only.
 Status StartDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch);
 Status FinishDispatch(Rank& rank, const DispatchParams& params, uint64_t epoch);
 Status StartLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t* epoch);

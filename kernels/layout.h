@@ -81,7 +81,7 @@ struct ControlBlock {
 struct PublishedBuffers {
   const std::byte* rows;        // x or y
   const float* weights;         // dispatch: [T, K]; combine: row_weights [R]
-  const float* ride;            // combine only
+  const float* pair_scalars;    // combine only
   std::atomic<uint32_t> state;  // who reads them, and whether one may: cpu/published.h
 };
 
@@ -96,11 +96,12 @@ constexpr uint64_t AlignUp(uint64_t value, uint64_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
-// Bytes of one row [H] of `type`, and of what follows it ([K] weights or rides), on the wire.
+// Bytes of one row [H] of `type`, and of what follows it ([K] weights or pair scalars), on the
+// wire.
 constexpr uint64_t RowBytes(uint64_t hidden, ElemType type) {
   return AlignUp(hidden * ElemBytes(type), kWireUnitBytes);
 }
-constexpr uint64_t RideBytes(uint64_t num_floats) {
+constexpr uint64_t ScalarBytes(uint64_t num_floats) {
   return AlignUp(num_floats * sizeof(float), kWireUnitBytes);
 }
 
@@ -129,20 +130,20 @@ struct HeapLayout {
   HeapArea combine_published;      // PublishedBuffers
   uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
   // HT
-  HeapArea plan_send;           // plan_counts, then i32 codes by destination, segments at 16 bytes
-  HeapArea plan_recv;           // [N] plan_counts, then the codes for this rank
-  HeapArea stage;               // rows [T]: row, weights [K]
-  HeapArea send_stage;          // [M] i32 map [T] (token -> packed row, -1), then packed rows
-  HeapArea net_recv;            // [M] the same, from the rank of equal local index in that node
-  HeapArea reduce_stage;        // [N] presence u8 [T], then rows [T]: rank partial, ride [K]
-  HeapArea comb_send;           // [M] packed rows: node partial, ride [node_size][K]
-  HeapArea comb_recv;           // [M] the same
-  uint64_t map_bytes = 0;       // of the map above
+  HeapArea plan_send;      // plan_counts, then i32 codes by destination, segments at 16 bytes
+  HeapArea plan_recv;      // [N] plan_counts, then the codes for this rank
+  HeapArea stage;          // rows [T]: row, weights [K]
+  HeapArea send_stage;     // [M] i32 map [T] (token -> packed row, -1), then packed rows
+  HeapArea net_recv;       // [M] the same, from the rank of equal local index in that node
+  HeapArea reduce_stage;   // [N] presence u8 [T], then rows [T]: rank partial, pair scalars [K]
+  HeapArea comb_send;      // [M] packed rows: node partial, pair scalars [node_size][K]
+  HeapArea comb_recv;      // [M] the same
+  uint64_t map_bytes = 0;  // of the map above
   uint64_t presence_bytes = 0;  // of the presence above
   // LL
   HeapArea ll_disp;            // [N] meta, then rows [T]
   HeapArea ll_disp_send;       // the same
-  HeapArea ll_comb;            // [N] rows [T]: rank partial, ride [K]
+  HeapArea ll_comb;            // [N] rows [T]: rank partial, pair scalars [K]
   HeapArea ll_comb_send;       // [N] the same
   uint64_t ll_topk_bytes = 0;  // of i32 topk_idx [T * K]
   uint64_t ll_meta_bytes = 0;  // {i32 T, 3 * i32 unused}, topk_idx, then f32 weights [T * K]
@@ -182,7 +183,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
   const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   const uint64_t row_bytes = RowBytes(shape.hidden, shape.elem_type);
   const uint64_t partial_bytes = RowBytes(shape.hidden, partial_type);
-  const uint64_t ride_bytes = RideBytes(shape.top_k);
+  const uint64_t scalar_bytes = ScalarBytes(shape.top_k);
 
   take(sizeof(ControlBlock));
   layout.flags_offset = take(kNumChannels * num_ranks * sizeof(uint64_t));
@@ -199,19 +200,19 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
     layout.presence_bytes = AlignUp(tokens, kWireUnitBytes);
     layout.plan_send =
         take_area(depth, 1, layout.plan_counts_bytes + code_bytes + num_ranks * kWireUnitBytes);
-    layout.stage = take_area(depth, 1, tokens * (row_bytes + ride_bytes));
-    layout.reduce_stage =
-        take_area(depth, num_ranks, layout.presence_bytes + tokens * (partial_bytes + ride_bytes));
+    layout.stage = take_area(depth, 1, tokens * (row_bytes + scalar_bytes));
+    layout.reduce_stage = take_area(
+        depth, num_ranks, layout.presence_bytes + tokens * (partial_bytes + scalar_bytes));
     if (num_nodes > 1) {
       layout.plan_recv =
           take_area(depth, num_ranks, layout.plan_counts_bytes + code_bytes + kWireUnitBytes);
-      const uint64_t rows_bytes = layout.map_bytes + tokens * (row_bytes + ride_bytes);
+      const uint64_t rows_bytes = layout.map_bytes + tokens * (row_bytes + scalar_bytes);
       layout.send_stage = take_area(depth, num_nodes, rows_bytes);
       layout.net_recv = take_area(depth, num_nodes, rows_bytes);
-      const uint64_t node_ride_bytes =
-          RideBytes(static_cast<uint64_t>(shape.node_size) * shape.top_k);
-      layout.comb_send = take_area(depth, num_nodes, tokens * (partial_bytes + node_ride_bytes));
-      layout.comb_recv = take_area(depth, num_nodes, tokens * (partial_bytes + node_ride_bytes));
+      const uint64_t node_scalar_bytes =
+          ScalarBytes(static_cast<uint64_t>(shape.node_size) * shape.top_k);
+      layout.comb_send = take_area(depth, num_nodes, tokens * (partial_bytes + node_scalar_bytes));
+      layout.comb_recv = take_area(depth, num_nodes, tokens * (partial_bytes + node_scalar_bytes));
     }
   }
   if (shape.ll_tokens > 0) {
@@ -219,10 +220,10 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
     layout.ll_topk_bytes = AlignUp(tokens * shape.top_k * int_bytes, kWireUnitBytes);
     layout.ll_meta_bytes = kWireUnitBytes + 2 * layout.ll_topk_bytes;
     layout.ll_disp = take_area(depth, num_ranks, layout.ll_meta_bytes + tokens * row_bytes);
-    layout.ll_comb = take_area(depth, num_ranks, tokens * (partial_bytes + ride_bytes));
+    layout.ll_comb = take_area(depth, num_ranks, tokens * (partial_bytes + scalar_bytes));
     if (num_nodes > 1) {
       layout.ll_disp_send = take_area(depth, 1, layout.ll_meta_bytes + tokens * row_bytes);
-      layout.ll_comb_send = take_area(depth, num_ranks, tokens * (partial_bytes + ride_bytes));
+      layout.ll_comb_send = take_area(depth, num_ranks, tokens * (partial_bytes + scalar_bytes));
     }
   }
   layout.total_bytes = end;

@@ -48,7 +48,7 @@ struct WriteRequest {
   uint64_t length_bytes = 0;  // 0: only the immediate travels
   bool has_immediate = false;
   uint32_t immediate = 0;
-  uint32_t secret = 0;  // rides beside the immediate where Caps says that there is room
+  uint32_t secret = 0;  // travels beside the immediate where Caps says that there is room
   uint64_t token = 0;   // comes back in the kSent event
 };
 

@@ -190,18 +190,18 @@ Result<CombineParams> MakeCombine(const CallKind& call, const GroupShape& shape,
     check.Require("row_weights", *b.row_weights, kF32, rows, /*may_be_absent=*/true);
     params.row_weights = In<float>(*b.row_weights);
   }
-  if (b.ride != nullptr) {
+  if (b.pair_scalars != nullptr) {
     const int64_t per_row = call.layout == Layout::kRankMajor ? shape.top_k : 1;
-    check.Require("ride", *b.ride, kF32, rows * per_row, /*may_be_absent=*/true);
-    params.ride = In<float>(*b.ride);
+    check.Require("pair_scalars", *b.pair_scalars, kF32, rows * per_row, /*may_be_absent=*/true);
+    params.pair_scalars = In<float>(*b.pair_scalars);
   }
   if (b.out != nullptr) {
     check.Require("out", *b.out, elem, num_tokens * hidden, /*may_be_absent=*/true);
     params.out = Bytes(*b.out);
   }
-  if (b.ride_out != nullptr) {
-    check.Require("ride_out", *b.ride_out, kF32, num_pairs, /*may_be_absent=*/true);
-    params.ride_out = Out<float>(*b.ride_out);
+  if (b.pair_scalars_out != nullptr) {
+    check.Require("pair_scalars_out", *b.pair_scalars_out, kF32, num_pairs, /*may_be_absent=*/true);
+    params.pair_scalars_out = Out<float>(*b.pair_scalars_out);
   }
   if (!check.status().ok()) return check.status();
   return params;

@@ -98,11 +98,11 @@ Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shap
 struct CombineBuffers {
   const Arg* y = nullptr;
   const Arg* row_weights = nullptr;
-  const Arg* ride = nullptr;
+  const Arg* pair_scalars = nullptr;
   const Arg* send_slot = nullptr;  // always there
   const Arg* recv_src = nullptr;   // always there
   Ret* out = nullptr;
-  Ret* ride_out = nullptr;
+  Ret* pair_scalars_out = nullptr;
 };
 
 Result<CombineParams> MakeCombine(const CallKind& call, const GroupShape& shape, Checker& check,

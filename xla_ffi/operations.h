@@ -79,19 +79,19 @@ struct Operations {
   }
 
   static Outcome Combine(Context context, int64_t session, int64_t module, int64_t mode,
-                         int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
-                         Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
+                         int64_t layout, Arg position, Arg y, Arg row_weights, Arg pair_scalars,
+                         Arg send_slot, Arg recv_src, Ret out, Ret pair_scalars_out) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine");
       return MakeCombine(call, shape, check,
                          {.y = &y,
                           .row_weights = &row_weights,
-                          .ride = &ride,
+                          .pair_scalars = &pair_scalars,
                           .send_slot = &send_slot,
                           .recv_src = &recv_src,
                           .out = &out,
-                          .ride_out = &ride_out});
+                          .pair_scalars_out = &pair_scalars_out});
     };
     return Platform::Submit(context, session, position, "combine", make,
                             typename Platform::RunCombine{});
@@ -184,8 +184,8 @@ struct Operations {
   }
 
   static Outcome CombineStart(Context context, int64_t session, int64_t module, int64_t mode,
-                              int64_t layout, Arg position, Arg y, Arg row_weights, Arg ride,
-                              Arg send_slot, Arg recv_src, Ret epoch) {
+                              int64_t layout, Arg position, Arg y, Arg row_weights,
+                              Arg pair_scalars, Arg send_slot, Arg recv_src, Ret epoch) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_start");
@@ -193,7 +193,7 @@ struct Operations {
       return MakeCombine(call, shape, check,
                          {.y = &y,
                           .row_weights = &row_weights,
-                          .ride = &ride,
+                          .pair_scalars = &pair_scalars,
                           .send_slot = &send_slot,
                           .recv_src = &recv_src});
     };
@@ -202,15 +202,17 @@ struct Operations {
   }
 
   static Outcome CombineDone(Context context, int64_t session, int64_t module, int64_t mode,
-                             int64_t layout, Arg position, int64_t /*has_ride*/, Arg epoch,
-                             Arg send_slot, Arg recv_src, Ret out, Ret ride_out) {
+                             int64_t layout, Arg position, int64_t /*has_pair_scalars*/, Arg epoch,
+                             Arg send_slot, Arg recv_src, Ret out, Ret pair_scalars_out) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_done");
       check.Require("epoch", epoch, kI32, 1);
-      return MakeCombine(
-          call, shape, check,
-          {.send_slot = &send_slot, .recv_src = &recv_src, .out = &out, .ride_out = &ride_out});
+      return MakeCombine(call, shape, check,
+                         {.send_slot = &send_slot,
+                          .recv_src = &recv_src,
+                          .out = &out,
+                          .pair_scalars_out = &pair_scalars_out});
     };
     return Platform::Submit(context, session, position, "combine_done", make,
                             typename Platform::FinishCombine{In<int32_t>(epoch).data()});

@@ -79,11 +79,11 @@ auto Combine() {
   return Leading<Context>()
       .template Arg<ffi::AnyBuffer>()   // y [R, H]
       .template Arg<ffi::AnyBuffer>()   // row_weights f32[R]
-      .template Arg<ffi::AnyBuffer>()   // ride f32[R]; rank_major f32[R, K]
+      .template Arg<ffi::AnyBuffer>()   // pair scalars f32[R]; rank_major f32[R, K]
       .template Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
       .template Arg<ffi::AnyBuffer>()   // recv_src i32[R]
       .template Ret<ffi::AnyBuffer>()   // out [T, H]
-      .template Ret<ffi::AnyBuffer>();  // ride_out f32[T, K]
+      .template Ret<ffi::AnyBuffer>();  // pair_scalars_out f32[T, K]
 }
 
 template <typename Context>
@@ -135,7 +135,7 @@ auto CombineStart() {
   return Leading<Context>()
       .template Arg<ffi::AnyBuffer>()   // y
       .template Arg<ffi::AnyBuffer>()   // row_weights
-      .template Arg<ffi::AnyBuffer>()   // ride
+      .template Arg<ffi::AnyBuffer>()   // pair scalars
       .template Arg<ffi::AnyBuffer>()   // send_slot
       .template Arg<ffi::AnyBuffer>()   // recv_src
       .template Ret<ffi::AnyBuffer>();  // epoch i32[1]
@@ -144,12 +144,12 @@ auto CombineStart() {
 template <typename Context>
 auto CombineDone() {
   return Leading<Context>()
-      .template Attr<int64_t>("has_ride")
+      .template Attr<int64_t>("has_pair_scalars")
       .template Arg<ffi::AnyBuffer>()   // epoch i32[1]
       .template Arg<ffi::AnyBuffer>()   // send_slot
       .template Arg<ffi::AnyBuffer>()   // recv_src
       .template Ret<ffi::AnyBuffer>()   // out
-      .template Ret<ffi::AnyBuffer>();  // ride_out
+      .template Ret<ffi::AnyBuffer>();  // pair_scalars_out
 }
 
 }  // namespace signatures

@@ -81,7 +81,7 @@ def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> d
         "layout": _LAYOUT_CODES[call.layout],
         "pad": _PAD_CODES[call.pad],
         "has_weights": "weights" in given,
-        "has_ride": "ride" in given,
+        "has_pair_scalars": "pair_scalars" in given,
     }
     results = _call(
         sharding.position(call.group),

@@ -28,7 +28,7 @@ class Operation(NamedTuple):
 _ROUTE = Route._fields
 _PLAN = PlanArrays._fields
 _RECEIVED = ("recv_x", "recv_weights")
-_COMBINED = ("y", "row_weights", "ride", "send_slot", "recv_src")
+_COMBINED = ("y", "row_weights", "pair_scalars", "send_slot", "recv_src")
 
 OPERATIONS = {
     "plan": Operation(("topk_idx",), _PLAN),
@@ -36,7 +36,7 @@ OPERATIONS = {
         ("x", "weights", *_ROUTE, "y", "row_weights"), (*_RECEIVED, "recv_dots"), ("pad",)
     ),
     "ll_dispatch": Operation(("x", "weights", "topk_idx"), (*_PLAN, *_RECEIVED), ("pad",)),
-    "combine": Operation(_COMBINED, ("out", "ride_out")),
+    "combine": Operation(_COMBINED, ("out", "pair_scalars_out")),
     "dispatch_start": Operation(("x", "weights", *_ROUTE), ("epoch",)),
     "dispatch_done": Operation(
         ("epoch", *_ROUTE), _RECEIVED, ("pad", "has_weights"), carried=("x", "weights")
@@ -51,8 +51,8 @@ OPERATIONS = {
     "combine_start": Operation(_COMBINED, ("epoch",)),
     "combine_done": Operation(
         ("epoch", "send_slot", "recv_src"),
-        ("out", "ride_out"),
-        ("has_ride",),
+        ("out", "pair_scalars_out"),
+        ("has_pair_scalars",),
         carried=("y", "row_weights"),
     ),
 }
@@ -63,7 +63,7 @@ FOLLOWS = {
     "recv_weights": "weights",
     "recv_dots": "y",
     "out": "y",
-    "ride_out": "ride",
+    "pair_scalars_out": "pair_scalars",
 }
 
 
@@ -93,7 +93,7 @@ def array_types(call: Call) -> dict[str, ArrayType]:
         "topk_idx": i32(tokens, top_k),
         "y": ArrayType((rows, hidden), call.dtype),
         "row_weights": f32(rows),
-        "ride": f32(rows, top_k) if rank_major else f32(rows),
+        "pair_scalars": f32(rows, top_k) if rank_major else f32(rows),
         "epoch": i32(1),
         "group_sizes": i32(experts),
         "group_counts": i32(experts),
@@ -108,5 +108,5 @@ def array_types(call: Call) -> dict[str, ArrayType]:
         "recv_weights": f32(*pairs) if rank_major else f32(rows),
         "recv_dots": f32(rows),
         "out": ArrayType((tokens, hidden), call.dtype),
-        "ride_out": f32(tokens, top_k),
+        "pair_scalars_out": f32(tokens, top_k),
     }

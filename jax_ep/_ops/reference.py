@@ -132,20 +132,22 @@ def _combine(
     recv_src: jax.Array,
     y: Optional = None,
     row_weights: Optional = None,
-    ride: Optional = None,
+    pair_scalars: Optional = None,
 ) -> dict[str, Any]:
-    """Rows back to their tokens, summed; `ride` comes back per (t, k)."""
+    """Rows back to their tokens, summed; `pair_scalars` comes back per (t, k)."""
     group = call.group
     ranks, (tokens, top_k) = group.num_ranks, send_slot.shape
     if tokens == 0:
         return {
             "out": None if y is None else jnp.zeros((0, call.hidden), call.dtype),
-            "ride_out": None if ride is None else jnp.zeros((0, top_k), jnp.float32),
+            "pair_scalars_out": None
+            if pair_scalars is None
+            else jnp.zeros((0, top_k), jnp.float32),
         }
     valid, token, k = _sources(call, recv_src)
     slots_per_rank = ranks * tokens if call.mode == "ll" else call.rows
     dest = jnp.where(send_slot >= 0, send_slot // slots_per_rank, ranks)
-    out = ride_out = None
+    out = pair_scalars_out = None
     if y is not None:
         partial = _rank_partials(call, y, row_weights, valid, token)
         if group.partials == "dtype":
@@ -153,18 +155,18 @@ def _combine(
         arrived = _exchange(call, partial.reshape(ranks, tokens, call.hidden))
         present = jnp.any(dest[None] == lax.iota(jnp.int32, ranks)[:, None, None], axis=-1)
         out = _sum_over_ranks(call, arrived, present)
-    if ride is not None:
+    if pair_scalars is not None:
         if call.layout == "rank_major":
-            by_pair = ride.reshape(ranks, tokens, top_k)
+            by_pair = pair_scalars.reshape(ranks, tokens, top_k)
         else:
             pairs = ranks * tokens * top_k
             index = jnp.where(valid, token * top_k + k, pairs)
-            by_pair = jnp.zeros((pairs,), jnp.float32).at[index].set(ride, mode="drop")
+            by_pair = jnp.zeros((pairs,), jnp.float32).at[index].set(pair_scalars, mode="drop")
             by_pair = by_pair.reshape(ranks, tokens, top_k)
         returned = _exchange(call, by_pair)
         chosen = jnp.take_along_axis(returned, jnp.minimum(dest, ranks - 1)[None], axis=0)[0]
-        ride_out = jnp.where(dest < ranks, chosen, 0.0)
-    return {"out": out, "ride_out": ride_out}
+        pair_scalars_out = jnp.where(dest < ranks, chosen, 0.0)
+    return {"out": out, "pair_scalars_out": pair_scalars_out}
 
 
 def _empty_plan(call: Call) -> PlanArrays:

@@ -47,20 +47,20 @@ def _dispatch_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional,
 def _transpose(call: Call, route: Route, cotangents: Pair) -> Pair:
     """Cotangents of x and weights: one combine with the weights' cotangent aboard."""
     rows, weights = cotangents
-    ride = weights
+    pair_scalars = weights
     if weights is not None and call.layout == "rank_major":
-        ride = weights.reshape(call.rows, call.top_k)
-    return combine(call, rows, ride, route)
+        pair_scalars = weights.reshape(call.rows, call.top_k)
+    return combine(call, rows, pair_scalars, route)
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine(call: Call, y: Optional, ride: Optional, route: Route) -> Pair:
-    """Rows [R, H] summed to [T, H] and ride f32[R] (rank_major [R, K]) to f32[T, K]."""
-    got = primitive.run("combine", call, y=y, ride=ride, **_slots(route))
-    return got["out"], got["ride_out"]
+def combine(call: Call, y: Optional, pair_scalars: Optional, route: Route) -> Pair:
+    """Rows [R, H] summed to [T, H] and pair_scalars f32[R] (rank_major [R, K]) to f32[T, K]."""
+    got = primitive.run("combine", call, y=y, pair_scalars=pair_scalars, **_slots(route))
+    return got["out"], got["pair_scalars_out"]
 
 
 def _slots(route: Route) -> dict[str, jax.Array]:
@@ -68,15 +68,17 @@ def _slots(route: Route) -> dict[str, jax.Array]:
     return {"send_slot": route.send_slot, "recv_src": route.recv_src}
 
 
-def _combine_fwd(call: Call, y: Optional, ride: Optional, route: Route) -> tuple[Pair, Route]:
-    return combine(call, y, ride, route), route
+def _combine_fwd(
+    call: Call, y: Optional, pair_scalars: Optional, route: Route
+) -> tuple[Pair, Route]:
+    return combine(call, y, pair_scalars, route), route
 
 
 def _combine_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional, Optional, None]:
-    rows, ride = dispatch(call, *cotangents, route)
-    if ride is not None and call.layout == "rank_major":
-        ride = ride.reshape(call.rows, call.top_k)
-    return rows, ride, None
+    rows, pair_scalars = dispatch(call, *cotangents, route)
+    if pair_scalars is not None and call.layout == "rank_major":
+        pair_scalars = pair_scalars.reshape(call.rows, call.top_k)
+    return rows, pair_scalars, None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

@@ -105,7 +105,7 @@ Status HtCombine::StagePartials() {
   return Status::Ok();
 }
 
-// The sum over this node's ranks of a token of another node's rank, and all of their rides.
+// The sum over this node's ranks of a token of another node's rank, and all of their pair scalars.
 void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
                                  std::byte* to) const {
   std::array<Term, kMaxTopK> terms;
@@ -117,9 +117,9 @@ void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
     if (num_terms < kMaxTopK) {
       terms[num_terms++] = {.row = row, .rank = mate, .kind = Term::Kind::kRankPartial};
     }
-    if (!params_.ride.empty()) {
-      std::memcpy(to + pitch_.ride_offset + local * shape_.top_k * sizeof(float),
-                  row + pitch_.ride_offset, shape_.top_k * sizeof(float));
+    if (!params_.pair_scalars.empty()) {
+      std::memcpy(to + pitch_.scalars_offset + local * shape_.top_k * sizeof(float),
+                  row + pitch_.scalars_offset, shape_.top_k * sizeof(float));
     }
   }
   if (params_.y != nullptr) sum.Evaluate({terms.data(), num_terms}, SumLevel::kNode, to);
@@ -164,12 +164,13 @@ Status HtCombine::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kCombineKind));
   set_ = slot.set;
   *epoch = op_.epoch();
-  pitch_ = PartialPitch::Make(shape_, params_.y != nullptr, !params_.ride.empty());
+  pitch_ = PartialPitch::Make(shape_, params_.y != nullptr, !params_.pair_scalars.empty());
   JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, slot.reusable_at));
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombineDone, slot.reusable_at));
 
   if (is_direct_) {
-    publication_.Open(PublishedBy(rank_.rank), params_.y, RowWeights(), params_.ride.data());
+    publication_.Open(PublishedBy(rank_.rank), params_.y, RowWeights(),
+                      params_.pair_scalars.data());
   }
   if (is_direct_ && shape_.num_nodes() == 1) return op_.SignalMates(Channel::kReduce, *epoch);
   JAX_EP_RETURN_IF_ERROR(StagePartials());
@@ -207,25 +208,25 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<i
       from.rows = op_.own_heap() + layout_.comb_recv.At(set_, node);
       from.pitch = pitch_.node_pitch;
       from.map = maps.data() + node * tokens;
-      from.ride_offset =
-          pitch_.ride_offset + peer % shape_.node_size * shape_.top_k * sizeof(float);
+      from.scalars_offset =
+          pitch_.scalars_offset + peer % shape_.node_size * shape_.top_k * sizeof(float);
     } else if (peer == rank_.rank && is_whole_) {
       from = {.kind = Term::Kind::kRow,
               .rows = params_.y,
               .row_weights = RowWeights(),
-              .ride = params_.ride.data()};
+              .pair_scalars = params_.pair_scalars.data()};
     } else if (is_direct_) {
       const Reading& reading = readings.emplace_back(PublishedBy(peer));
       if (!reading.is_open()) return op_.OwnerLeft(peer);
       from = {.kind = Term::Kind::kRow,
               .rows = reading.buffers().rows,
               .row_weights = reading.buffers().weights,
-              .ride = reading.buffers().ride};
+              .pair_scalars = reading.buffers().pair_scalars};
     } else {
       from = {.kind = Term::Kind::kRankPartial,
               .rows = op_.heap(peer) + StageRowsOf(rank_.rank),
               .pitch = pitch_.rank_pitch,
-              .ride_offset = pitch_.ride_offset};
+              .scalars_offset = pitch_.scalars_offset};
     }
   }
   return Status::Ok();
@@ -249,7 +250,7 @@ Status HtCombine::Receive(uint64_t epoch) {
   }
   JAX_EP_RETURN_IF_ERROR(
       CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
-  pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.ride_out.empty());
+  pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.pair_scalars_out.empty());
   JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, epoch));
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombine, epoch));
 

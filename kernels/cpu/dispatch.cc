@@ -146,7 +146,8 @@ Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kDispatchDone, slot.reusable_at));
 
   if (is_direct_) {
-    publication_.Open(PublishedBy(rank_.rank), params_.x, params_.weights.data(), /*ride=*/nullptr);
+    publication_.Open(PublishedBy(rank_.rank), params_.x, params_.weights.data(),
+                      /*pair_scalars=*/nullptr);
   } else {
     JAX_EP_RETURN_IF_ERROR(StageRows());
   }

@@ -82,7 +82,7 @@ Status LlCombine::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
   const PartialPitch pitch =
-      PartialPitch::Make(shape_, params_.y != nullptr, !params_.ride.empty());
+      PartialPitch::Make(shape_, params_.y != nullptr, !params_.pair_scalars.empty());
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlCombineDone, slot.reusable_at));
   // Other nodes first: theirs is the longer way.
   for (const bool wants_mates : {false, true}) {
@@ -108,13 +108,13 @@ Status LlCombine::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlCombine, epoch));
 
   const PartialPitch pitch =
-      PartialPitch::Make(shape_, params_.out != nullptr, !params_.ride_out.empty());
+      PartialPitch::Make(shape_, params_.out != nullptr, !params_.pair_scalars_out.empty());
   std::vector<Contribution> contributions(shape_.num_ranks);
   for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
     contributions[peer] = {.kind = Term::Kind::kRankPartial,
                            .rows = op_.own_heap() + layout_.ll_comb.At(set_, peer),
                            .pitch = pitch.rank_pitch,
-                           .ride_offset = pitch.ride_offset};
+                           .scalars_offset = pitch.scalars_offset};
   }
   SumTokens(rank_, params_, rows_per_rank, contributions);
   JAX_EP_RETURN_IF_ERROR(op_.SignalAll(Channel::kLlCombineDone, NextDoneSeq(op_, kLlCombineKind)));

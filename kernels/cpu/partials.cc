@@ -62,39 +62,39 @@ void FindTerms(const GroupShape& shape, const CombineParams& params, uint64_t ro
   }
 }
 
-void FetchRides(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
-                const std::vector<Contribution>& contributions, uint64_t token) {
+void FetchPairScalars(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
+                      const std::vector<Contribution>& contributions, uint64_t token) {
   const bool is_rank_major = params.layout == Layout::kRankMajor;
   for (uint64_t k = 0; k < shape.top_k; ++k) {
     const uint64_t cell = token * shape.top_k + k;
     const int32_t slot = params.send_slot[cell];
     if (slot < 0) {
-      params.ride_out[cell] = 0.0f;
+      params.pair_scalars_out[cell] = 0.0f;
       continue;
     }
     const uint64_t row = static_cast<uint64_t>(slot) % rows_per_rank;
     const Contribution& from = contributions[static_cast<uint64_t>(slot) / rows_per_rank];
-    const float* ride = nullptr;
+    const float* pair_scalars = nullptr;
     if (from.kind == Term::Kind::kRow) {
-      ride = from.ride + (is_rank_major ? row * shape.top_k + k : row);
+      pair_scalars = from.pair_scalars + (is_rank_major ? row * shape.top_k + k : row);
     } else {
-      ride = reinterpret_cast<const float*>(from.rows + PackedIndex(from, token) * from.pitch +
-                                            from.ride_offset) +
-             k;
+      pair_scalars = reinterpret_cast<const float*>(
+                         from.rows + PackedIndex(from, token) * from.pitch + from.scalars_offset) +
+                     k;
     }
-    std::memcpy(&params.ride_out[cell], ride, sizeof(float));
+    std::memcpy(&params.pair_scalars_out[cell], pair_scalars, sizeof(float));
   }
 }
 
 }  // namespace
 
-PartialPitch PartialPitch::Make(const GroupShape& shape, bool has_rows, bool has_ride) {
+PartialPitch PartialPitch::Make(const GroupShape& shape, bool has_rows, bool has_pair_scalars) {
   const ElemType type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   PartialPitch result;
-  result.ride_offset = has_rows ? RowBytes(shape.hidden, type) : 0;
-  result.rank_pitch = result.ride_offset + (has_ride ? RideBytes(shape.top_k) : 0);
-  const uint64_t node_rides = static_cast<uint64_t>(shape.node_size) * shape.top_k;
-  result.node_pitch = result.ride_offset + (has_ride ? RideBytes(node_rides) : 0);
+  result.scalars_offset = has_rows ? RowBytes(shape.hidden, type) : 0;
+  result.rank_pitch = result.scalars_offset + (has_pair_scalars ? ScalarBytes(shape.top_k) : 0);
+  const uint64_t node_scalars = static_cast<uint64_t>(shape.node_size) * shape.top_k;
+  result.node_pitch = result.scalars_offset + (has_pair_scalars ? ScalarBytes(node_scalars) : 0);
   return result;
 }
 
@@ -106,8 +106,10 @@ std::string CheckCombineSend(const GroupShape& shape, const CombineParams& param
   }
   if (params.recv_rows < 0 || params.recv_src.size() != rows ||
       (!params.row_weights.empty() && params.row_weights.size() != rows) ||
-      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows))) {
-    return "recv_src, row_weights or ride do not have the sizes of R = " + std::to_string(rows);
+      (!params.pair_scalars.empty() &&
+       params.pair_scalars.size() != (is_rank_major ? rows * shape.top_k : rows))) {
+    return "recv_src, row_weights or pair_scalars do not have the sizes of R = " +
+           std::to_string(rows);
   }
   return "";
 }
@@ -118,8 +120,9 @@ std::string CheckCombineReceive(const GroupShape& shape, const CombineParams& pa
   }
   const uint64_t cells = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
   if (params.send_slot.size() != cells ||
-      (!params.ride_out.empty() && params.ride_out.size() != cells)) {
-    return "send_slot or ride_out do not have T * K = " + std::to_string(cells) + " elements";
+      (!params.pair_scalars_out.empty() && params.pair_scalars_out.size() != cells)) {
+    return "send_slot or pair_scalars_out do not have T * K = " + std::to_string(cells) +
+           " elements";
   }
   return "";
 }
@@ -149,15 +152,16 @@ void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParam
     }
     sum.Evaluate({terms.data(), num_terms}, SumLevel::kRank, to, {upcoming.data(), num_upcoming});
   }
-  if (params.ride.empty()) return;
-  float* ride = reinterpret_cast<float*>(to + pitch.ride_offset);
+  if (params.pair_scalars.empty()) return;
+  float* pair_scalars = reinterpret_cast<float*>(to + pitch.scalars_offset);
   for (const int32_t row_index : rows) {
     const auto row = static_cast<uint64_t>(row_index);
     if (params.layout == Layout::kRankMajor) {
-      std::memcpy(ride, &params.ride[row * shape.top_k], shape.top_k * sizeof(float));
+      std::memcpy(pair_scalars, &params.pair_scalars[row * shape.top_k],
+                  shape.top_k * sizeof(float));
     } else {
       const uint32_t k = static_cast<uint32_t>(params.recv_src[row]) % shape.top_k;
-      std::memcpy(ride + k, &params.ride[row], sizeof(float));
+      std::memcpy(pair_scalars + k, &params.pair_scalars[row], sizeof(float));
     }
   }
 }
@@ -188,8 +192,8 @@ void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
           sum.Evaluate(terms, SumLevel::kToken, out, found[(token + 1) % 2].view());
         }
       }
-      if (!params.ride_out.empty()) {
-        FetchRides(shape, params, rows_per_rank, contributions, index);
+      if (!params.pair_scalars_out.empty()) {
+        FetchPairScalars(shape, params, rows_per_rank, contributions, index);
       }
     }
   });

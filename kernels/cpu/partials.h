@@ -13,20 +13,21 @@
 
 namespace jax_ep {
 
-// How one combine packs a partial and its rides: only what the call carries.
+// How one combine packs a partial and its pair scalars: only what the call carries.
 struct PartialPitch {
-  uint64_t ride_offset = 0;
-  uint64_t rank_pitch = 0;  // partial, ride [K]
-  uint64_t node_pitch = 0;  // partial, ride [node_size][K]
+  uint64_t scalars_offset = 0;
+  uint64_t rank_pitch = 0;  // partial, pair scalars [K]
+  uint64_t node_pitch = 0;  // partial, pair scalars [node_size][K]
 
-  static PartialPitch Make(const GroupShape& shape, bool has_rows, bool has_ride);
+  static PartialPitch Make(const GroupShape& shape, bool has_rows, bool has_pair_scalars);
 };
 
 // Checks the spans of a call's sending and receiving side: empty, or what is wrong.
 std::string CheckCombineSend(const GroupShape& shape, const CombineParams& params);
 std::string CheckCombineReceive(const GroupShape& shape, const CombineParams& params);
 
-// Writes the partial and rides of (source, token) of this rank at `to`: nothing if it has no row.
+// Writes the partial and pair scalars of (source, token) of this rank at `to`: nothing if it has no
+// row.
 void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParams& params,
                       const PartialPitch& pitch, const RowIndex& index, uint32_t source,
                       int64_t token, TokenSum& sum, std::byte* to);
@@ -34,18 +35,19 @@ void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParam
 // Where a rank's contribution to this rank's tokens is.
 struct Contribution {
   Term::Kind kind = Term::Kind::kRankPartial;
-  // kRow: that rank's y, row_weights and ride arrays. Else: rows of `pitch` bytes, by token or, if
-  // `map` is set, by map[token].
+  // kRow: that rank's y, row_weights and pair scalars arrays. Else: rows of `pitch` bytes, by token
+  // or, if `map` is set, by map[token].
   const std::byte* rows = nullptr;
   const float* row_weights = nullptr;  // null: 1
-  const float* ride = nullptr;
+  const float* pair_scalars = nullptr;
   uint64_t pitch = 0;
   const int32_t* map = nullptr;
-  uint64_t ride_offset = 0;  // from the start of a packed row to the rides of this rank
+  uint64_t scalars_offset = 0;  // from the start of a packed row to the pair scalars of this rank
 };
 
-// Sums every token of this rank and fetches its rides: params.out and params.ride_out, each element
-// once. `contributions` is indexed by rank; params.send_slot has been checked.
+// Sums every token of this rank and fetches its pair scalars: params.out and
+// params.pair_scalars_out, each element once. `contributions` is indexed by rank; params.send_slot
+// has been checked.
 void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
                const std::vector<Contribution>& contributions);
 

@@ -12,11 +12,11 @@ constexpr uint32_t kOpen = uint32_t{1} << 31;
 }  // namespace
 
 void Publication::Open(PublishedBuffers* at, const std::byte* rows, const float* weights,
-                       const float* ride) {
+                       const float* pair_scalars) {
   at_ = at;
   at->rows = rows;
   at->weights = weights;
-  at->ride = ride;
+  at->pair_scalars = pair_scalars;
   at->state.fetch_or(kOpen, std::memory_order_release);
 }
 

@@ -17,7 +17,8 @@ class Publication {
   Publication& operator=(const Publication&) = delete;
 
   // Call before the flag that tells the node-mates.
-  void Open(PublishedBuffers* at, const std::byte* rows, const float* weights, const float* ride);
+  void Open(PublishedBuffers* at, const std::byte* rows, const float* weights,
+            const float* pair_scalars);
 
  private:
   PublishedBuffers* at_ = nullptr;

@@ -19,7 +19,7 @@ struct DispatchPitch {
   static DispatchPitch Make(const GroupShape& shape, bool has_rows, bool has_weights) {
     DispatchPitch result;
     result.weights_offset = has_rows ? RowBytes(shape.hidden, shape.elem_type) : 0;
-    result.pitch = result.weights_offset + (has_weights ? RideBytes(shape.top_k) : 0);
+    result.pitch = result.weights_offset + (has_weights ? ScalarBytes(shape.top_k) : 0);
     return result;
   }
 };

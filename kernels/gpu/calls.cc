@@ -53,7 +53,7 @@ std::string CheckSlotCombine(const GroupShape& shape, const CombineParams& param
 const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                                       const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
   CombineParams params = call;
-  if (part == CallPart::kStart) params.ride_out = {};
+  if (part == CallPart::kStart) params.pair_scalars_out = {};
   std::string wrong = CheckSlotCombine(rank.device.shape, params, part);
   if (!wrong.empty()) return KeepText("combine: " + std::move(wrong));
   return LaunchSlotCombine(rank, params, part, epoch_in, epoch_out,

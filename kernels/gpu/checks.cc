@@ -110,8 +110,9 @@ std::string CheckCombine(const GroupShape& shape, const CombineParams& params) {
   const bool is_rank_major = params.layout == Layout::kRankMajor;
   if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
       (!params.row_weights.empty() && params.row_weights.size() != rows) ||
-      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows)) ||
-      (!params.ride_out.empty() && params.ride_out.size() != pairs)) {
+      (!params.pair_scalars.empty() &&
+       params.pair_scalars.size() != (is_rank_major ? rows * shape.top_k : rows)) ||
+      (!params.pair_scalars_out.empty() && params.pair_scalars_out.size() != pairs)) {
     return "arrays do not have the sizes of T = " + std::to_string(params.num_tokens) +
            ", R = " + std::to_string(params.recv_rows);
   }
@@ -142,8 +143,9 @@ std::string CheckCombineStart(const GroupShape& shape, const CombineParams& para
   const bool is_rank_major = params.layout == Layout::kRankMajor;
   if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
       (!params.row_weights.empty() && params.row_weights.size() != rows) ||
-      (!params.ride.empty() && params.ride.size() != (is_rank_major ? rows * shape.top_k : rows))) {
-    return "recv_src, send_slot, row_weights or ride do not have the sizes of R = " +
+      (!params.pair_scalars.empty() &&
+       params.pair_scalars.size() != (is_rank_major ? rows * shape.top_k : rows))) {
+    return "recv_src, send_slot, row_weights or pair_scalars do not have the sizes of R = " +
            std::to_string(rows);
   }
   return "";
@@ -155,8 +157,9 @@ std::string CheckCombineDone(const GroupShape& shape, const CombineParams& param
   }
   const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
   if (params.send_slot.size() != pairs ||
-      (!params.ride_out.empty() && params.ride_out.size() != pairs)) {
-    return "send_slot or ride_out do not have T * K = " + std::to_string(pairs) + " elements";
+      (!params.pair_scalars_out.empty() && params.pair_scalars_out.size() != pairs)) {
+    return "send_slot or pair_scalars_out do not have T * K = " + std::to_string(pairs) +
+           " elements";
   }
   return "";
 }

@@ -19,7 +19,7 @@ struct FaultySpec {
   uint64_t per_flow = 0;          // 1: it overtakes only writes of its own flow
   uint64_t delay = 0;             // a write is held for up to this many polls
   uint64_t duplicate = 0;         // percent of immediates that are delivered twice
-  uint64_t split = 0;             // percent of writes that become several; the immediate rides on a
+  uint64_t split = 0;             // percent of writes that become several; the immediate comes on a
                                   // last piece posted after the others are acknowledged
   uint64_t again = 0;             // percent of posts that start a storm of kResourceExhausted
   uint64_t slow_completions = 0;  // kSent is held back for up to this many polls

@@ -40,11 +40,11 @@ const std::vector<std::byte>& NormalElems(ElemType type) {
 // Inputs and outputs of one rank in one round.
 struct RankArrays {
   std::vector<std::byte> x, x2, g, y;
-  std::vector<float> weights, row_weights, ride;
+  std::vector<float> weights, row_weights, pair_scalars;
   Ints group_sizes, group_counts, send_slot, recv_src, send_counts, recv_counts, recv_topk_idx;
   Guarded<int32_t> num_dropped{1}, overflow{1};
   Bytes recv_x, recv_x2, recv_g, out, out2;
-  Floats recv_weights, recv_weights2, recv_dots, ride_out, ride_out2;
+  Floats recv_weights, recv_weights2, recv_dots, pair_scalars_out, pair_scalars_out2;
 };
 
 class Round {
@@ -78,8 +78,8 @@ class Round {
         CheckWeights(r, arrays_[r].recv_weights2);
         CheckBackward(r);
       }
-      CheckCombine(r, arrays_[r].out, arrays_[r].ride_out);
-      CheckCombine(r, arrays_[r].out2, arrays_[r].ride_out2);
+      CheckCombine(r, arrays_[r].out, arrays_[r].pair_scalars_out);
+      CheckCombine(r, arrays_[r].out2, arrays_[r].pair_scalars_out2);
       CheckCanaries(arrays_[r]);
       if (::testing::Test::HasFailure()) return;
     }
@@ -150,7 +150,7 @@ class Round {
     a.y = RandomRows(rows());
     a.weights = RandomFloats(cells());
     a.row_weights = RandomFloats(rows());
-    a.ride = RandomFloats(is_rank_major() ? rows() * shape_.top_k : rows());
+    a.pair_scalars = RandomFloats(is_rank_major() ? rows() * shape_.top_k : rows());
     const uint32_t experts = shape_.experts_per_rank();
     a.group_sizes = Ints(experts);
     a.group_counts = Ints(experts);
@@ -166,8 +166,8 @@ class Round {
       *floats = Floats(Size(is_rank_major() ? rows() * shape_.top_k : rows()));
     }
     a.recv_dots = Floats(Size(rows()));
-    a.ride_out = Floats(Size(cells()));
-    a.ride_out2 = Floats(Size(cells()));
+    a.pair_scalars_out = Floats(Size(cells()));
+    a.pair_scalars_out2 = Floats(Size(cells()));
     return a;
   }
 
@@ -210,7 +210,7 @@ class Round {
     params.recv_rows = rows();
     params.y = a.y.data();
     if (!is_rank_major()) params.row_weights = a.row_weights;
-    params.ride = a.ride;
+    params.pair_scalars = a.pair_scalars;
     params.send_slot = a.send_slot.span();
     params.recv_src = a.recv_src.span();
     return params;
@@ -247,17 +247,17 @@ class Round {
 
     CombineParams combine = MakeCombine(a);
     combine.out = a.out.data();
-    combine.ride_out = a.ride_out.span();
+    combine.pair_scalars_out = a.pair_scalars_out.span();
     JAX_EP_RETURN_IF_ERROR(RunCombine(rank, combine));
-    combine.ride = {};
-    combine.ride_out = {};
+    combine.pair_scalars = {};
+    combine.pair_scalars_out = {};
     combine.out = a.out2.data();
     JAX_EP_RETURN_IF_ERROR(RunCombine(rank, combine));
-    CombineParams only_ride = MakeCombine(a);
-    only_ride.y = nullptr;
-    only_ride.row_weights = {};
-    only_ride.ride_out = a.ride_out2.span();
-    JAX_EP_RETURN_IF_ERROR(RunCombine(rank, only_ride));
+    CombineParams only_scalars = MakeCombine(a);
+    only_scalars.y = nullptr;
+    only_scalars.row_weights = {};
+    only_scalars.pair_scalars_out = a.pair_scalars_out2.span();
+    JAX_EP_RETURN_IF_ERROR(RunCombine(rank, only_scalars));
 
     DispatchParams backward = MakeDispatch(a);
     backward.x = a.g.data();
@@ -305,16 +305,16 @@ class Round {
     // A whole call of the same kind between start and done.
     CombineParams whole = MakeCombine(a);
     whole.out = a.out2.data();
-    whole.ride_out = a.ride_out2.span();
+    whole.pair_scalars_out = a.pair_scalars_out2.span();
     JAX_EP_RETURN_IF_ERROR(RunCombine(rank, whole));
     JAX_EP_RETURN_IF_ERROR(StartCombine(rank, combine, &epochs[1]));
     for (const int which : {1, 0}) {  // the outputs of both are the same
       CombineParams done = combine;
       done.y = nullptr;
       done.row_weights = {};
-      done.ride = {};
+      done.pair_scalars = {};
       done.out = a.out.data();
-      done.ride_out = a.ride_out.span();
+      done.pair_scalars_out = a.pair_scalars_out.span();
       JAX_EP_RETURN_IF_ERROR(FinishCombine(rank, done, epochs[which]));
     }
     return Status::Ok();
@@ -429,7 +429,7 @@ class Round {
     }
   }
 
-  void CheckCombine(uint32_t r, const Bytes& out, const Floats& ride_out) const {
+  void CheckCombine(uint32_t r, const Bytes& out, const Floats& pair_scalars_out) const {
     // Roundings on the way: products and sums in f32, partials (dtype) twice, the result once.
     const double eps = 4.0 * (shape_.top_k + 1) * 0x1p-24 +
                        (shape_.f32_partials ? 1.01 : 4.0) * Epsilon(shape_.elem_type);
@@ -439,14 +439,14 @@ class Round {
         const size_t cell = Size(token * shape_.top_k + k);
         const int64_t owner = plan_.pair_owner[r][cell];
         const int64_t row = plan_.pair_row[r][cell];
-        float want_ride = 0;
+        float want_scalar = 0;
         if (row >= 0) {
           places.insert({owner, row});
-          const auto& ride = arrays_[Size(owner)].ride;
-          want_ride = ride[Size(is_rank_major() ? row * shape_.top_k + k : row)];
+          const auto& pair_scalars = arrays_[Size(owner)].pair_scalars;
+          want_scalar = pair_scalars[Size(is_rank_major() ? row * shape_.top_k + k : row)];
         }
-        ASSERT_EQ(std::memcmp(&ride_out[cell], &want_ride, sizeof(float)), 0)
-            << "ride of token " << token << " k " << k;
+        ASSERT_EQ(std::memcmp(&pair_scalars_out[cell], &want_scalar, sizeof(float)), 0)
+            << "pair_scalars of token " << token << " k " << k;
       }
       for (uint64_t h = 0; h < shape_.hidden; ++h) {
         double want = 0;
@@ -474,8 +474,8 @@ class Round {
     for (const Bytes* bytes : {&a.recv_x, &a.recv_x2, &a.recv_g, &a.out, &a.out2}) {
       ASSERT_TRUE(bytes->HasCanary());
     }
-    for (const Floats* floats :
-         {&a.recv_weights, &a.recv_weights2, &a.recv_dots, &a.ride_out, &a.ride_out2}) {
+    for (const Floats* floats : {&a.recv_weights, &a.recv_weights2, &a.recv_dots,
+                                 &a.pair_scalars_out, &a.pair_scalars_out2}) {
       ASSERT_TRUE(floats->HasCanary());
     }
   }

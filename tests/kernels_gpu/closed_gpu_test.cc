@@ -101,7 +101,7 @@ class GpuClosed : public ::testing::TestWithParam<Case> {
     ExpectPoison(c.planned.recv_dots, "recv_dots");
     for (int i = 0; i < HostArrays::kCombines; ++i) {
       if (i < 2) ExpectPoison(c.whole.out[i], "out");
-      if (i != 1) ExpectPoison(c.whole.ride_out[i], "ride_out");
+      if (i != 1) ExpectPoison(c.whole.pair_scalars_out[i], "pair_scalars_out");
     }
     ExpectPoison(c.halves.recv_x[0], "recv_x of halves");
     for (const int i : {0, 1}) ExpectPoison(c.halves.out[i], "out of halves");

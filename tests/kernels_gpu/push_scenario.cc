@@ -50,12 +50,12 @@ void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays
   // The starts read the plan of `d`, which stays, and the rows of `from`, which do not.
   DeviceArrays rows = d;
   rows.y = from.y;
-  rows.ride = from.ride;
+  rows.pair_scalars = from.pair_scalars;
   rows.row_weights = from.row_weights;
   calls.CombineStart(rows, 0, first);
   calls.CombineStart(rows, 1, second);
   calls.Clobber(from.y);
-  calls.Clobber(from.ride);
+  calls.Clobber(from.pair_scalars);
   calls.Clobber(from.row_weights);
   if (has_spare) calls.Combine(d, 2);
   if (ends_in_order) calls.CombineDone(d, 0, first);

@@ -68,13 +68,13 @@ class Calls {
   void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
     CombineParams params = Of(CombineOf(scenario_, from, number));
     params.out = nullptr;
-    params.ride_out = {};
+    params.pair_scalars_out = {};
     Check(Api().combine_start(handle(), &params, epoch, stream()));
   }
   void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
     CombineParams params = Of(CombineOf(scenario_, to, number));
     params.y = nullptr;
-    params.ride = {};
+    params.pair_scalars = {};
     params.row_weights = {};
     Check(Api().combine_done(handle(), &params, epoch, stream()));
   }

@@ -91,7 +91,7 @@ std::vector<HostArrays> RunOnCpu(const Scenario& s, Team& team, std::mt19937& ra
     a.y = RandomRows(shape, s.recv_rows, random);
     a.weights = RandomFloats(cells, random);
     a.row_weights = RandomFloats(rows, random);
-    a.ride = RandomFloats(row_cells, random);
+    a.pair_scalars = RandomFloats(row_cells, random);
     a.group_sizes.resize(shape.experts_per_rank());
     a.group_counts.resize(shape.experts_per_rank());
     a.send_slot.resize(cells);
@@ -105,7 +105,7 @@ std::vector<HostArrays> RunOnCpu(const Scenario& s, Team& team, std::mt19937& ra
     for (auto& array : a.recv_weights) array.resize(row_cells);
     a.recv_dots.resize(rows);
     for (auto& array : a.out) array.resize(static_cast<size_t>(s.num_tokens) * row_bytes);
-    for (auto& array : a.ride_out) array.resize(cells);
+    for (auto& array : a.pair_scalars_out) array.resize(cells);
   }
   const auto statuses = team.Run([&](Rank& rank) -> Status {
     HostArrays& a = arrays[rank.rank];
@@ -142,7 +142,7 @@ DeviceArrays Upload(const Scenario& s, GpuTeam& team, uint32_t r, const HostArra
   in(d.y, h.y, off);
   in(d.weights, h.weights);
   in(d.row_weights, h.row_weights);
-  in(d.ride, h.ride);
+  in(d.pair_scalars, h.pair_scalars);
   out(d.group_sizes, h.group_sizes);
   out(d.group_counts, h.group_counts);
   out(d.send_slot, h.send_slot);
@@ -159,7 +159,7 @@ DeviceArrays Upload(const Scenario& s, GpuTeam& team, uint32_t r, const HostArra
   out(d.recv_dots, h.recv_dots);
   for (int i = 0; i < HostArrays::kCombines; ++i) {
     out(d.out[i], h.out[i], off);
-    out(d.ride_out[i], h.ride_out[i]);
+    out(d.pair_scalars_out[i], h.pair_scalars_out[i]);
   }
   CheckCuda(cudaDeviceSynchronize(), "upload");
   return d;
@@ -172,7 +172,7 @@ void Refresh(GpuTeam& team, uint32_t r, DeviceArrays& d, const HostArrays& h) {
   d.y.Upload(h.y);
   d.weights.Upload(h.weights);
   d.row_weights.Upload(h.row_weights);
-  d.ride.Upload(h.ride);
+  d.pair_scalars.Upload(h.pair_scalars);
   CheckCuda(cudaDeviceSynchronize(), "upload");
 }
 
@@ -208,7 +208,9 @@ void ExpectDispatch(const DeviceArrays& d, const HostArrays& h, int number) {
 void ExpectCombine(const DeviceArrays& d, const HostArrays& h, int number) {
   SCOPED_TRACE("combine " + std::to_string(number));
   if (number < 2) ExpectSame(d.out[number], h.out[number], "out");
-  if (number != 1) ExpectSame(d.ride_out[number], h.ride_out[number], "ride_out");
+  if (number != 1) {
+    ExpectSame(d.pair_scalars_out[number], h.pair_scalars_out[number], "pair_scalars_out");
+  }
 }
 
 uint32_t NumSeeds(uint32_t usual) {

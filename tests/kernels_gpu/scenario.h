@@ -26,16 +26,16 @@ template <template <typename> typename Array>
 struct ScenarioArrays {
   Array<int32_t> topk_idx;
   Array<std::byte> x, y;
-  Array<float> weights, row_weights, ride;
+  Array<float> weights, row_weights, pair_scalars;
   Array<int32_t> group_sizes, group_counts, send_slot, recv_src, send_counts, recv_counts,
       recv_topk_idx, num_dropped, overflow;
   static constexpr int kDispatches = 4;  // rows and weights, weights, weighted with dots, scaled
-  static constexpr int kCombines = 3;    // rows and rides, rows, rides
+  static constexpr int kCombines = 3;    // rows and pair scalars, rows, pair scalars
   Array<std::byte> recv_x[kDispatches];
   Array<float> recv_weights[kDispatches];
   Array<float> recv_dots;
   Array<std::byte> out[kCombines];
-  Array<float> ride_out[kCombines];
+  Array<float> pair_scalars_out[kCombines];
 };
 template <typename T>
 using HostVector = std::vector<T>;
@@ -124,8 +124,8 @@ CombineParams CombineOf(const Scenario& s, Arrays& a, int number) {
     params.out = a.out[number].data();
   }
   if (number != 1) {
-    params.ride = SpanOf(a.ride);
-    params.ride_out = SpanOf(a.ride_out[number]);
+    params.pair_scalars = SpanOf(a.pair_scalars);
+    params.pair_scalars_out = SpanOf(a.pair_scalars_out[number]);
   }
   if (number == 0 && s.layout != Layout::kRankMajor) params.row_weights = SpanOf(a.row_weights);
   return params;

@@ -133,11 +133,11 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   if (part != CallPart::kDone) {
     params.y = call.y;
     params.row_weights = DataOrNull(call.row_weights);
-    params.pair_scalars = DataOrNull(call.ride);
+    params.pair_scalars = DataOrNull(call.pair_scalars);
   }
   if (!is_start) {
     params.out = has_rows ? call.out : nullptr;
-    params.pair_scalars_out = DataOrNull(call.ride_out);
+    params.pair_scalars_out = DataOrNull(call.pair_scalars_out);
   }
   if (has_network && part == CallPart::kDone) {
     const TakeRecordsParams records{.device = rank.device,

@@ -100,12 +100,12 @@ const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Ca
   const auto tokens = static_cast<uint64_t>(call.num_tokens);
   const bool is_start = part == CallPart::kStart;
   const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
-  const bool has_scalars = is_start ? !call.ride.empty() : !call.ride_out.empty();
+  const bool has_scalars = is_start ? !call.pair_scalars.empty() : !call.pair_scalars_out.empty();
   HalfParams params{.device = rank.device,
                     .rows_bytes = has_rows ? tokens * shape.hidden * ElemBytes(shape.elem_type) : 0,
                     .scalars_bytes = has_scalars ? tokens * shape.top_k * sizeof(float) : 0,
                     .out = call.out,
-                    .pair_scalars_out = call.ride_out.data(),
+                    .pair_scalars_out = call.pair_scalars_out.data(),
                     .epoch_in = epoch_in,
                     .epoch_out = epoch_out};
   const uint32_t blocks = BlocksForCopy(params.rows_bytes + params.scalars_bytes, rank.max_blocks);
@@ -117,8 +117,8 @@ const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, Ca
   std::byte* heap = rank.device.peers[rank.device.rank].heap;
   const Result result = FreshResult(rank.device.layout.ht_combine);
   whole.out = has_rows ? heap + result.rows : nullptr;
-  whole.ride_out = {reinterpret_cast<float*>(heap + result.scalars),
-                    has_scalars ? tokens * shape.top_k : 0};
+  whole.pair_scalars_out = {reinterpret_cast<float*>(heap + result.scalars),
+                            has_scalars ? tokens * shape.top_k : 0};
   if (const char* error = LaunchCombine(rank, whole, stream)) return error;
   KeepSums<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("KeepSums");

@@ -107,7 +107,7 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
     layout.ll_rows_send = take(shape.depth, 1, rows_bytes);
     layout.ll_rows_recv = take(shape.depth, num_remote, rows_bytes);
     layout.ll_sum_scalars = layout.sums_pitch;
-    layout.ll_sum_tag = layout.ll_sum_scalars + RideBytes(shape.top_k);
+    layout.ll_sum_tag = layout.ll_sum_scalars + ScalarBytes(shape.top_k);
     layout.ll_sum_pitch = layout.ll_sum_tag + kWireUnitBytes;
     layout.ll_sums_send = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
     layout.ll_sums_recv = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);

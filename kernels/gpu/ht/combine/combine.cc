@@ -51,10 +51,10 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
       .row_weights = DataOrNull(call.row_weights),
-      .pair_scalars = DataOrNull(call.ride),
+      .pair_scalars = DataOrNull(call.pair_scalars),
       .send_slot = call.send_slot.data(),
       .out = call.y != nullptr ? call.out : nullptr,
-      .pair_scalars_out = DataOrNull(call.ride_out)};
+      .pair_scalars_out = DataOrNull(call.pair_scalars_out)};
   const bool is_vectorised = HasWholeWords(params.row_bytes, {call.y, call.out});
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
 #if JAX_EP_BULK_COPIES
