@@ -1,4 +1,4 @@
-// The 32 bits of immediate data that travel with a write: all that a receiver learns about an arrival.
+// 32 bits of immediate data travel with each write: all that a receiver learns about an arrival.
 // One encode, one decode. What the fields mean to the protocol is in proxy/sequencer.h.
 #pragma once
 
