@@ -68,7 +68,8 @@ struct ControlBlock {
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
   std::atomic<MemberState> state;               // release store publishes what follows
   std::atomic<Departure> departure;             // when state is kClosed
-  uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known
+  uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known,
+                                                // UINT64_MAX: a rank of another team
   char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
   // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.
   alignas(64) std::atomic<uint64_t> order_count;

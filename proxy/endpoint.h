@@ -1,6 +1,6 @@
 // Endpoint: one local rank inside the proxy thread: its ring, its transport, its flows. Sending is
 // in endpoint_send.cc, receiving in endpoint_receive.cc, the texts in endpoint_report.cc. The
-// thread, its sleep and its end are in proxy.cc.
+// thread, its sleep and its end are in progress.h.
 #pragma once
 
 #include <array>

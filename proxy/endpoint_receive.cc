@@ -135,6 +135,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
       std::string message = Where() + ": rank " + std::to_string(reporter) + " reported a failure";
       if (imm.payload == kImmOtherTeam) {
+        blamed_rank_ = FailureLatch::kOtherTeam;
         message += " in another team of its process";
       } else {
         Blame(culprit < 0 ? reporter : static_cast<uint32_t>(culprit));

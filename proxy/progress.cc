@@ -135,9 +135,11 @@ bool Progress::HelpRound(uint64_t max_commands, bool* did_work) {
     bell_.Ring();  // the thread tells the peers
     return false;
   }
-  const auto has_unfinished_receives = [](const auto& e) { return e->has_unfinished_receives(); };
+  const auto needs_the_thread = [](const auto& endpoint) {
+    return endpoint->has_unfinished_receives() || endpoint->must_retry();
+  };
   if (state_ == ThreadState::kSleeps &&
-      std::any_of(endpoints_.begin(), endpoints_.end(), has_unfinished_receives)) {
+      std::any_of(endpoints_.begin(), endpoints_.end(), needs_the_thread)) {
     bell_.Ring();
   }
   return std::none_of(endpoints_.begin(), endpoints_.end(),

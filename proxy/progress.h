@@ -35,7 +35,8 @@ struct ProgressOptions {
 //   kAwake   holds the mutex and does rounds     nothing to do        cannot be: it has no mutex
 //   kNaps    pauses because somebody helps       bell, kHelpedNap     does a round
 //   kSleeps  pauses; the transport rings for     bell, kMaxSleep      does a round; rings if it
-//            arrivals                                                 leaves arrivals unfinished
+//            arrivals                                                 leaves arrivals unfinished,
+//                                                                     or the transport full
 //
 // (A pause also ends at the thread's next duty: heartbeats, a full transport to be tried again.)
 // Beside it, without the mutex: num_helpers_, how many threads are between BeginHelp and EndHelp,
@@ -53,7 +54,8 @@ struct ProgressOptions {
 //   - a helper that goes to sleep, or leaves a stream: EndHelp(leaves_work) rings;
 //   - failures:  a helper latches its own and rings;
 //   - Stop, after which the thread only naps until everything has left.
-// tests/proxy/progress_model_test.cc searches all interleavings of this, and breaks each rule.
+// tests/proxy/progress_model_test.cc searches all interleavings of a model of this, in which the
+// transport is never full, and breaks each rule.
 //
 // Thread rule: Start and Stop on one thread, the rest on any. The endpoints' list may grow until
 // Start; it, the bell and the latch outlive this object.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "proxy/base/log.h"
 #include "proxy/base/thread.h"
 
 namespace jax_ep {
@@ -263,8 +264,8 @@ std::optional<Call> Executor::WaitForCall() {
 }
 
 Status Executor::RunCall(Call& call) noexcept try { return call.run(*rank_); } catch (...) {
-  // Its peers wait for this call.
-  rank_->failure->Set(std::move(exception_));
+  // Its peers wait for this call. A mate may have said already that it ended too early.
+  if (!rank_->failure->Set(std::move(exception_))) LogError("a call ran out of memory");
   return Status(StatusCode::kInternal, "out of memory");
 }
 

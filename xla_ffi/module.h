@@ -119,6 +119,7 @@ class PySessionOf {
 
   // Close without the others' consent: what they wait for ends with `reason`.
   void Abort(const std::string& reason) {
+    if (session_->lifecycle().is_forked()) return;
     session_->failure().Set(FailedPrecondition(reason));
     Close(/*program_ended=*/false);
   }

@@ -132,7 +132,7 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_rank_plus_1;
       if (culprit == kOtherTeam) {
-        blamed = FailureLatch::kNobody;
+        blamed = FailureLatch::kOtherTeam;
       } else if (culprit != 0) {
         blamed = RankOfTeam(peer.team, static_cast<uint32_t>(culprit) - 1);
       }

@@ -8,7 +8,8 @@
 // programs share names, and XLA's run ids tell their executions apart.
 //
 // Only a program for jax.export carries no numbers, as another may call it several times: its calls
-// count on in the order in which they are instantiated.
+// count on in the order in which they are instantiated, so every process must compile it equally
+// often. (Nor do programs for GPUs alone, whose calls need no names.)
 #pragma once
 
 #include <cstdint>

@@ -40,7 +40,7 @@ class WorkerPool {
   int64_t num_items_ = 0;
   uint64_t generation_ = 0;
   int num_busy_ = 0;
-  std::exception_ptr thrown_;  // by the first share that did
+  std::exception_ptr thrown_;  // by one of the shares
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <string_view>
-#include <thread>
 #include <utility>
 
 #include "proxy/base/status.h"
@@ -17,13 +16,15 @@ constexpr int64_t RankOfTeam(uint32_t team, uint32_t rank) { return int64_t{team
 
 // Thread rule: any thread may call anything. Must outlive every executor, proxy thread and
 // monitor of its session. `failed()` is one relaxed-cost load, meant for polling inside waits.
-// No lock: a forked child may look whatever other threads of its parent were at.
+// No lock: a forked child may look (not Set) whatever other threads of its parent were at.
 class FailureLatch {
  public:
   // Acquire pairs with the release in Set: a caller that sees true also sees the message.
   bool failed() const { return stage_.load(std::memory_order_acquire) == Stage::kFailed; }
 
   static constexpr int64_t kNobody = -1;
+  // A rank of a team that no rank of this process is in: heard from a process that is in both.
+  static constexpr int64_t kOtherTeam = INT64_MAX;
 
   // Keeps `status` if it is the first failure. Returns true if it was kept. `blamed` is the rank
   // whose fault it was (RankOfTeam), where that is known: it travels to the other processes and
@@ -32,12 +33,13 @@ class FailureLatch {
     Stage seen = Stage::kGood;
     if (!stage_.compare_exchange_strong(seen, Stage::kWriting, std::memory_order_relaxed)) {
       // Whoever is told that it was not the first may read what the first has written.
-      while (!failed()) std::this_thread::yield();
+      stage_.wait(Stage::kWriting, std::memory_order_acquire);
       return false;
     }
     status_ = std::move(status);
     blamed_rank_ = blamed;
     stage_.store(Stage::kFailed, std::memory_order_release);
+    stage_.notify_all();
     return true;
   }
 

@@ -14,7 +14,7 @@ class ProxyPort {
   virtual ~ProxyPort() = default;
 
   // Commands were pushed to a ring of this proxy. A few of them are posted at once, on the calling
-  // thread, if the proxy thread naps; else the thread is woken. Never blocks.
+  // thread, if the proxy thread pauses; else the thread is woken. Waits for nothing.
   virtual void Kick() = 0;
 
   // Whether Help is worth its while: the network does not wake the proxy thread cheaply, and

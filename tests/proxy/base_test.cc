@@ -46,11 +46,12 @@ TEST(FailureLatch, keeps_the_first_and_its_culprit) {
 TEST(FailureLatch, can_be_read_in_a_forked_child_whatever_others_did) {
   FailureLatch latch;
   latch.Set(Internal(std::string(1 << 16, 'x')));  // long: looking takes a while
-  std::atomic<bool> stop{false};
   std::vector<std::jthread> readers;
   for (int i = 0; i < 3; ++i) {
-    readers.emplace_back([&] {
-      while (!stop) (void)latch.failed(), (void)latch.blamed_rank(), (void)latch.status();
+    readers.emplace_back([&](const std::stop_token& stop) {
+      while (!stop.stop_requested()) {
+        (void)latch.failed(), (void)latch.blamed_rank(), (void)latch.status();
+      }
     });
   }
   for (int i = 0; i < 30; ++i) {
@@ -63,7 +64,6 @@ TEST(FailureLatch, can_be_read_in_a_forked_child_whatever_others_did) {
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
   }
-  stop = true;
 }
 
 TEST(Env, unset_and_empty_give_the_defaults) {

@@ -464,7 +464,24 @@ TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
   world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
   EXPECT_TRUE(Contains(message, "rank 0 reported a failure in another team")) << message;
-  EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kNobody);
+  EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kOtherTeam);
+  world.Stop();
+}
+
+// Who passed it on without a rank was blamed itself.
+TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
+  WorldOptions options;
+  options.num_ranks = 3;
+  options.ranks_per_proxy = 1;
+  options.team = 1;
+  ProxyWorld world(options);
+  world.Start();
+  world.failure(1).Set(Unavailable("rank 0 reported a failure in another team"),
+                       FailureLatch::kOtherTeam);
+  world.proxy(1).Kick();
+  const std::string message = AwaitFailure(world, 2);
+  EXPECT_TRUE(Contains(message, "reported a failure in another team")) << message;
+  EXPECT_EQ(world.failure(2).blamed_rank(), FailureLatch::kOtherTeam);
   world.Stop();
 }
 

@@ -126,8 +126,7 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
           if (end.transport->Caps().immediate_bits >= 64) {
             EXPECT_EQ(events[e].secret, ~events[e].immediate);
           }
-          if (end.arrived[events[e].immediate]++ == 0) {
-          }
+          ++end.arrived[events[e].immediate];
           break;
         case TransportEvent::Kind::kFlushed:
           end.is_flushed = true;
