@@ -247,8 +247,10 @@ def expert_major_rows(config: Config, num_ranks: int, num_tokens: int) -> int:
     )
     if config.capacity_factor is None:
         return worst
-    wanted = align_up(math.ceil(config.capacity_factor * num_tokens * config.top_k), config.align)
-    return min(worst, wanted + experts_per_rank * config.align)
+    wanted = config.capacity_factor * num_tokens * config.top_k
+    if wanted >= worst:
+        return worst
+    return min(worst, align_up(math.ceil(wanted), config.align) + experts_per_rank * config.align)
 
 
 def receive_rows(config: Config, num_ranks: int, num_tokens: int, layout: Layout) -> int:

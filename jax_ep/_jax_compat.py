@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -92,12 +93,9 @@ def register_ffi(
         jax.ffi.register_ffi_target(name, dict(registration), platform=platform)
 
 
-_lowered = threading.local()  # .module: the _Module that this thread lowers, if it has calls
-
-
 @dataclasses.dataclass
 class _Module:
-    """A module that is being lowered, and what call_primitive must know when it is complete."""
+    """A module that has calls, and what call_primitive must know when it is complete."""
 
     module: Any
     module_key: Callable[[str], int]
@@ -105,14 +103,42 @@ class _Module:
     targets: set[str] = dataclasses.field(default_factory=set)
 
 
+@dataclasses.dataclass
+class _Lowering:
+    """A lowering that has begun: JAX says when one does, and when it ends."""
+
+    handled: BaseException | None  # the exception that was handled then
+    module: _Module | None = None
+
+
+class _Lowerings(threading.local):
+    """Those of this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[_Lowering] = []
+
+
+_lowerings = _Lowerings()
+
+
+def _is_of_lowering(event: str) -> bool:
+    return "jaxpr_to_mlir_module" in event
+
+
+def _note_lowering(event: str, value: float, **_: Any) -> None:
+    del value
+    if _is_of_lowering(event):
+        _lowerings.open.append(_Lowering(sys.exc_info()[1]))
+
+
 def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
     """When a module is complete, gives its calls their names (call_primitive)."""
     del duration_secs
-    if "jaxpr_to_mlir_module" not in event:
+    if not _is_of_lowering(event) or not _lowerings.open:
         return
-    lowered: _Module | None = getattr(_lowered, "module", None)
-    _lowered.module = None
-    if lowered is None:
+    lowering = _lowerings.open.pop()
+    lowered = lowering.module
+    if lowered is None or sys.exc_info()[1] is not lowering.handled:  # it has raised
         return
     operation = lowered.module.operation
     key = lowered.module_key(str(operation.get_asm(large_elements_limit=16)))
@@ -184,7 +210,7 @@ def _separate_calls(module: Any, targets: set[str]) -> None:
             if name not in functions or not reaches_a_call(name):
                 continue
             if name in used:
-                copy = functions[name].clone()
+                copy = functions[name].clone(ip=False)
                 name = next(fresh_names)
                 copy.attributes["sym_name"] = mlir.ir.StringAttr.get(name)
                 module.body.append(copy)
@@ -196,6 +222,7 @@ def _separate_calls(module: Any, targets: set[str]) -> None:
     separate(functions["main"])
 
 
+jax.monitoring.register_scalar_listener(_note_lowering)
 jax.monitoring.register_event_duration_secs_listener(_note_lowered)
 
 
@@ -234,12 +261,12 @@ def call_primitive(
             operands = (mlir.ir_constant(nowhere), *operands[1:])
             ctx = ctx.replace(avals_in=[jax.typeof(nowhere), *ctx.avals_in[1:]])
         rule: Any = jax.ffi.ffi_lowering(target)
-        lowered: _Module | None = getattr(_lowered, "module", None)
-        if lowered is None or lowered.module is not ctx.module_context.module:
-            numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
-            lowered = _Module(ctx.module_context.module, module_key, numbered)
-            _lowered.module = lowered
-        lowered.targets.add(target)
+        if _lowerings.open:  # else JAX does not say when it is complete, and it gets no name
+            lowering = _lowerings.open[-1]
+            if lowering.module is None:
+                numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
+                lowering.module = _Module(ctx.module_context.module, module_key, numbered)
+            lowering.module.targets.add(target)
         results: Sequence[Any] = rule(ctx, *operands, **dict(attributes), module=np.int64(0))
         return results
 

@@ -4,7 +4,7 @@ import os
 
 
 def plain() -> dict[str, str]:
-    """This process's without what conftest.py has set for it: a user's."""
+    """This process's without XLA_FLAGS and NPROC, which conftest.py sets: a user's."""
     return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
 
 

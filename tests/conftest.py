@@ -19,7 +19,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".3")
 if not ON_GPU:
     # Most of the time is XLA:CPU's code generation, for programs that run once or twice: the HLO
     # passes stay, LLVM's optimizations and the MLIR emitters go. Tests of what a user types (the
-    # examples, the documents' code, the command line) start processes without these flags.
+    # README's and the documents' code, the command line) start processes without these flags.
     os.environ.setdefault(
         "XLA_FLAGS",
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -57,13 +57,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads these options
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """`pytest` alone runs all tests on all cores, where pytest-xdist is installed: -n0 does not."""
+    """`pytest` alone uses all cores (up to 8) where pytest-xdist is installed: -n0 does not."""
     option = config.option
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     is_worker = hasattr(config, "workerinput")  # it comes here, too
     if not is_whole or is_worker or ON_GPU or not hasattr(option, "numprocesses"):
         return
-    if option.numprocesses is None and not (option.usepdb or option.collectonly):
+    if option.numprocesses is None and not (option.usepdb or option.trace or option.collectonly):
         # One more than cores: tests that lose a rank wait. More than eight would only take memory.
         option.numprocesses = min(len(os.sched_getaffinity(0)) + 1, 8)
         option.dist = "loadfile"  # the tests of a file share jobs and compiled programs

@@ -122,6 +122,7 @@ def test_the_environment_sets_the_inbox(native: str, monkeypatch: pytest.MonkeyP
         ({}, 1000, (8000 + 2 * 127) // 128 * 128),
         ({"capacity_factor": 1.25}, 1000, 2560 + 256),
         ({"capacity_factor": 100.0}, 1000, (8000 + 2 * 127) // 128 * 128),
+        ({"capacity_factor": 1e308}, 1000, (8000 + 2 * 127) // 128 * 128),
         ({"recv_rows": 256}, 1000, 256),
     ],
 )

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from harness import Case, assert_same_bits, group_of, inputs_of, mesh_of, per_rank, put, run
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -496,6 +498,32 @@ def test_every_call_has_a_number_of_its_own(native: str) -> None:
     out = run(group, step, inputs.x, inputs.ids, inputs.weights)
     factor = 2 * inputs.weights.sum(-1, keepdims=True)
     np.testing.assert_allclose(out, inputs.x * factor ** (4 + 3 + 2), rtol=1e-4)
+
+
+def test_a_lowering_that_raises_or_holds_another_disturbs_no_names(native: str) -> None:
+    group = group_of(CASE, native)
+    inputs = inputs_of(CASE)
+    args = put(group, (inputs.x, inputs.ids, inputs.weights))
+
+    def names(function: Callable[..., Any]) -> list[int]:
+        return _names(per_rank(group, function, check_vma=False).lower(*args))
+
+    def primitive(name: str) -> Primitive:
+        made = Primitive(name)
+        made.def_abstract_eval(lambda x: x)
+        return made
+
+    def rule(_: Any, x: Any) -> Any:
+        jax.jit(lambda y: y + 1).lower(1.0)
+        return [x]
+
+    has_no_rule, lowers_another = primitive("has_no_rule"), primitive("lowers_another")
+    mlir.register_lowering(lowers_another, rule)
+    expected = names(functools.partial(layer, group))
+    with pytest.raises(NotImplementedError, match="has_no_rule"):
+        names(lambda *a: has_no_rule.bind(layer(group, *a)))
+    assert names(lambda *a: lowers_another.bind(layer(group, *a))) == expected
+    assert names(functools.partial(layer, group)) == expected
 
 
 def test_native_lowers_for_no_other_platform() -> None:
