@@ -6,6 +6,7 @@ GPUs, and with `--all-sizes` also those that only add sizes.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 from gpu_session import ON_GPU
@@ -20,11 +21,10 @@ if not ON_GPU:
     # Most of the time is XLA:CPU's code generation, for programs that run once or twice: the HLO
     # passes stay, LLVM's optimizations and the MLIR emitters go. Tests of what a user types (the
     # README's and the documents' code, the command line) start processes without these flags.
-    os.environ.setdefault(
-        "XLA_FLAGS",
-        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-        "--xla_cpu_use_fusion_emitters=false",
-    )
+    flags = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones refuse this flag
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
 import gc
 import importlib.util
