@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeGuard
@@ -191,24 +190,30 @@ def _as_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def _as_factor(name: str, value: object) -> float:
-    if not _is_real(value) or not 0 < value <= sys.float_info.max:
+    if not 0 < (number := _as_float(value)) < math.inf:
         raise ValueError(
             f"{name}: got {value!r}, expected a finite number above 0; use None for the worst case"
         )
-    return float(value)
+    return number
 
 
 def _as_seconds(name: str, value: object) -> float:
-    if not _is_real(value) or not MIN_TIMEOUT_S <= value <= MAX_TIMEOUT_S:
+    if not MIN_TIMEOUT_S <= (number := _as_float(value)) <= MAX_TIMEOUT_S:
         raise ValueError(
             f"{name}: got {value!r}, expected seconds from {MIN_TIMEOUT_S:g} to "
             f"{MAX_TIMEOUT_S:g}; use {MAX_TIMEOUT_S:g} for no bound in practice"
         )
-    return float(value)
+    return number
 
 
-def _is_real(value: object) -> TypeGuard[float]:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+def _as_float(value: object) -> float:
+    """`value` as Python's float; NaN if it is no real number."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 # Numbers become Python's: what processes compare is the text of their configs.

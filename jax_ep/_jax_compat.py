@@ -145,6 +145,8 @@ def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
     with lowered.module.context:
         if lowered.numbered:
             _separate_calls(lowered.module, lowered.targets)
+            if jax.process_count() > 1:
+                _forget_lines(operation)
         calls = _operations(operation, lambda inner: _is_call(inner, lowered.targets))
         for number, call in enumerate(calls, start=1):
             config = call.attributes["mhlo.backend_config"]
@@ -152,6 +154,19 @@ def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
             name = key | number if lowered.numbered else key
             entries["module"] = mlir.ir.IntegerAttr.get(entries["module"].type, name)
             call.attributes["mhlo.backend_config"] = mlir.ir.DictAttr.get(entries)
+
+
+def _forget_lines(root: Any) -> None:
+    """Takes the lines of source out of the locations of `root`; the operations' names stay.
+
+    XLA's run ids depend on all that it compiles: one function that is first called from different
+    lines on different processes would be different programs.
+    """
+    for operation in _operations(root, lambda _: True):
+        name: str | None = getattr(operation.location, "name_str", None)
+        operation.location = (
+            mlir.ir.Location.unknown() if name is None else mlir.ir.Location.name(name)
+        )
 
 
 def _operations(root: Any, wanted: Callable[[Any], bool]) -> list[Any]:

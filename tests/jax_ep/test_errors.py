@@ -43,6 +43,7 @@ VALID = {"num_experts": 8, "top_k": 2, "hidden": 8, "max_tokens": 16}
         ({"timeout_s": float("nan")}, "timeout_s: got nan"),
         ({"hidden": 1.5}, "hidden: got 1.5, expected an int"),
         ({"hidden": 2**40}, "hidden: got 1099511627776, expected at most 2147483647"),
+        ({"capacity_factor": np.float32("inf")}, "capacity_factor: got .*inf.*, expected a finite"),
         ({"capacity_factor": 10**400}, "capacity_factor: got 1000*, expected a finite number"),
         ({"node_size": 0}, "node_size: got 0"),
         ({"timeout_s": "600"}, "timeout_s: got '600', expected seconds from 0.1 to 1e.09"),

@@ -82,7 +82,7 @@ def test_programs_that_are_compiled_at_once():
     done = launch("compile_at_once.py", processes=2, devices_per_process=2)
     assert done.returncode == 0, done.text[-6000:]
     for process in range(2):
-        assert done.value(process, "programs") == "7"
+        assert done.value(process, "programs") == "8"
 
 
 @pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 2)])
