@@ -257,9 +257,7 @@ bool Endpoint::is_drained() const {
 }
 
 uint32_t Endpoint::FailurePayload(int64_t blamed) const {
-  if (blamed < 0) return 0;
-  const int64_t rank = blamed - RankOfTeam(team_, 0);
-  return rank >= 0 && rank < num_ranks_ ? static_cast<uint32_t>(rank) + 1 : kImmOtherTeam;
+  return static_cast<uint32_t>(FailureLatch::Told(blamed, team_, kImmOtherTeam));
 }
 
 bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {

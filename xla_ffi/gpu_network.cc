@@ -93,17 +93,10 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
   place.device_pci = pci_address.data();
   std::byte* stage = member.stage.bytes().data();
   for (uint32_t ring = 0; ring < num_rings_; ++ring) {
+    ProxyOptions proxy_options = ProxyOptionsFor(options_, env);
+    proxy_options.cpus = NearCpus(place.device_pci);
     JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
-                            Proxy::Create({.group_name = options_.name,
-                                           .transport = options_.transport,
-                                           .faulty_spec = env.faulty_spec,
-                                           .window_messages = env.window_messages,
-                                           .window_bytes = env.window_bytes,
-                                           .inbox_slots = env.inbox_slots,
-                                           .peer_timeout = options_.peer_timeout,
-                                           .timeout = options_.timeout,
-                                           .cpus = NearCpus(place.device_pci)},
-                                          failure));
+                            Proxy::Create(std::move(proxy_options), failure));
     JAX_EP_ASSIGN_OR_RETURN(
         SharedMemory memory,
         SharedMemory::Create(CommandRing::BytesFor(env.ring_slots), /*shareable=*/false));

@@ -25,12 +25,6 @@ std::string Seconds(std::chrono::nanoseconds time) {
 // In ControlBlock::blamed_rank_plus_1: whose fault it was is no rank of the mates' team.
 constexpr uint64_t kOtherTeam = UINT64_MAX;
 
-uint64_t ShownBlame(int64_t blamed, uint32_t team) {
-  if (blamed < 0) return 0;
-  const int64_t rank = blamed - RankOfTeam(team, 0);
-  return rank >= 0 && rank < int64_t{kMaxRanks} ? static_cast<uint64_t>(rank) + 1 : kOtherTeam;
-}
-
 constexpr std::string_view kFailedFirst = " failed first: ";
 
 }  // namespace
@@ -108,7 +102,7 @@ void Monitor::Publish() {
   const std::string text =
       ShownFailure(options_.group_name, failure_->status().message(), kFailureTextBytes - 1);
   for (const auto& [control, team] : options_.own) {
-    control->blamed_rank_plus_1 = ShownBlame(failure_->blamed_rank(), team);
+    control->blamed_rank_plus_1 = FailureLatch::Told(failure_->blamed_rank(), team, kOtherTeam);
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
     // Release: pairs with the acquire in Check; publishes the text.
     control->state.store(MemberState::kFailed, std::memory_order_release);

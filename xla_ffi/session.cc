@@ -45,17 +45,7 @@ Status Session::AllocateMembers() {
   Env env;  // only the proxy has settings
   if (shape.num_nodes() > 1) {
     JAX_EP_ASSIGN_OR_RETURN(env, Env::Read());
-    JAX_EP_ASSIGN_OR_RETURN(proxy_,
-                            Proxy::Create(ProxyOptions{.group_name = options_.name,
-                                                       .transport = options_.transport,
-                                                       .faulty_spec = env.faulty_spec,
-                                                       .window_messages = env.window_messages,
-                                                       .window_bytes = env.window_bytes,
-                                                       .inbox_slots = env.inbox_slots,
-                                                       .peer_timeout = options_.peer_timeout,
-                                                       .timeout = options_.timeout,
-                                                       .caller_progress = env.caller_progress != 0},
-                                          failure_.get()));
+    JAX_EP_ASSIGN_OR_RETURN(proxy_, Proxy::Create(ProxyOptionsFor(options_, env), failure_.get()));
   }
   for (const LocalRank& local : options_.local_ranks) {
     auto member = std::make_unique<Member>();

@@ -52,6 +52,18 @@ bool IsOneProcess(const SessionOptions& options) {
   return true;
 }
 
+ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env) {
+  return {.group_name = options.name,
+          .transport = options.transport,
+          .faulty_spec = env.faulty_spec,
+          .window_messages = env.window_messages,
+          .window_bytes = env.window_bytes,
+          .inbox_slots = env.inbox_slots,
+          .peer_timeout = options.peer_timeout,
+          .timeout = options.timeout,
+          .caller_progress = env.caller_progress != 0};
+}
+
 RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local) {
   const std::vector<std::pair<uint32_t, uint32_t>>& all = options.host_ranks;
   const auto at = std::find(all.begin(), all.end(), std::pair(local.team, local.rank));

@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "kernels/layout.h"
+#include "proxy/base/env.h"
 #include "proxy/base/status.h"
+#include "proxy/proxy.h"
 #include "proxy/transport.h"
 
 namespace jax_ep {
@@ -47,6 +49,9 @@ Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes);
 
 // Whether every rank of every team lives in this process.
 bool IsOneProcess(const SessionOptions& options);
+
+// What every proxy of the session is made with.
+ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env);
 
 // Without device_pci, which only the owner of a device can tell.
 RankPlace PlaceOf(const SessionOptions& options, const LocalRank& local);

@@ -19,6 +19,22 @@ std::string CheckTokens(const GroupShape& shape, Mode mode, int64_t num_tokens) 
   return "";
 }
 
+// What a combine reads, and what it writes per pair.
+bool InputsOfCombineFit(const GroupShape& shape, const CombineParams& params) {
+  const auto rows = static_cast<uint64_t>(params.recv_rows);
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  const uint64_t scalars = params.layout == Layout::kRankMajor ? rows * shape.top_k : rows;
+  return params.recv_rows >= 0 && params.recv_src.size() == rows &&
+         params.send_slot.size() == pairs &&
+         (params.row_weights.empty() || params.row_weights.size() == rows) &&
+         (params.pair_scalars.empty() || params.pair_scalars.size() == scalars);
+}
+bool OutputsOfCombineFit(const GroupShape& shape, const CombineParams& params) {
+  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
+  return params.send_slot.size() == pairs &&
+         (params.pair_scalars_out.empty() || params.pair_scalars_out.size() == pairs);
+}
+
 }  // namespace
 
 std::string CheckConfig(const RankConfig& config) {
@@ -105,14 +121,7 @@ std::string CheckCombine(const GroupShape& shape, const CombineParams& params) {
   if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
     return wrong;
   }
-  const auto rows = static_cast<uint64_t>(params.recv_rows);
-  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
-  const bool is_rank_major = params.layout == Layout::kRankMajor;
-  if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
-      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
-      (!params.pair_scalars.empty() &&
-       params.pair_scalars.size() != (is_rank_major ? rows * shape.top_k : rows)) ||
-      (!params.pair_scalars_out.empty() && params.pair_scalars_out.size() != pairs)) {
+  if (!InputsOfCombineFit(shape, params) || !OutputsOfCombineFit(shape, params)) {
     return "arrays do not have the sizes of T = " + std::to_string(params.num_tokens) +
            ", R = " + std::to_string(params.recv_rows);
   }
@@ -138,15 +147,9 @@ std::string CheckCombineStart(const GroupShape& shape, const CombineParams& para
   if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
     return wrong;
   }
-  const auto rows = static_cast<uint64_t>(params.recv_rows);
-  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
-  const bool is_rank_major = params.layout == Layout::kRankMajor;
-  if (params.recv_rows < 0 || params.recv_src.size() != rows || params.send_slot.size() != pairs ||
-      (!params.row_weights.empty() && params.row_weights.size() != rows) ||
-      (!params.pair_scalars.empty() &&
-       params.pair_scalars.size() != (is_rank_major ? rows * shape.top_k : rows))) {
+  if (!InputsOfCombineFit(shape, params)) {
     return "recv_src, send_slot, row_weights or pair_scalars do not have the sizes of R = " +
-           std::to_string(rows);
+           std::to_string(static_cast<uint64_t>(params.recv_rows));
   }
   return "";
 }
@@ -155,11 +158,9 @@ std::string CheckCombineDone(const GroupShape& shape, const CombineParams& param
   if (std::string wrong = CheckTokens(shape, params.mode, params.num_tokens); !wrong.empty()) {
     return wrong;
   }
-  const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
-  if (params.send_slot.size() != pairs ||
-      (!params.pair_scalars_out.empty() && params.pair_scalars_out.size() != pairs)) {
-    return "send_slot or pair_scalars_out do not have T * K = " + std::to_string(pairs) +
-           " elements";
+  if (!OutputsOfCombineFit(shape, params)) {
+    return "send_slot or pair_scalars_out do not have T * K = " +
+           std::to_string(static_cast<uint64_t>(params.num_tokens) * shape.top_k) + " elements";
   }
   return "";
 }

@@ -43,6 +43,13 @@ class FailureLatch {
     return true;
   }
 
+  // How ranks of `team` are told whose fault it was: 0 for nobody, 1 + the rank if it is one of
+  // theirs, else `other_team`.
+  static constexpr uint64_t Told(int64_t blamed, uint32_t team, uint64_t other_team) {
+    if (blamed == kNobody) return 0;
+    return blamed >> 32 == team ? uint64_t{static_cast<uint32_t>(blamed)} + 1 : other_team;
+  }
+
   // The first failure, or OK.
   Status status() const { return failed() ? status_ : Status::Ok(); }
 

@@ -8,8 +8,7 @@
 
 #include <unistd.h>
 
-#include <map>
-#include <mutex>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "proxy/base/blob.h"
 #include "proxy/transport/copying.h"
 #include "proxy/transport/inbox.h"
+#include "proxy/transport/numbered.h"
 
 namespace jax_ep {
 namespace {
@@ -32,35 +32,8 @@ struct Target {
   std::vector<std::span<std::byte>> regions;  // complete before any key leaves the endpoint
 };
 
-// The endpoints of this process by number: stands for the network. It is the one mutable global of
-// this folder, because an address must mean something to an endpoint that shares nothing else.
-class Network {
- public:
-  static Network& Get() {
-    static Network network;
-    return network;
-  }
-
-  uint64_t Add(std::weak_ptr<Target> target) {
-    std::lock_guard lock(mutex_);
-    targets_[++last_id_] = std::move(target);
-    return last_id_;
-  }
-  void Remove(uint64_t id) {
-    std::lock_guard lock(mutex_);
-    targets_.erase(id);
-  }
-  std::shared_ptr<Target> Find(uint64_t id) {
-    std::lock_guard lock(mutex_);
-    const auto it = targets_.find(id);
-    return it == targets_.end() ? nullptr : it->second.lock();
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<uint64_t, std::weak_ptr<Target>> targets_;
-  uint64_t last_id_ = 0;
-};
+// The endpoints of this process: stands for the network.
+using Network = Numbered<Target>;
 
 std::shared_ptr<Target> MakeTarget(uint32_t num_slots, Doorbell* bell) {
   auto target = std::make_shared<Target>();

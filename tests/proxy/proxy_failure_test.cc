@@ -438,11 +438,16 @@ TEST(LivePeer, that_does_nothing_is_kept_alive_by_heartbeats) {
   world.Stop();
 }
 
-TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_names_the_blamed) {
+WorldOptions ThreeProxies(uint32_t team) {
   WorldOptions options;
   options.num_ranks = 3;
   options.ranks_per_proxy = 1;
-  ProxyWorld world(options);
+  options.team = team;
+  return options;
+}
+
+TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_names_the_blamed) {
+  ProxyWorld world(ThreeProxies(/*team=*/0));
   world.Start();
   world.failure(0).Set(Unavailable("the monitor saw that rank 2 died"), /*blamed=*/2);
   world.proxy(0).Kick();
@@ -454,11 +459,7 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
 
 // Ranks count from 0 in each team: the culprit of one team was taken for its namesake in another.
 TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
-  WorldOptions options;
-  options.num_ranks = 3;
-  options.ranks_per_proxy = 1;
-  options.team = 1;
-  ProxyWorld world(options);
+  ProxyWorld world(ThreeProxies(/*team=*/1));
   world.Start();
   world.failure(0).Set(Unavailable("rank 2 of team 0 died"), RankOfTeam(0, 2));
   world.proxy(0).Kick();
@@ -470,11 +471,7 @@ TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
 
 // Who passed it on without a rank was blamed itself.
 TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
-  WorldOptions options;
-  options.num_ranks = 3;
-  options.ranks_per_proxy = 1;
-  options.team = 1;
-  ProxyWorld world(options);
+  ProxyWorld world(ThreeProxies(/*team=*/1));
   world.Start();
   world.failure(1).Set(Unavailable("rank 0 reported a failure in another team"),
                        FailureLatch::kOtherTeam);
@@ -486,11 +483,7 @@ TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
 }
 
 TEST(FailureOfOthers, in_a_later_team_names_its_rank) {
-  WorldOptions options;
-  options.num_ranks = 3;
-  options.ranks_per_proxy = 1;
-  options.team = 1;
-  ProxyWorld world(options);
+  ProxyWorld world(ThreeProxies(/*team=*/1));
   world.Start();
   world.failure(0).Set(Unavailable("rank 2 died"), RankOfTeam(1, 2));
   world.proxy(0).Kick();
