@@ -284,3 +284,56 @@ def peer_timeout_s(config: Config) -> float:
     if config.peer_timeout_s is not None:
         return config.peer_timeout_s
     return min(DEFAULT_PEER_TIMEOUT_S, config.timeout_s)
+
+
+def check_ranks(config: Config, num_ranks: int, operation: str) -> None:
+    """Raises ValueError unless `config` fits that many ranks."""
+    if config.num_experts % num_ranks:
+        raise ValueError(
+            f"jax_ep.{operation}: got num_experts={config.num_experts}, expected a multiple of "
+            f"the group's {num_ranks} ranks; use {align_up(config.num_experts, num_ranks)} "
+            "experts, or another axis"
+        )
+    if config.node_size is not None and num_ranks % config.node_size:
+        raise ValueError(
+            f"jax_ep.{operation}: got node_size={config.node_size}, expected a divisor of the "
+            f"group's {num_ranks} ranks; use None for the ranks of a host"
+        )
+    rows = expert_major_rows(config, num_ranks, config.max_tokens)
+    codes = {
+        "num_ranks * recv_rows": num_ranks * rows,
+        "num_ranks * max_tokens * top_k": num_ranks * config.max_tokens * config.top_k,
+    }
+    for name, value in codes.items():
+        if value > INT32_MAX:
+            raise ValueError(
+                f"jax_ep.{operation}: got {name} = {value}, expected at most {INT32_MAX} (plan "
+                "codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe with chunks"
+            )
+
+
+_SHRINKABLE = ("num_experts", "top_k", "hidden")
+_CAPACITY = ("recv_rows", "capacity_factor")
+_OF_A_VIEW = (*_SHRINKABLE, "align", *_CAPACITY, "overflow")
+
+
+def shrink(most: Config, config: Config, num_ranks: int, sizes: dict[str, Any]) -> Config:
+    """`config` with `sizes` in place of its own, for a view of a group whose config is `most`."""
+    for name in sizes:
+        if name not in _OF_A_VIEW:
+            raise ValueError(
+                f"jax_ep.Group.view: got {name}={sizes[name]!r}, expected some of "
+                f"{', '.join(_OF_A_VIEW)}; create a group for another {name}"
+            )
+    if any(name in sizes for name in _CAPACITY):
+        sizes = dict.fromkeys(_CAPACITY) | sizes  # at most one of the two is given
+    view = dataclasses.replace(config, **sizes)
+    for name in _SHRINKABLE:
+        if getattr(view, name) > getattr(most, name):
+            raise ValueError(
+                f"jax_ep.Group.view: got {name}={getattr(view, name)}, expected at most "
+                f"{getattr(most, name)}, for which the group has room; create the group with the "
+                "largest of all layers"
+            )
+    check_ranks(view, num_ranks, "Group.view")
+    return view

@@ -68,7 +68,7 @@ def create_group(
         _env.check()
         _check_arguments(mesh, axis, config, implementation)
         axes = _mesh.axis_tuple(axis)
-        _check_sizes(config, _mesh.axis_size(mesh, axes))
+        _config.check_ranks(config, _mesh.axis_size(mesh, axes), "create_group")
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -163,29 +163,3 @@ def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> 
             f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of "
             f"the mesh axes {tuple(mesh.shape)}; pass one of these"
         )
-
-
-def _check_sizes(config: Config, num_ranks: int) -> None:
-    if config.num_experts % num_ranks:
-        raise ValueError(
-            f"jax_ep.create_group: got num_experts={config.num_experts}, expected a multiple of "
-            f"the group's {num_ranks} ranks; use "
-            f"{_config.align_up(config.num_experts, num_ranks)} experts, or another axis"
-        )
-    if config.node_size is not None and num_ranks % config.node_size:
-        raise ValueError(
-            f"jax_ep.create_group: got node_size={config.node_size}, expected a divisor of the "
-            f"group's {num_ranks} ranks; use None for the ranks of a host"
-        )
-    rows = _config.expert_major_rows(config, num_ranks, config.max_tokens)
-    codes = {
-        "num_ranks * recv_rows": num_ranks * rows,
-        "num_ranks * max_tokens * top_k": num_ranks * config.max_tokens * config.top_k,
-    }
-    for name, value in codes.items():
-        if value > _config.INT32_MAX:
-            raise ValueError(
-                f"jax_ep.create_group: got {name} = {value}, expected at most {_config.INT32_MAX} "
-                "(plan codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe "
-                "with chunks"
-            )

@@ -6,6 +6,7 @@ and connects is behind its handle, about which nothing is known here but the met
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 import weakref
@@ -109,10 +110,11 @@ class Group:
         self.local_ranks = local_ranks  # whose devices belong to this process, over all teams
         self._handle: Handle | None = None
         self._closed = False
+        self._parent: Group | None = None  # of a view: what create_group made
 
     def __repr__(self) -> str:
         """One line for messages and logs."""
-        state = ", closed" if self._closed else ", lowering-only" if self.lowering_only else ""
+        state = ", closed" if self.closed else ", lowering-only" if self.lowering_only else ""
         return (
             f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
             f"num_experts={self.config.num_experts}, "
@@ -134,8 +136,22 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        """Whether `close` was called, on the group or a view."""
+        return self._whole._closed
+
+    @property
+    def is_view(self) -> bool:
+        """Whether `view` made it."""
+        return self._parent is not None
+
+    @property
+    def _whole(self) -> Group:
+        """What create_group made."""
+        return self if self._parent is None else self._parent
+
+    @property
+    def _native(self) -> Handle | None:
+        return self._whole._handle
 
     @property
     def label(self) -> str:
@@ -145,7 +161,7 @@ class Group:
     @property
     def name(self) -> str:
         """How messages and the log quote it once it is started."""
-        return self.label if self._handle is None else self._handle.name
+        return self.label if self._native is None else self._native.name
 
     @property
     def session_id(self) -> int:
@@ -155,19 +171,19 @@ class Group:
     @property
     def node_size(self) -> int:
         """Ranks per node: those that load and store each other's memory."""
-        if self._handle is not None:
-            return self._handle.node_size
+        if self._native is not None:
+            return self._native.node_size
         return self.config.node_size or self.num_ranks
 
     @property
     def heap_bytes(self) -> int:
         """Bytes that the group holds for exchanges in this process."""
-        return 0 if self._handle is None else self._handle.heap_bytes
+        return 0 if self._native is None else self._native.heap_bytes
 
     @property
     def transport(self) -> str:
         """Name of the transport between nodes."""
-        return "xla" if self._handle is None else self._handle.transport
+        return "xla" if self._native is None else self._native.transport
 
     @property
     def max_ht_tokens(self) -> int:
@@ -221,35 +237,72 @@ class Group:
             return "ll" if num_tokens <= _config.AUTO_LL_TOKENS else "ht"
         return chosen
 
+    def view(self, **sizes: Any) -> Group:
+        """This group for a layer of other sizes: the same ranks, memory and connections.
+
+        The group's own Config is the upper bound, so create it with the largest of all layers.
+        Operations take a view where they take a group. It is no group of its own: `close` of
+        either closes both, counters count the calls of all, and starts that have not met their
+        done count together against `max_in_flight`. Making one allocates and sends nothing.
+
+        Args:
+            **sizes: fields of `Config` to replace. num_experts, top_k and hidden may be lower;
+                align, recv_rows, capacity_factor and overflow may be any that a Config takes.
+
+        Returns:
+            A `Group`. Make one per layer, not one per call: each is static under jit.
+
+        Raises:
+            ValueError: another field, a size above the group's, or sizes that no Config takes.
+            NotImplementedError: a native group on GPUs.
+
+        Example:
+            >>> config = jax_ep.Config(num_experts=8, top_k=4, hidden=64, max_tokens=128)
+            >>> group = jax_ep.create_group(mesh, "ep", config)
+            >>> narrow = group.view(num_experts=4, top_k=1, hidden=32)
+        """
+        if self.native and self.platform == "gpu":
+            raise NotImplementedError(
+                f"jax_ep.Group.view: got a native group on GPUs ({self!r}), expected one on CPUs "
+                "or implementation='xla'; create a group for each size of layer"
+            )
+        whole = self._whole
+        view = copy.copy(whole)
+        view.config = _config.shrink(whole.config, self.config, self.num_ranks, sizes)
+        view.experts_per_rank = view.config.num_experts // view.num_ranks
+        view._parent = whole
+        view._handle = None  # the whole has it, and says when it was dropped
+        return view
+
     def check(self) -> None:
         """Raises what made the group fail, if anything did; cheap, waits for nothing.
 
         Raises:
             RuntimeError: the first cause, or that the group is closed.
         """
-        if self._handle is not None:
-            self._handle.check()
+        if self._native is not None:
+            self._native.check()
 
     def stats(self) -> dict[str, Any]:
         """Counters since creation, as a dict of plain values."""
         head: dict[str, Any] = {
-            "implementation": "xla" if self._handle is None else "native",
+            "implementation": "xla" if self._native is None else "native",
             "num_ranks": self.num_ranks,
             "heap_bytes": self.heap_bytes,
         }
-        return head if self._handle is None else head | self._handle.stats()
+        return head if self._native is None else head | self._native.stats()
 
     def health(self) -> Health:
         """State of the group as this process sees it."""
-        if self._handle is None:
+        if self._native is None:
             return Health(ok=True)
-        return self._handle.health()
+        return self._native.health()
 
     def dump_state(self) -> str:
         """Everything that the group knows about itself, for a bug report."""
-        if self._handle is None:
+        if self._native is None:
             return repr(self)
-        return f"{self!r}\n{self._handle.dump_state()}"
+        return f"{self!r}\n{self._native.dump_state()}"
 
     def close(self) -> None:
         """Ends the group on this process and gives its memory back; idempotent.
@@ -272,6 +325,6 @@ class Group:
         _open_groups.add(self)
 
     def _close(self, *, program_ended: bool) -> None:
-        self._closed = True
-        if self._handle is not None:
-            self._handle.close(program_ended=program_ended)
+        self._whole._closed = True
+        if self._native is not None:
+            self._native.close(program_ended=program_ended)

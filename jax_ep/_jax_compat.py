@@ -263,7 +263,7 @@ def call_primitive(
 
     Returns:
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
-        by `result_type`) and `attributes` (a dict).
+        by `result_type`) and `attributes` (a dict of ints and tuples of ints, as i64).
     """
 
     def lower(
@@ -282,7 +282,8 @@ def call_primitive(
                 numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
                 lowering.module = _Module(ctx.module_context.module, module_key, numbered)
             lowering.module.targets.add(target)
-        results: Sequence[Any] = rule(ctx, *operands, **dict(attributes), module=np.int64(0))
+        words = {name: np.asarray(value, np.int64)[()] for name, value in attributes}
+        results: Sequence[Any] = rule(ctx, *operands, **words, module=np.int64(0))
         return results
 
     @functools.cache
@@ -300,7 +301,7 @@ def call_primitive(
         owner: Any,
         target: str,
         results: tuple[Any, ...],
-        attributes: Mapping[str, Any],
+        attributes: Mapping[str, int | tuple[int, ...]],
     ) -> Sequence[jax.Array]:
         bound: Sequence[jax.Array] = primitive().bind(
             *operands,

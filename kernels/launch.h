@@ -41,8 +41,8 @@ struct RankCounters {
 // Pointers must outlive it.
 struct Rank {
   std::string group_name;  // for messages
-  GroupShape shape;
-  HeapLayout layout;
+  GroupShape shape;        // of the group, but for what TakeSizes has set
+  HeapLayout layout;       // of the group
   uint32_t rank = 0;
   // Indexed by rank. Node-mates (self included): base of their heap as mapped here. Others:
   // nullptr.
@@ -82,6 +82,15 @@ struct Rank {
 
   // Working memory of the kernels, grown on demand, kept between calls.
   std::vector<int32_t> scratch;
+
+  // Before each call, by the executor: what the call may have other than the group (Group.view).
+  // Nobody else reads these four.
+  void TakeSizes(const GroupShape& call) {
+    shape.num_experts = call.num_experts;
+    shape.top_k = call.top_k;
+    shape.align = call.align;
+    shape.hidden = call.hidden;
+  }
 
   uint32_t node() const { return rank / shape.node_size; }
   uint32_t local_rank() const { return rank % shape.node_size; }

@@ -17,7 +17,8 @@ enum class Mode : uint8_t { kHt = 0, kLl = 1 };
 
 constexpr uint64_t ElemBytes(ElemType type) { return type == ElemType::kF32 ? 4 : 2; }
 
-// Static description of a group, equal on all of its ranks.
+// Static description of a group, equal on all of its ranks. A call may have fewer experts or expert
+// slots, shorter rows or another align than the heap was laid out for (Group.view).
 struct GroupShape {
   uint32_t num_ranks = 1;
   uint32_t node_size = 1;  // divides num_ranks; rank r is in node r / node_size
@@ -34,6 +35,7 @@ struct GroupShape {
 
   constexpr uint32_t num_nodes() const { return num_ranks / node_size; }
   constexpr uint32_t experts_per_rank() const { return num_experts / num_ranks; }
+  bool operator==(const GroupShape&) const = default;
 };
 
 // One entry of the agreed order (xla_ffi/order.h): which call the team executes next.

@@ -96,8 +96,8 @@ struct CpuPlatform {
   using Outcome = ffi::Future;
 
   template <typename Make, typename Run>
-  static Outcome Submit(const Context& context, int64_t session_id, const Arg& position,
-                        const char* operation, Make make, Run run) {
+  static Outcome Submit(const Context& context, int64_t session_id, Sizes sizes,
+                        const Arg& position, const char* operation, Make make, Run run) {
     const CallSite& site = context.state->site;
     Result<std::shared_ptr<Session>> session = SessionTable<Session>::Instance().Find(session_id);
     if (!session.ok()) return Failed(session.status());
@@ -124,15 +124,18 @@ struct CpuPlatform {
       (*session)->failure().Set(status);
       return Failed(status);
     }
-    auto params = make(options.shape);
+    Result<GroupShape> shape = ShapeOfCall(options.shape, sizes);
+    if (!shape.ok()) return Failed(shape.status());
+    auto params = make(*shape);
     if (!params.ok()) return Failed(params.status());
     ffi::Promise promise;
     ffi::Future future(promise);
     executor->Enqueue(Call{.key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
                                    .site = is_local ? site.unique : site.shared},
                            .operation = operation,
-                           .run = [run, params = std::move(params.value()), operation,
-                                   debug = options.debug](Rank& rank) -> Status {
+                           .run = [run, shape = *shape, params = std::move(params.value()),
+                                   operation, debug = options.debug](Rank& rank) -> Status {
+                             rank.TakeSizes(shape);
                              const auto& invalid_ids = rank.counters->invalid_ids;
                              const uint64_t before = invalid_ids.load(std::memory_order_relaxed);
                              JAX_EP_RETURN_IF_ERROR(run(rank, params));

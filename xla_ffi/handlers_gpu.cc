@@ -37,8 +37,8 @@ struct GpuPlatform {
   using Outcome = ffi::Error;
 
   template <typename Make, typename Run>
-  static Outcome Submit(const Context& context, int64_t session_id, const Arg& /*position*/,
-                        const char* operation, Make make, Run run) {
+  static Outcome Submit(const Context& context, int64_t session_id, Sizes sizes,
+                        const Arg& /*position*/, const char* operation, Make make, Run run) {
     Result<std::shared_ptr<GpuSession>> session =
         SessionTable<GpuSession>::Instance().Find(session_id);
     if (!session.ok()) return ToFfiError(session.status());
@@ -57,7 +57,14 @@ struct GpuPlatform {
           "group " + name + ": " + operation + " runs on GPU " + std::to_string(context.device) +
           ", which is not in the group's mesh; use the mesh that create_group got"));
     }
-    const auto params = make(group.options().shape);
+    const Result<GroupShape> shape = ShapeOfCall(group.options().shape, sizes);
+    if (!shape.ok()) return ToFfiError(shape.status());
+    if (*shape != group.options().shape) {
+      return ToFfiError(Unimplemented("group " + name + ": " + operation +
+                                      " through a view (Group.view) is not built for GPUs; create "
+                                      "a group for this layer"));
+    }
+    const auto params = make(*shape);
     if (!params.ok()) return ToFfiError(params.status());
     const char* error = run(Target{group.api(), rank, context.stream}, *params);
     if (error == nullptr) return ffi::Error::Success();

@@ -4,10 +4,11 @@
 //   using Context    what XLA gives a call besides arguments (decoded by the signature)
 //   using Outcome    what a handler returns
 //   template <typename Make, typename Run>
-//   static Outcome Submit(const Context&, int64_t session_id, const Arg& position,
+//   static Outcome Submit(const Context&, int64_t session_id, Sizes sizes, const Arg& position,
 //                         const char* operation, Make make, Run run)
-//       finds the session, looks at `position` if it can, calls make(shape) -> Result<Params> and
-//       runs `run` with the parameters, now or later; a failure of either becomes the outcome.
+//       finds the session, looks at `position` if it can, calls make(shape of the call) ->
+//       Result<Params> and runs `run` with the parameters, now or later; a failure of either
+//       becomes the outcome.
 //   struct RunPlan, RunDispatch, RunLlDispatch, RunCombine, StartDispatch, FinishDispatch, ...
 //       callables for each operation, made from the device or host word of the epoch in halves.
 #pragma once
@@ -24,20 +25,21 @@ struct Operations {
   using Outcome = typename Platform::Outcome;
 
   static Outcome Plan(Context context, int64_t session, int64_t module, int64_t mode,
-                      int64_t layout, Arg position, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3,
-                      Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
+                      int64_t layout, Sizes sizes, Arg position, Arg topk_idx, Ret r0, Ret r1,
+                      Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
       return MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8});
     };
-    return Platform::Submit(context, session, position, "plan", make, typename Platform::RunPlan{});
+    return Platform::Submit(context, session, sizes, position, "plan", make,
+                            typename Platform::RunPlan{});
   }
 
   static Outcome Dispatch(Context context, int64_t session, int64_t module, int64_t mode,
-                          int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
-                          Arg send_slot, Arg recv_src, Arg recv_topk_idx, Arg y, Arg row_weights,
-                          Ret recv_x, Ret recv_weights, Ret recv_dots) {
+                          int64_t layout, Sizes sizes, Arg position, int64_t pad, Arg x,
+                          Arg weights, Arg send_slot, Arg recv_src, Arg recv_topk_idx, Arg y,
+                          Arg row_weights, Ret recv_x, Ret recv_weights, Ret recv_dots) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch");
@@ -53,14 +55,14 @@ struct Operations {
                            .recv_weights = &recv_weights,
                            .recv_dots = &recv_dots});
     };
-    return Platform::Submit(context, session, position, "dispatch", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch", make,
                             typename Platform::RunDispatch{});
   }
 
   static Outcome LlDispatch(Context context, int64_t session, int64_t module, int64_t mode,
-                            int64_t layout, Arg position, int64_t pad, Arg x, Arg weights,
-                            Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6,
-                            Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
+                            int64_t layout, Sizes sizes, Arg position, int64_t pad, Arg x,
+                            Arg weights, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4,
+                            Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch (ll)");
@@ -74,13 +76,14 @@ struct Operations {
               {.x = &x, .weights = &weights, .recv_x = &recv_x, .recv_weights = &recv_weights}));
       return params;
     };
-    return Platform::Submit(context, session, position, "dispatch (ll)", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch (ll)", make,
                             typename Platform::RunLlDispatch{});
   }
 
   static Outcome Combine(Context context, int64_t session, int64_t module, int64_t mode,
-                         int64_t layout, Arg position, Arg y, Arg row_weights, Arg pair_scalars,
-                         Arg send_slot, Arg recv_src, Ret out, Ret pair_scalars_out) {
+                         int64_t layout, Sizes sizes, Arg position, Arg y, Arg row_weights,
+                         Arg pair_scalars, Arg send_slot, Arg recv_src, Ret out,
+                         Ret pair_scalars_out) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine");
@@ -93,13 +96,13 @@ struct Operations {
                           .out = &out,
                           .pair_scalars_out = &pair_scalars_out});
     };
-    return Platform::Submit(context, session, position, "combine", make,
+    return Platform::Submit(context, session, sizes, position, "combine", make,
                             typename Platform::RunCombine{});
   }
 
   static Outcome DispatchStart(Context context, int64_t session, int64_t module, int64_t mode,
-                               int64_t layout, Arg position, Arg x, Arg weights, Arg send_slot,
-                               Arg recv_src, Arg recv_topk_idx, Ret epoch) {
+                               int64_t layout, Sizes sizes, Arg position, Arg x, Arg weights,
+                               Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret epoch) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_start");
@@ -112,14 +115,14 @@ struct Operations {
                            .recv_src = &recv_src,
                            .recv_topk_idx = &recv_topk_idx});
     };
-    return Platform::Submit(context, session, position, "dispatch_start", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch_start", make,
                             typename Platform::StartDispatch{Out<int32_t>(epoch).data()});
   }
 
   static Outcome DispatchDone(Context context, int64_t session, int64_t module, int64_t mode,
-                              int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
-                              Arg epoch, Arg send_slot, Arg recv_src, Arg recv_topk_idx, Ret recv_x,
-                              Ret recv_weights) {
+                              int64_t layout, Sizes sizes, Arg position, int64_t pad,
+                              int64_t /*has_weights*/, Arg epoch, Arg send_slot, Arg recv_src,
+                              Arg recv_topk_idx, Ret recv_x, Ret recv_weights) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<DispatchParams> {
       Checker check("dispatch_done");
@@ -131,13 +134,13 @@ struct Operations {
                            .recv_x = &recv_x,
                            .recv_weights = &recv_weights});
     };
-    return Platform::Submit(context, session, position, "dispatch_done", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch_done", make,
                             typename Platform::FinishDispatch{In<int32_t>(epoch).data()});
   }
 
   static Outcome LlDispatchStart(Context context, int64_t session, int64_t module, int64_t mode,
-                                 int64_t layout, Arg position, Arg x, Arg weights, Arg topk_idx,
-                                 Ret epoch) {
+                                 int64_t layout, Sizes sizes, Arg position, Arg x, Arg weights,
+                                 Arg topk_idx, Ret epoch) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_start (ll)");
@@ -158,14 +161,15 @@ struct Operations {
                                            /*pad=*/0, {.x = &x, .weights = &weights}));
       return params;
     };
-    return Platform::Submit(context, session, position, "dispatch_start (ll)", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch_start (ll)", make,
                             typename Platform::StartLlDispatch{Out<int32_t>(epoch).data()});
   }
 
   static Outcome LlDispatchDone(Context context, int64_t session, int64_t module, int64_t mode,
-                                int64_t layout, Arg position, int64_t pad, int64_t /*has_weights*/,
-                                Arg epoch, Arg topk_idx, Ret r0, Ret r1, Ret r2, Ret r3, Ret r4,
-                                Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x, Ret recv_weights) {
+                                int64_t layout, Sizes sizes, Arg position, int64_t pad,
+                                int64_t /*has_weights*/, Arg epoch, Arg topk_idx, Ret r0, Ret r1,
+                                Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8, Ret recv_x,
+                                Ret recv_weights) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<LlDispatchParams> {
       Checker check("dispatch_done (ll)");
@@ -179,12 +183,12 @@ struct Operations {
                        {.recv_x = &recv_x, .recv_weights = &recv_weights}));
       return params;
     };
-    return Platform::Submit(context, session, position, "dispatch_done (ll)", make,
+    return Platform::Submit(context, session, sizes, position, "dispatch_done (ll)", make,
                             typename Platform::FinishLlDispatch{In<int32_t>(epoch).data()});
   }
 
   static Outcome CombineStart(Context context, int64_t session, int64_t module, int64_t mode,
-                              int64_t layout, Arg position, Arg y, Arg row_weights,
+                              int64_t layout, Sizes sizes, Arg position, Arg y, Arg row_weights,
                               Arg pair_scalars, Arg send_slot, Arg recv_src, Ret epoch) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
@@ -197,13 +201,14 @@ struct Operations {
                           .send_slot = &send_slot,
                           .recv_src = &recv_src});
     };
-    return Platform::Submit(context, session, position, "combine_start", make,
+    return Platform::Submit(context, session, sizes, position, "combine_start", make,
                             typename Platform::StartCombine{Out<int32_t>(epoch).data()});
   }
 
   static Outcome CombineDone(Context context, int64_t session, int64_t module, int64_t mode,
-                             int64_t layout, Arg position, int64_t /*has_pair_scalars*/, Arg epoch,
-                             Arg send_slot, Arg recv_src, Ret out, Ret pair_scalars_out) {
+                             int64_t layout, Sizes sizes, Arg position,
+                             int64_t /*has_pair_scalars*/, Arg epoch, Arg send_slot, Arg recv_src,
+                             Ret out, Ret pair_scalars_out) {
     const CallKind call = Kind(module, mode, layout);
     const auto make = [&](const GroupShape& shape) -> Result<CombineParams> {
       Checker check("combine_done");
@@ -214,7 +219,7 @@ struct Operations {
                           .out = &out,
                           .pair_scalars_out = &pair_scalars_out});
     };
-    return Platform::Submit(context, session, position, "combine_done", make,
+    return Platform::Submit(context, session, sizes, position, "combine_done", make,
                             typename Platform::FinishCombine{In<int32_t>(epoch).data()});
   }
 

@@ -20,9 +20,10 @@ auto Leading() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
       .template Attr<int64_t>("session")
-      .template Attr<int64_t>("module")  // site.h; on GPUs PlanParams.program
-      .template Attr<int64_t>("mode")    // kernels/layout.h Mode
-      .template Attr<int64_t>("layout")  // kernels/layout.h Layout
+      .template Attr<int64_t>("module")                  // site.h; on GPUs PlanParams.program
+      .template Attr<int64_t>("mode")                    // kernels/layout.h Mode
+      .template Attr<int64_t>("layout")                  // kernels/layout.h Layout
+      .template Attr<ffi::Span<const int64_t>>("sizes")  // buffers.h Sizes
       // position i32[1]: where the program holds this device to stand in the group's mesh, as
       // team * N + rank; absent where lowering has compared the devices (jax_ep/_ops/lowering.py).
       .template Arg<ffi::AnyBuffer>();

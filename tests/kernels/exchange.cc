@@ -63,6 +63,7 @@ class Round {
 
   void Run() {
     const auto statuses = team_.Run([this](Rank& rank) {
+      rank.TakeSizes(shape_);
       return scenario_.in_halves ? RunHalves(rank, arrays_[rank.rank])
                                  : RunWhole(rank, arrays_[rank.rank]);
     });
@@ -489,6 +490,15 @@ class Round {
   std::vector<RankArrays> arrays_;
 };
 
+// For the heaps of a group of which `view` is a view.
+GroupShape ShapeWithMoreRoom(GroupShape view) {
+  view.num_experts += 3 * view.num_ranks;
+  view.top_k += 5;
+  view.hidden += 11;
+  view.align *= 3;
+  return view;
+}
+
 }  // namespace
 
 std::string Scenario::Name() const {
@@ -501,8 +511,8 @@ std::string Scenario::Name() const {
        << types[static_cast<int>(shape.elem_type)] << " " << layouts[static_cast<int>(layout)]
        << " " << capacities[static_cast<int>(capacity)] << " " << DrawName(draw)
        << (mode == Mode::kLl ? " ll" : " ht") << (shape.f32_partials ? "" : " dtype_partials")
-       << (in_process ? "" : " staged") << (in_halves ? " halves " : " ") << faulty_spec << " seed"
-       << seed << " after " << first_epoch;
+       << (in_process ? "" : " staged") << (in_halves ? " halves" : "")
+       << (is_view ? " view " : " ") << faulty_spec << " seed" << seed << " after " << first_epoch;
   return name.str();
 }
 
@@ -524,7 +534,7 @@ GroupShape MakeShape(uint32_t num_ranks, uint32_t node_size, uint32_t num_expert
 std::vector<std::byte> RunScenario(const Scenario& scenario) {
   SCOPED_TRACE(scenario.Name());
   TeamOptions options;
-  options.shape = scenario.shape;
+  options.shape = scenario.is_view ? ShapeWithMoreRoom(scenario.shape) : scenario.shape;
   options.in_process = scenario.in_process;
   options.threads_per_rank = scenario.threads_per_rank;
   options.faulty_spec = scenario.faulty_spec;

@@ -25,6 +25,7 @@ struct Scenario {
   Draw draw = Draw::kUniform;
   Capacity capacity = Capacity::kWorst;  // expert_major only
   bool in_halves = false;                // start/done with two in flight
+  bool is_view = false;                  // the heaps have room for more than `shape`
   int num_rounds = 3;
   uint32_t seed = 1;
   uint64_t first_epoch = 0;  // TeamOptions

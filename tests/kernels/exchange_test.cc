@@ -47,6 +47,7 @@ Scenario DrawScenario(uint32_t seed, bool is_multi_node) {
   scenario.capacity =
       Pick(random, {Capacity::kWorst, Capacity::kExact, Capacity::kOneShort, Capacity::kHalf});
   scenario.in_halves = random() % 3 == 0;
+  scenario.is_view = random() % 3 == 0;
   scenario.seed = seed;
   // Two of three start where 32 bits run out after the first round or amid one: eight days of
   // decoding.
