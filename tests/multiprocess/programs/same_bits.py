@@ -47,16 +47,17 @@ def digests(*trees):
 
 
 def run_case(
-    name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, experts_per_rank=2, **config
+    name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, is_view=False, **config
 ):
-    experts = experts_per_rank * N
-    group = jax_ep.create_group(
+    experts = 2 * N
+    more = 3 if is_view else 0
+    whole = jax_ep.create_group(
         mesh,
         "ep",
         jax_ep.Config(
-            num_experts=experts,
-            top_k=top_k,
-            hidden=hidden,
+            num_experts=experts + more * N,
+            top_k=top_k + more,
+            hidden=hidden + more,
             max_tokens=max(tokens, 1),
             dtype=dtype,
             node_size=node_size,
@@ -66,6 +67,7 @@ def run_case(
         ),
         implementation=args.implementation,
     )
+    group = whole.view(num_experts=experts, top_k=top_k, hidden=hidden) if is_view else whole
     rng = np.random.default_rng(7)
     x = rng.standard_normal((N * tokens, hidden)).astype(np.float32)
     skew = rng.zipf(1.5, (N * tokens, top_k)) % experts
@@ -125,9 +127,13 @@ CASES = {
         mode="ht",
         capacity_factor=1.0,
     ),
-    "ht-rank": dict(tokens=19, top_k=3, hidden=8, dtype=f32, layout="rank_major", mode="ht"),
+    "ht-rank": dict(
+        tokens=19, top_k=3, hidden=8, dtype=f32, layout="rank_major", mode="ht", is_view=True
+    ),
     "ht-batched": dict(tokens=5, top_k=2, hidden=24, dtype=f16, layout="expert_batched", mode="ht"),
-    "ll-f32": dict(tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll"),
+    "ll-f32": dict(
+        tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll", is_view=True
+    ),
     "ll-batched": dict(
         tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"
     ),
