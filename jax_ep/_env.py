@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import warnings
 from collections.abc import Callable
 
-from jax_ep import _extension
+from jax_ep import _extension, _warn
 
 PREFIX = "JAX_EP_"
 SECRET_ENV = "JAX_EP_JOB_SECRET"
@@ -131,7 +130,7 @@ def check() -> None:
         if name in NAMES:
             NAMES[name](name)
         elif problem := unknown(name):
-            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+            _warn.warn(problem, RuntimeWarning)
 
 
 def unknown(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _group, _jax_compat
+from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
 from jax_ep._ops import ffi, operands, sharding, vjp
@@ -309,7 +309,7 @@ def dispatch_quantized(
     )
 
 
-def block_until_ready(tree: Any) -> Any:
+def wait(tree: Any) -> Any:
     """Waits for every array in `tree`, then raises the failure of any open group.
 
     Args:
@@ -322,11 +322,17 @@ def block_until_ready(tree: Any) -> Any:
         RuntimeError: a group of this process has failed.
 
     Example:
-        >>> loss = jax_ep.block_until_ready(step(params, batch))
+        >>> loss = jax_ep.wait(step(params, batch))
     """
     ready = _jax_compat.block_until_ready(tree)
     _group.check_open_groups()
     return ready
+
+
+def block_until_ready(tree: Any) -> Any:
+    """The old name of `wait`."""
+    _warn.warn("jax_ep.block_until_ready is now jax_ep.wait", DeprecationWarning)
+    return wait(tree)
 
 
 def export_checks() -> list[Any]:

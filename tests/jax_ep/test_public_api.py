@@ -21,7 +21,6 @@ NAMES = {
     "InFlight",
     "Plan",
     "Received",
-    "block_until_ready",
     "combine",
     "combine_done",
     "combine_start",
@@ -35,6 +34,7 @@ NAMES = {
     "moe",
     "plan",
     "routing",
+    "wait",
 }
 
 
@@ -99,7 +99,7 @@ def test_group_properties(implementation: str) -> None:
         assert f"Group(axis='ep', num_ranks={ranks}" in group.dump_state()
         assert hash(group) == hash(group) and group == group
         group.check()
-        assert jax_ep.block_until_ready({"a": jnp.ones(3)})["a"].shape == (3,)
+        assert jax_ep.wait({"a": jnp.ones(3)})["a"].shape == (3,)
     assert group.closed
     if implementation == "native":
         with pytest.raises(RuntimeError, match="is closed"):
