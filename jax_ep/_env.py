@@ -18,6 +18,7 @@ SECRET_ENV = "JAX_EP_JOB_SECRET"
 MIN_SECRET_BYTES = 16
 LOG_LEVELS = ("error", "warning", "info", "debug")
 _INTERNAL = ("JAX_EP_LAUNCH", "JAX_EP_TEST_", "JAX_EP_PROXY_TEST_")  # prefixes
+_OF_THE_BUILD = ("JAX_EP_GPU",)
 
 
 def flag(name: str) -> bool | None:
@@ -135,7 +136,9 @@ def check() -> None:
 
 def unknown(name: str) -> str:
     """What is wrong with the name, or ""."""
-    if name in NAMES or not name.startswith(PREFIX) or name.startswith(_INTERNAL):
+    if name in NAMES or name in _OF_THE_BUILD:
+        return ""
+    if not name.startswith(PREFIX) or name.startswith(_INTERNAL):
         return ""
     near = difflib.get_close_matches(name, NAMES, n=1)
     fix = f"did you mean {near[0]}?" if near else "unset it; docs/tuning.md lists all"

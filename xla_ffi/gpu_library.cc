@@ -15,7 +15,8 @@ Result<const gpu::GpuApi*> LoadGpuLibrary(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     return Unimplemented("the GPU library cannot be loaded (" + std::string(dlerror()) +
-                         "); install jax_ep where nvcc is found, or pass implementation='xla'");
+                         "); install jax_ep by `JAX_EP_GPU=cuda pip install .` where nvcc is found, or "
+                         "pass implementation='xla'");
   }
   const auto get = reinterpret_cast<decltype(&jax_ep_gpu_api)>(dlsym(library, "jax_ep_gpu_api"));
   const gpu::GpuApi* api = get == nullptr ? nullptr : get();
