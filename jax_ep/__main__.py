@@ -9,7 +9,7 @@ from jax_ep._launch.launcher import launch
 from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
 _LAUNCH_EPILOG = """\
-Everything after the script's name goes to the script.  In each process jax.distributed is already
+Everything after the script's or module's name goes to it.  In each process jax.distributed is already
 initialised, so a script that also runs elsewhere says
     if not jax.distributed.is_initialized(): jax_ep.initialize()
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     launcher = commands.add_parser(
         "launch",
         help="start N processes of a script on this host",
-        usage="python -m jax_ep launch -n N [options] script.py [script arguments]",
+        usage="python -m jax_ep launch -n N [options] (script.py | -m module) [arguments]",
         epilog=_LAUNCH_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"seconds that the others run on after a failure (default {DEFAULT_GRACE_S:g})",
     )
+    launcher.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="module",
+        help="instead of a script: a module, as Python's own -m takes it, and its arguments",
+    )
     launcher.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
     return parser
 
@@ -114,7 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             launch_options = LaunchOptions(
                 num_processes=options.n,
-                command=options.script,
+                command=options.script if options.module is None else options.module,
+                is_module=options.module is not None,
                 devices_per_process=options.devices_per_process,
                 gpus_per_process=options.gpus_per_process,
                 hide_other_gpus=options.hide_other_gpus,
