@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 
 from jax_ep._launch.launcher import launch
 from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
 _LAUNCH_EPILOG = """\
-Everything after the script's or module's name goes to it.  In each process jax.distributed is already
-initialised, so a script that also runs elsewhere says
+Everything after the script's or module's name goes to it.  In each process jax.distributed is
+already initialised, so a script that also runs elsewhere says
     if not jax.distributed.is_initialized(): jax_ep.initialize()
 
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
@@ -29,6 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep", description="Expert-parallel dispatch and combine for JAX."
     )
+    parser.add_argument("--version", action="version", version=f"jax_ep {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     info_parser = commands.add_parser("info", help="what is installed here and what it can use")
@@ -109,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     launcher.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jax_ep")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on sys.path
+        return "(not installed)"
 
 
 def main(arguments: list[str] | None = None) -> int:
