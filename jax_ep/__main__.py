@@ -19,6 +19,8 @@ later, SIGKILL.  The exit code is that of the first process that failed (128 + s
 it), 0 if none did.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
+Lines that XLA and Gloo write in every job are left out; JAX_EP_LOG=debug shows them.
+
 With -D above 1, XLA_FLAGS gets the device count and NPROC (the size of XLA's thread pool) becomes
 max(32, 4*D) unless it is set.
 
