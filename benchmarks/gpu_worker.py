@@ -221,7 +221,7 @@ def report(tokens):
                 for what, arrays in operands.items()
             }
             del rows, state, out, operands  # the next method's are as large
-        jax_ep.block_until_ready(x)
+        jax_ep.wait(x)
     print("RESULT " + json.dumps(result), flush=True)
 
 

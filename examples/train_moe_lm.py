@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 
 HELD_OUT_WINDOWS = 128
 LOAD_SAMPLES = 64  # columns of the heat map
-RUN_ONLY = {"out", "compare", "oracle", "checkpoint_dir", "resume", "seconds", "log_every"}
+RUN_ONLY = {"out", "compare", "oracle", "checkpoint_dir", "resume", "seconds", "log_every", "write"}
 
 
 def parse_options() -> argparse.Namespace:
@@ -62,6 +62,7 @@ def parse_options() -> argparse.Namespace:
     add("--checkpoint-dir", type=Path, help="save the state here, at the end and now and then")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
     add("--log-every", type=int, default=20)
+    add("--write", type=int, default=64, help="bytes that the model writes on each rank at the end")
     options = parser.parse_args()
     if options.resume and options.checkpoint_dir is None:
         parser.error("--resume needs --checkpoint-dir")
@@ -96,6 +97,7 @@ class Run:
         self.options, self.group = options, group
         self.begin = time.monotonic()
         self.console = report.Console(jax.process_index() == 0, options.steps)
+        self.console.say("reading the standard library, making the model")
         self.corpus = text_data.load_standard_library()
         size = ModelSize(
             width=options.width,
@@ -193,6 +195,12 @@ class Run:
         is_over = np.array(time.monotonic() - self.begin > self.options.seconds)
         return bool(multihost_utils.broadcast_one_to_all(is_over))
 
+    def share_dropped(self, last_steps: int = 0) -> float:
+        """Share of the (token, expert) pairs of the last steps, or of all, that were dropped."""
+        options, counts = self.options, self.results.dropped[-last_steps:]
+        pairs = options.batch * options.length * options.top_k * options.layers
+        return sum(counts) / (pairs * max(1, len(counts)))
+
     def train(self) -> float:
         """Trains to the end and returns the final held-out loss."""
         options, say = self.options, self.console.say
@@ -203,6 +211,7 @@ class Run:
         tokens_per_step = options.batch * options.length
         all_time, meter = report.Meter(), report.Meter()
         is_first = True
+        say("compiling the training step; the first one takes much longer than the others")
         while step < options.steps and not self.is_time_over(step):
             tokens = text_data.training_batch(
                 self.corpus, options.seed, step, options.batch, options.length
@@ -225,7 +234,8 @@ class Run:
             if step % options.log_every == 0 or step == options.steps:
                 self._say_progress(step, np.asarray(measured.load), meter.read())
             if step % evaluate_every == 0 and step < options.steps:
-                say(f"step {step:5d}  held-out loss {self.evaluate(state, step):.4f}")
+                loss = self.evaluate(state, step)
+                say(f"step {step:5d}/{options.steps}  held-out loss {loss:.4f}")
                 self.save(state, step)
         self.results.tokens_per_second = all_time.read()
         loss = self.evaluate(state, step)
@@ -233,17 +243,33 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.wait_until_finished()
             self.checkpoints.close()
+        if options.write:
+            self.write(state)
         return loss
+
+    def write(self, state: TrainState) -> None:
+        """Shows what the model writes: each rank goes on with a prompt, through all experts."""
+        length = min(self.options.write, self.options.length)
+        prompts = text_data.prompts(self.group.num_ranks, length)
+        written = self.trainer.write_on(state, *map(self.trainer.shard_batch, prompts))
+        texts = multihost_utils.process_allgather(written, tiled=True)
+        self.console.say(f"the model wrote these lines, {length} bytes from each rank's prompt:")
+        for text in texts[: len(text_data.PROMPTS)]:
+            for line in text_data.readable(text).splitlines():
+                self.console.say(f"| {line}".rstrip())
+            self.console.say("|")
 
     def _say_progress(self, step: int, load: np.ndarray, rate: float) -> None:
         options = self.options
         recent = self.results.losses[-options.log_every :]
-        pairs = options.batch * options.length * options.top_k * options.layers
-        dropped = sum(self.results.dropped[-options.log_every :]) / (pairs * len(recent))
+        dropped = self.share_dropped(options.log_every)
+        bytes_left = (options.steps - step) * options.batch * options.length
+        seconds_left = bytes_left / rate if rate else float("nan")
         share = load / load.sum(axis=1, keepdims=True) * options.experts
         self.console.say(
-            f"step {step:5d}  loss {np.mean(recent):.4f}  {rate:7,.0f} tokens/s  "
-            f"expert load {share.min():.2f}-{share.max():.2f} x even  dropped {dropped:.2%}"
+            f"step {step:5d}/{options.steps}  loss {np.mean(recent):.4f}  {rate:7,.0f} tokens/s  "
+            f"expert load {share.min():.2f}-{share.max():.2f} x even  dropped {dropped:.2%}  "
+            f"{seconds_left:.0f} s left"
         )
 
 
@@ -264,7 +290,7 @@ def main() -> int:
             report.draw(run.results, options.out)
             print(
                 f"{run.results.tokens_per_second:,.0f} tokens/s, "
-                f"{sum(run.results.dropped)} pairs dropped; results.json, loss.png and "
+                f"{run.share_dropped():.2%} of pairs dropped; results.json, loss.png and "
                 f"expert_load.png are in {options.out}"
             )
             if options.compare is not None:

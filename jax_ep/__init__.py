@@ -23,6 +23,7 @@ from jax_ep._ops.api import dispatch_quantized as dispatch_quantized
 from jax_ep._ops.api import dispatch_start as dispatch_start
 from jax_ep._ops.api import export_checks as export_checks
 from jax_ep._ops.api import plan as plan
+from jax_ep._ops.api import wait as wait
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
@@ -40,7 +41,6 @@ __all__ = [
     "InFlight",
     "Plan",
     "Received",
-    "block_until_ready",
     "combine",
     "combine_done",
     "combine_start",
@@ -54,6 +54,7 @@ __all__ = [
     "moe",
     "plan",
     "routing",
+    "wait",
 ]
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 
 from jax_ep._launch.launcher import launch
 from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
 _LAUNCH_EPILOG = """\
-Everything after the script's name goes to the script.  In each process jax.distributed is already
-initialised, so a script that also runs elsewhere says
+Everything after the script's or module's name goes to it.  In each process jax.distributed is
+already initialised, so a script that also runs elsewhere says
     if not jax.distributed.is_initialized(): jax_ep.initialize()
 
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
 later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
 it), 0 if none did.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
+
+Lines that XLA and Gloo write in every job are left out; JAX_EP_LOG=debug shows them.
 
 With -D above 1, XLA_FLAGS gets the device count and NPROC (the size of XLA's thread pool) becomes
 max(32, 4*D) unless it is set.
@@ -29,6 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jax_ep", description="Expert-parallel dispatch and combine for JAX."
     )
+    parser.add_argument("--version", action="version", version=f"jax_ep {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     info_parser = commands.add_parser("info", help="what is installed here and what it can use")
@@ -61,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     launcher = commands.add_parser(
         "launch",
         help="start N processes of a script on this host",
-        usage="python -m jax_ep launch -n N [options] script.py [script arguments]",
+        usage="python -m jax_ep launch -n N [options] (script.py | -m module) [arguments]",
         epilog=_LAUNCH_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -100,8 +104,22 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help=f"seconds that the others run on after a failure (default {DEFAULT_GRACE_S:g})",
     )
+    launcher.add_argument(
+        "-m",
+        dest="module",
+        nargs=argparse.REMAINDER,
+        metavar="module",
+        help="instead of a script: a module, as Python's own -m takes it, and its arguments",
+    )
     launcher.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
     return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("jax_ep")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on sys.path
+        return "(not installed)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             launch_options = LaunchOptions(
                 num_processes=options.n,
-                command=options.script,
+                command=options.script if options.module is None else options.module,
+                is_module=options.module is not None,
                 devices_per_process=options.devices_per_process,
                 gpus_per_process=options.gpus_per_process,
                 hide_other_gpus=options.hide_other_gpus,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
 
-from jax_ep import _config, _env, _log, _mesh
+from jax_ep import _config, _env, _log, _mesh, _warn
 from jax_ep._config import Config
 from jax_ep._group import Group, Implementation
 from jax_ep._ops import ffi
@@ -88,7 +87,7 @@ def create_group(
                     raise
                 exchange.fail(error)
                 group.native = False
-                warnings.warn(f"{error}; using implementation='xla'", RuntimeWarning, stacklevel=2)
+                _warn.warn(f"{error}; using implementation='xla'", RuntimeWarning)
     except BaseException as error:
         if exchange is not None:
             exchange.fail(error)

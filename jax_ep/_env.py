@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import warnings
 from collections.abc import Callable
 
-from jax_ep import _extension
+from jax_ep import _extension, _warn
 
 PREFIX = "JAX_EP_"
 SECRET_ENV = "JAX_EP_JOB_SECRET"
 MIN_SECRET_BYTES = 16
 LOG_LEVELS = ("error", "warning", "info", "debug")
 _INTERNAL = ("JAX_EP_LAUNCH", "JAX_EP_TEST_", "JAX_EP_PROXY_TEST_")  # prefixes
+_OF_THE_BUILD = ("JAX_EP_GPU",)
 
 
 def flag(name: str) -> bool | None:
@@ -131,12 +131,14 @@ def check() -> None:
         if name in NAMES:
             NAMES[name](name)
         elif problem := unknown(name):
-            warnings.warn(problem, RuntimeWarning, stacklevel=3)
+            _warn.warn(problem, RuntimeWarning)
 
 
 def unknown(name: str) -> str:
     """What is wrong with the name, or ""."""
-    if name in NAMES or not name.startswith(PREFIX) or name.startswith(_INTERNAL):
+    if name in NAMES or name in _OF_THE_BUILD:
+        return ""
+    if not name.startswith(PREFIX) or name.startswith(_INTERNAL):
         return ""
     near = difflib.get_close_matches(name, NAMES, n=1)
     fix = f"did you mean {near[0]}?" if near else "unset it; docs/tuning.md lists all"

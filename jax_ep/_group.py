@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 import weakref
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from jax_ep import _config, _mesh
+from jax_ep import _config, _mesh, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._session_number import SessionNumber
 
@@ -317,7 +316,7 @@ class Group:
         handle = getattr(self, "_handle", None)
         if handle is not None and not handle.closed:
             text = f"{self!r} was dropped, not closed"
-            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+            _warn.warn(text, ResourceWarning, source=self)
 
     def attach(self, handle: Handle) -> None:
         """Gives the group its native side, which `create_group` has started."""

@@ -99,6 +99,7 @@ BASE = (
     "_mesh",
     "_session_number",
     "_types",
+    "_warn",
 )
 PYTHON_LAYERS = {
     **dict.fromkeys(BASE, BASE),

@@ -14,8 +14,10 @@ Result<const gpu::GpuApi*> LoadGpuLibrary(const std::string& path) {
   if (const auto it = loaded.find(path); it != loaded.end()) return it->second;
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    return Unimplemented("the GPU library cannot be loaded (" + std::string(dlerror()) +
-                         "); install jax_ep where nvcc is found, or pass implementation='xla'");
+    return Unimplemented(
+        "the GPU library cannot be loaded (" + std::string(dlerror()) +
+        "); install jax_ep by `JAX_EP_GPU=cuda pip install .` where nvcc is found, or "
+        "pass implementation='xla'");
   }
   const auto get = reinterpret_cast<decltype(&jax_ep_gpu_api)>(dlsym(library, "jax_ep_gpu_api"));
   const gpu::GpuApi* api = get == nullptr ? nullptr : get();

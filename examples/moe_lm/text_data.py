@@ -14,6 +14,7 @@ import numpy as np
 
 NUM_BYTES = 256
 HELD_OUT_ONE_IN = 16  # files
+PROMPTS = (b"def ", b"import ", b"class ", b"    return ")
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -62,6 +63,20 @@ def held_out_windows(corpus: Corpus, count: int, length: int) -> np.ndarray:
         np.linspace(0, corpus.held_out.size - length - 1, count).astype(np.int64),
         length,
     )
+
+
+def prompts(count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """i32[count, length] with beginnings of code, zeros behind them, and their lengths."""
+    tokens, lengths = np.zeros((count, length), np.int32), np.zeros(count, np.int32)
+    for row in range(count):
+        text = np.frombuffer(PROMPTS[row % len(PROMPTS)], np.uint8)[:length]
+        tokens[row, : text.size], lengths[row] = text, text.size
+    return tokens, lengths
+
+
+def readable(text: np.ndarray) -> str:
+    """Bytes as text, up to the end of the file that they are from."""
+    return text.astype(np.uint8).tobytes().partition(b"\0")[0].decode(errors="replace")
 
 
 def bigram_loss(corpus: Corpus, evaluated: np.ndarray) -> float:

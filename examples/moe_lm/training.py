@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -28,6 +29,7 @@ WARMUP_STEPS = 50
 DECAY_FRACTION = 0.4  # of the steps, at the end, down to a tenth of the peak
 ADAM_B2 = 0.98
 WEIGHT_DECAY = 0.05
+TEMPERATURE = 0.3  # of the text that it writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,7 @@ class Trainer:
         )
         self._optimizer = optax.adamw(schedule, b2=ADAM_B2, weight_decay=WEIGHT_DECAY)
         self.step = jax.jit(self._step, donate_argnums=0)
+        self.write_on = jax.jit(self._write_on)
         self.evaluate = jax.jit(lambda state, tokens: self._loss(*state[:2], tokens)[1].loss)
 
     def init(self) -> TrainState:
@@ -131,6 +134,36 @@ class Trainer:
         return jax.shard_map(
             of_this_rank, mesh=self._mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=P()
         )(dense, experts, tokens)
+
+    def _write_on(self, state: TrainState, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Goes on where each text ends, byte by byte: experts stay where they are, tokens travel.
+
+        tokens is i32[texts, S], of which the first lengths[text] are given; returns all S bytes.
+        """
+
+        def of_this_rank(
+            dense: nnx.State, experts: nnx.State, tokens: jax.Array, lengths: jax.Array
+        ) -> jax.Array:
+            model = nnx.merge(self._graph, experts, dense)
+            key = jax.random.fold_in(jax.random.key(self._options.seed), lax.axis_index(AXIS))
+
+            def write_one(position: jax.Array, tokens: jax.Array) -> jax.Array:
+                logits, _ = model(tokens)
+                drawn = jax.random.categorical(
+                    jax.random.fold_in(key, position), logits[:, position - 1] / TEMPERATURE
+                )
+                is_free = position >= lengths
+                kept = jnp.where(is_free, drawn, tokens[:, position])
+                return tokens.at[:, position].set(kept)
+
+            return lax.fori_loop(1, tokens.shape[1], write_one, tokens)
+
+        return jax.shard_map(
+            of_this_rank,
+            mesh=self._mesh,
+            in_specs=(P(), P(AXIS), P(AXIS), P(AXIS)),
+            out_specs=P(AXIS),
+        )(state.dense, state.experts, tokens, lengths)
 
     def _step(self, state: TrainState, tokens: jax.Array) -> tuple[TrainState, Measured]:
         gradient = jax.grad(self._loss, argnums=(0, 1), has_aux=True)

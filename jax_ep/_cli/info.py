@@ -14,36 +14,26 @@ from pathlib import Path
 import jax
 
 from jax_ep import _env, _extension
-from jax_ep._cli.extras import make_console, require
+from jax_ep._cli.sections import Row, print_sections
 from jax_ep._runtime import gpu
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
 _MIB, _GIB = 1 << 20, 1 << 30
 
-Row = tuple[str, str]
-
 
 def info() -> int:
-    """Prints one table per subject; returns 0 if jax_ep's native part can be used, else 1."""
-    console = make_console()
-    table_class = require("rich.table").Table
+    """Prints one section per subject; returns 0 if jax_ep's native part can be used, else 1."""
     has_native, transports = _transports()
-    sections: dict[str, list[Row]] = {
-        "versions": list(_versions()),
-        "devices": list(_devices(has_native)),
-        "native extension": transports,
-        "memory": list(_memory()),
-        "environment": list(_environment()),
-    }
-    for title, rows in sections.items():
-        table = table_class(title=title, title_justify="left", show_header=False, box=None)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows:
-            table.add_row(f"  {name}", value)
-        console.print(table)
-        console.print()
+    print_sections(
+        {
+            "versions": list(_versions()),
+            "devices": list(_devices(has_native)),
+            "native extension": transports,
+            "memory": list(_memory()),
+            "environment": list(_environment()),
+        }
+    )
     return 0 if has_native else 1
 
 

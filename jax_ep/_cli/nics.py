@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jax_ep import _extension
-from jax_ep._cli.extras import make_console, require
+from jax_ep._cli.sections import Row, print_sections
 from jax_ep._cli.topology import distance_rows
 
 _SYSFS = Path("/sys")
@@ -21,29 +21,18 @@ _INFINIBAND = _SYSFS / "class" / "infiniband"
 _ZERO_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
 _FI_INFO_TIMEOUT_S = 20
 
-Row = tuple[str, str]
-
 
 def nics() -> int:
-    """Prints one table per subject; returns 0."""
-    console = make_console()
-    table_class = require("rich.table").Table
-    sections: dict[str, list[Row]] = {
-        "interfaces (JAX_EP_SOCKET_IFNAME)": list(_interfaces()),
-        f"RDMA ports (JAX_EP_VERBS_DEVICE), from {_verbs_source()}": list(_rdma_ports()),
-        "GPUs, and how near RDMA devices are": list(distance_rows(_SYSFS)),
-        "libfabric providers (JAX_EP_OFI_PROVIDER) and domains": list(_providers()),
-        "network transports": list(_transports()),
-    }
-    for title, rows in sections.items():
-        console.print(title, style="italic", soft_wrap=True)
-        table = table_class(show_header=False, box=None)
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in rows or [("(none)", "")]:
-            table.add_row(f"  {name}", value)
-        console.print(table)
-        console.print()
+    """Prints one section per subject; returns 0."""
+    print_sections(
+        {
+            "interfaces (JAX_EP_SOCKET_IFNAME)": list(_interfaces()),
+            f"RDMA ports (JAX_EP_VERBS_DEVICE), from {_verbs_source()}": list(_rdma_ports()),
+            "GPUs, and how near RDMA devices are": list(distance_rows(_SYSFS)),
+            "libfabric providers (JAX_EP_OFI_PROVIDER) and domains": list(_providers()),
+            "network transports": list(_transports()),
+        }
+    )
     return 0
 
 

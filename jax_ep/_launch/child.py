@@ -1,6 +1,6 @@
-"""Entry of one launched process: joins the job, then runs the user's script as ``__main__``.
+"""Entry of one launched process: joins the job, then runs the user's code as ``__main__``.
 
-Started by ``process.py`` only, as ``python -m jax_ep._launch.child SCRIPT ARGS...``.
+Started by ``process.py`` only, as ``python -m jax_ep._launch.child SCRIPT-OR-MODULE ARGS...``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def _die_with_launcher(lifeline_fd: int) -> None:
         os._exit(1)
 
 
-def _run_script(command: list[str]) -> int:
-    """Runs the script and returns the exit code that ``python script.py`` would have had."""
-    script = command[0]
+def _run(command: list[str], is_module: bool) -> int:
+    """Returns the exit code that ``python script.py`` or ``python -m module`` would have had."""
     sys.argv[:] = command
-    sys.path[0] = str(Path(script).resolve().parent)
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:  # sys.path begins with the current folder, as with Python's -m
+            runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(command[0]).resolve().parent)
+            runpy.run_path(command[0], run_name="__main__")
     except SystemExit as error:
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
@@ -54,11 +56,18 @@ def _run_script(command: list[str]) -> int:
         return 128 + signal.SIGINT
     except BaseException as error:
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename != script:
+        while frames is not None and _is_before_users_code(frames.tb_frame.f_code.co_filename):
             frames = frames.tb_next
-        traceback.print_exception(type(error), error, frames or error.__traceback__)
+        if frames is None and is_module and isinstance(error, ImportError):
+            print(f"-m {command[0]}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(type(error), error, frames or error.__traceback__)
         return 1
     return 0
+
+
+def _is_before_users_code(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen ")  # runpy and the import system
 
 
 def _close_groups() -> None:
@@ -78,7 +87,7 @@ def _wait_until_alone(control: socket.socket) -> None:
 
 
 def main() -> int:
-    """Joins the job described by the environment and runs ``sys.argv[1:]``."""
+    """Joins the job that the environment describes and runs ``sys.argv[1:]``."""
     spec = json.loads(os.environ.pop(SPEC_ENV))
     _die_with_launcher(spec["lifeline_fd"])
     os.set_inheritable(spec["lifeline_fd"], False)
@@ -105,7 +114,7 @@ def main() -> int:
     )
     with contextlib.suppress(OSError):
         control.send(b"started\n")
-    exit_code = _run_script(sys.argv[1:])
+    exit_code = _run(sys.argv[1:], spec["is_module"])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from jax_ep._launch import process
+from jax_ep._launch import noise, process
 from jax_ep._launch.options import LaunchOptions
 from jax_ep._launch.output import LinePrefixer
 from jax_ep._launch.process import Child
@@ -56,6 +56,8 @@ class _Job:
         self._told_process_0 = False
         self._port_taken = False
         self._signals: list[int] = []
+        is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
+        self._leave_out = (lambda line: False) if is_debugged else noise.is_harmless
 
     def run(self) -> int | None:
         """Returns the exit code, or None if the coordinator's port was lost to someone else."""
@@ -97,7 +99,7 @@ class _Job:
         outputs = ((child.process.stdout, sys.stdout), (child.process.stderr, sys.stderr))
         for source, sink in outputs:
             assert source is not None
-            prefixer = LinePrefixer(f"[{index}] ", sink)
+            prefixer = LinePrefixer(f"[{index}] ", sink, self._leave_out)
             self._selector.register(source, selectors.EVENT_READ, prefixer)
         self._selector.register(child.control, selectors.EVENT_READ, child)
 

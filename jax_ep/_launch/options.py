@@ -15,7 +15,7 @@ BINDINGS = ("none", "core")
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """What to start: ``command`` is a script and its arguments.
+    """What to start: ``command`` is a script, or with is_module a module's name, and its arguments.
 
     With gpus_per_process G > 0, process i gets GPUs i*G to i*G + G - 1: it uses those of all that
     it sees, or with hide_other_gpus it sees no others. With bind_to "core" each process runs on its
@@ -24,6 +24,7 @@ class LaunchOptions:
 
     num_processes: int
     command: Sequence[str]
+    is_module: bool = False
     devices_per_process: int = 1
     gpus_per_process: int = 0
     hide_other_gpus: bool = False
@@ -46,9 +47,14 @@ class LaunchOptions:
         if self.grace_s < 0:
             raise ValueError(f"--grace: got {self.grace_s}, expected seconds >= 0")
         if not self.command:
-            raise ValueError("expected a script to run after the options, got nothing")
-        if not Path(self.command[0]).is_file():
-            raise ValueError(f"script: {self.command[0]!r} is not a file")
+            raise ValueError(
+                "expected a script, or -m and a module, after the options; got neither"
+            )
+        name = self.command[0]
+        if self.is_module and not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"-m: {name!r} is not the name of a module, such as package.module")
+        if not self.is_module and not Path(name).is_file():
+            raise ValueError(f"script: {name!r} is not a file")
 
 
 def child_environment(base: Mapping[str, str], devices_per_process: int) -> dict[str, str]:

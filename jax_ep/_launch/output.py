@@ -7,6 +7,7 @@ lines mix.  It knows nothing of processes.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TextIO
 
 # A progress bar ends its lines with a carriage return; each state becomes a line of its own.
@@ -14,11 +15,17 @@ _LINE_END = re.compile(rb"\r\n|\n|\r(?=.)", re.DOTALL)
 
 
 class LinePrefixer:
-    """Collects bytes and writes complete lines to ``sink``; after a broken pipe it swallows."""
+    """Collects bytes and writes complete lines to ``sink``; after a broken pipe it swallows.
 
-    def __init__(self, prefix: str, sink: TextIO) -> None:
+    Lines for which ``leave_out`` is true are not written.
+    """
+
+    def __init__(
+        self, prefix: str, sink: TextIO, leave_out: Callable[[bytes], bool] = lambda line: False
+    ) -> None:
         self._prefix = prefix
         self._sink = sink
+        self._leave_out = leave_out
         self._pending = b""
         self._is_sink_gone = False
 
@@ -34,6 +41,7 @@ class LinePrefixer:
             self._pending = b""
 
     def _write(self, lines: list[bytes]) -> None:
+        lines = [line for line in lines if not self._leave_out(line)]
         if not lines or self._is_sink_gone:
             return
         text = "".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines)

@@ -49,6 +49,7 @@ def start(options: LaunchOptions, index: int, port: int, secret: str) -> Child:
         "port": port,
         "control_fd": theirs.fileno(),
         "lifeline_fd": lifeline_read,
+        "is_module": options.is_module,
     }
     env = child_environment(os.environ, options.devices_per_process)
     gpus = gpus_of(options, index)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jax_ep import _group, _jax_compat
+from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
 from jax_ep._ops import ffi, operands, sharding, vjp
@@ -134,21 +134,22 @@ def dispatch_start(
     """First half of `dispatch`: sends, and returns before anything has arrived.
 
     Args:
-        group: as in `dispatch`.
-        x: as in `dispatch`.
-        topk_idx: as in `dispatch`.
-        topk_weights: as in `dispatch`.
-        plan: as in `dispatch`.
-        mode: as in `dispatch`.
-        layout: as in `dispatch`.
-        pad: as in `dispatch`.
+        group: the group; call inside shard_map over its axis.
+        x: [T, H] in Config.dtype, this rank's tokens.
+        topk_idx: integers [T, K], each pair's expert; negative: none; >= num_experts: dropped and
+            counted. Exactly one of topk_idx and plan.
+        topk_weights: floats [T, K], travel as f32; or None.
+        plan: a plan to follow; it fixes mode and layout.
+        mode: "ht" or "ll"; None: Config.mode.
+        layout: "expert_major" (default), "expert_batched" or "rank_major".
+        pad: "zero", or "undefined" to skip zeroing unused rows (inference).
 
     Returns:
         An `InFlight` for exactly one `dispatch_done` in the same program. At most
         Config.max_in_flight starts may precede their done.
 
     Raises:
-        ValueError: as `dispatch`.
+        ValueError: shapes, dtypes, mode or layout do not fit, or the axis is not in scope.
 
     Example:
         >>> flight = jax_ep.dispatch_start(group, x, topk_idx)
@@ -183,11 +184,11 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
     """Second half of `dispatch`: waits for every rank's rows and lays them out.
 
     Args:
-        group: the group of the start.
+        group: the group of the start; call inside shard_map over its axis.
         inflight: what `dispatch_start` returned; usable once.
 
     Returns:
-        A `Received`.
+        A `Received`: rows x by this rank's experts, their weights, group_sizes and the plan.
 
     Raises:
         ValueError: `inflight` is not a dispatch of this group, or the axis is not in scope.
@@ -215,16 +216,17 @@ def combine_start(
     """First half of `combine`: sends, and returns before anything has arrived.
 
     Args:
-        group: as in `combine`.
-        y: as in `combine`.
-        plan: as in `combine`.
-        weights: as in `combine`.
+        group: the group; call inside shard_map over its axis.
+        y: shaped as the `Received.x` of this plan, in Config.dtype; padding rows are not read.
+        plan: the plan of the dispatch.
+        weights: floats per row (shaped as `Received.weights`, or flat [R]), or per (token, k)
+            [T, K] (costs an exchange of weights), or None for 1. Must be None in rank_major.
 
     Returns:
         An `InFlight` for exactly one `combine_done` in the same program.
 
     Raises:
-        ValueError: as `combine`.
+        ValueError: shapes or dtypes do not fit, or the axis is not in scope.
 
     Example:
         >>> flight = jax_ep.combine_start(group, y, recv.plan, recv.weights)
@@ -250,11 +252,11 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
     """Second half of `combine`: waits for every rank's partial sums and adds them.
 
     Args:
-        group: the group of the start.
+        group: the group of the start; call inside shard_map over its axis.
         inflight: what `combine_start` returned; usable once.
 
     Returns:
-        [T, H] in Config.dtype.
+        [T, H] in Config.dtype; zero where a token has no kept pair.
 
     Raises:
         ValueError: `inflight` is not a combine of this group, or the axis is not in scope.
@@ -309,7 +311,7 @@ def dispatch_quantized(
     )
 
 
-def block_until_ready(tree: Any) -> Any:
+def wait(tree: Any) -> Any:
     """Waits for every array in `tree`, then raises the failure of any open group.
 
     Args:
@@ -322,11 +324,17 @@ def block_until_ready(tree: Any) -> Any:
         RuntimeError: a group of this process has failed.
 
     Example:
-        >>> loss = jax_ep.block_until_ready(step(params, batch))
+        >>> loss = jax_ep.wait(step(params, batch))
     """
     ready = _jax_compat.block_until_ready(tree)
     _group.check_open_groups()
     return ready
+
+
+def block_until_ready(tree: Any) -> Any:
+    """The old name of `wait`."""
+    _warn.warn("jax_ep.block_until_ready is now jax_ep.wait", DeprecationWarning)
+    return wait(tree)
 
 
 def export_checks() -> list[Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import jax
 
-from jax_ep import _env
+from jax_ep import _env, _warn
 from jax_ep._runtime.bootstrap import Exchange
 
 
@@ -34,13 +33,12 @@ def warn_about_small_pool() -> None:
     text = os.environ.get("NPROC", "")
     pool = int(text) if text.isdigit() else len(os.sched_getaffinity(0))
     if devices > 1 and pool < max(2 * devices, 8):
-        warnings.warn(
+        _warn.warn(
             f"jax_ep: this process has {devices} CPU devices but XLA's thread pool has {pool} "
             "threads; XLA:CPU can deadlock on such a pool once many executions are queued. Set "
             "NPROC=32 or more in the environment before jax is imported, or use `python -m jax_ep "
             "launch`",
             RuntimeWarning,
-            stacklevel=5,  # the caller of create_group
         )
 
 

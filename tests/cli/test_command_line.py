@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import children
 import pytest
 
 from jax_ep import __main__ as command_line
-from jax_ep._cli import extras, shapes
+from jax_ep._cli import extras, sections, shapes
 
 LIMIT_S = 700.0  # above both limits of the selftest
 
@@ -55,6 +56,71 @@ class TestInfo:
             assert word in done.stdout
         if done.returncode == 0:
             assert "transport loopback" in done.stdout and "transport shm" in done.stdout
+
+
+class TestWithoutExtras:
+    """No optional package can be imported, as after a plain `pip install jax_ep`."""
+
+    CODE = """
+import sys
+
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("rich", "matplotlib", "flax", "optax", "orbax"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+from jax_ep.__main__ import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", self.CODE, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env={**children.plain(), "JAX_PLATFORMS": "cpu"},
+            check=False,
+        )
+
+    @pytest.mark.parametrize(
+        ("option", "words"),
+        [
+            ((), ("versions", "jaxlib", "available for heaps", "environment")),
+            (("--nics",), ("interfaces", "lo", "network transports")),
+        ],
+    )
+    def test_info_works(self, option, words):
+        done = self._run("info", *option)
+        assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr
+        assert all(word in done.stdout for word in words), done.stdout
+
+    def test_the_version(self):
+        done = self._run("--version")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == f"jax_ep {importlib.metadata.version('jax_ep')}"
+
+    def test_other_commands_say_what_to_install(self):
+        done = self._run("selftest")
+        assert done.returncode == 1
+        assert "'rich' is missing; install it with: pip install 'jax_ep[cli]'" in done.stderr
+
+
+class TestSections:
+    def test_values_line_up_and_long_ones_wrap_on_a_terminal(self, capsys, monkeypatch):
+        monkeypatch.setattr(sections, "_width", lambda: 40)
+        sections.print_sections({"title": [("a", "word " * 12), ("name", "x")], "none": []})
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "title"
+        assert lines[1].startswith("  a     word") and lines[2].startswith(" " * 8 + "word")
+        assert all(len(line) <= 40 for line in lines)
+        assert "  name  x" in lines and "  (none)" in lines
+
+    def test_a_file_gets_whole_lines(self, capsys):
+        sections.print_sections({"title": [("a", "word " * 100)]})
+        assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 @pytest.mark.multiprocess

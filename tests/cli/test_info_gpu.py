@@ -33,7 +33,7 @@ def without_library(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def with_library() -> None:
     if not pathlib.Path(gpu.library_path()).exists():
-        pytest.skip("jax_ep was installed where nvcc was not found: there is no GPU library")
+        pytest.skip("jax_ep was installed without the GPU library (JAX_EP_GPU=cuda)")
 
 
 @pytest.mark.parametrize(("platform", "default"), [("gpu", "xla"), ("cpu", "native")])
@@ -42,7 +42,7 @@ def test_a_missing_library_is_the_reason(platform, default, without_library, mon
     assert rows["default implementation"] == default
     assert rows["GPU kernels"].startswith("not used: the GPU library cannot be loaded")
     assert without_library in rows["GPU kernels"]
-    assert "nvcc" in rows["GPU kernels"]
+    assert "JAX_EP_GPU=cuda pip install ." in rows["GPU kernels"]
 
 
 def test_a_file_that_is_no_library_of_ours_is_the_reason(without_library, monkeypatch):

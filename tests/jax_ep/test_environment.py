@@ -62,6 +62,7 @@ def test_a_name_that_nothing_reads_is_a_warning_with_the_nearest_one(
 ) -> None:
     monkeypatch.setenv("JAX_EP_OFI_PROVIDERS", "tcp")
     monkeypatch.setenv("JAX_EP_TEST_ANYTHING", "1")
+    monkeypatch.setenv("JAX_EP_GPU", "none")  # read by pip install
     with pytest.warns(RuntimeWarning) as found:
         create("xla").close()
     assert [str(warning.message) for warning in found] == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 
@@ -21,7 +23,6 @@ NAMES = {
     "InFlight",
     "Plan",
     "Received",
-    "block_until_ready",
     "combine",
     "combine_done",
     "combine_start",
@@ -35,6 +36,7 @@ NAMES = {
     "moe",
     "plan",
     "routing",
+    "wait",
 }
 
 
@@ -52,6 +54,17 @@ def test_public_functions_document_themselves() -> None:
         assert text, name
         if callable(getattr(jax_ep, name)) and not isinstance(getattr(jax_ep, name), type):
             assert "Returns:" in text and "Example" in text, name
+
+
+@pytest.mark.parametrize(
+    "name", ["dispatch_start", "dispatch_done", "combine_start", "combine_done"]
+)
+def test_halves_are_documented_where_an_editor_shows_them(name: str) -> None:
+    function = getattr(jax_ep, name)
+    text = function.__doc__
+    assert not re.search(r": as (in )?`", text)
+    for parameter in inspect.signature(function).parameters:
+        assert re.search(rf"^\s+{parameter}: .{{15,}}", text, re.MULTILINE), parameter
 
 
 def test_importing_queries_no_device_and_no_extra_package() -> None:
@@ -99,7 +112,7 @@ def test_group_properties(implementation: str) -> None:
         assert f"Group(axis='ep', num_ranks={ranks}" in group.dump_state()
         assert hash(group) == hash(group) and group == group
         group.check()
-        assert jax_ep.block_until_ready({"a": jnp.ones(3)})["a"].shape == (3,)
+        assert jax_ep.wait({"a": jnp.ones(3)})["a"].shape == (3,)
     assert group.closed
     if implementation == "native":
         with pytest.raises(RuntimeError, match="is closed"):

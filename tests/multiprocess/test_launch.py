@@ -112,6 +112,48 @@ class TestRunning:
             "[1] 1 2 2 ['--steps', '3', '-n', 'a b']",
         ]
 
+    def test_a_module_runs_as_with_pythons_m(self, tmp_path):
+        body = """
+            import os, sys, jax
+            from . import helper
+            print(__name__, __package__, helper.NAME, sys.path[0] == os.getcwd(), sys.argv[1:])
+            print(os.path.basename(__file__) == os.path.basename(sys.argv[0]))
+            if "fail" in sys.argv:
+                raise ValueError("mine")
+            """
+        package = tmp_path / "package"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "helper.py").write_text("NAME = 'helper'")
+        (package / "job.py").write_text(textwrap.dedent(body))
+        (package / "__main__.py").write_text("from package import job  # noqa")
+        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2", "-m"]
+
+        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [*command, *arguments],
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+                env=_environment(),
+                cwd=tmp_path,
+                check=False,
+            )
+
+        done = run("package.job", "-m", "--steps")
+        assert done.returncode == 0, done.stderr
+        for index in range(2):
+            assert f"[{index}] __main__ package helper True ['-m', '--steps']" in done.stdout
+            assert f"[{index}] True" in done.stdout
+        done = run("package.job", "fail")
+        assert done.returncode == 1
+        assert "ValueError: mine" in done.stderr and "job.py" in done.stderr
+        assert "runpy" not in done.stderr and "child.py" not in done.stderr
+        assert run("package").stdout.count("package.job package helper") == 2
+        done = run("package.nothing")
+        assert done.returncode == 1
+        assert "No module named" in done.stderr and "package.nothing" in done.stderr
+
     def test_devices_per_process_makes_virtual_devices_and_a_big_enough_pool(self, script):
         path = script(
             """
@@ -332,6 +374,8 @@ class TestBadInput:
             (["-n", "2", "--bind-to", "socket", __file__], "--bind-to"),
             (["-n", "2"], "expected a script"),
             (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),
+            (["-n", "2", "-m"], "-m"),
+            (["-n", "2", "-m", "some/path.py"], "'some/path.py' is not the name of a module"),
             ([__file__], "-n"),
         ],
     )

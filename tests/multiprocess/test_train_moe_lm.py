@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,12 @@ def _train(out: Path, *options: str, launch: str) -> subprocess.CompletedProcess
     )
 
 
+def _only(lines: list[str], word: str) -> str:
+    found = [line for line in lines if word in line]
+    assert len(found) == 1, (word, lines)
+    return found[0]
+
+
 def _results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
 
@@ -44,7 +51,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     options = ("--oracle", "--steps", "16", "--checkpoint-dir")
     done = _train(whole, *options, str(tmp_path / "a"), launch="-n 1 -D 2")
     assert done.returncode == 0, done.stderr
-    assert "final held-out loss" in done.stdout.splitlines()[-1]
+    lines = done.stdout.splitlines()
+    assert "final held-out loss" in lines[-1]
+    assert any("compiling" in line for line in lines[: lines.index(_only(lines, "first step"))])
+    assert re.search(r"step +16/16 .*dropped +\d+\.\d+%.*0 s left", _only(lines, "16/16"))
+    assert re.search(r"\d\.\d+% of pairs dropped", done.stdout)
+    at = lines.index(_only(lines, "wrote these lines"))
+    samples = "\n".join(lines[at + 1 : -1])
+    assert samples.count("[0] | ") >= 2  # one prompt on each rank
+    assert "| import " in samples and "| def " in samples
     assert (whole / "loss.png").exists() and (whole / "expert_load.png").exists()
     losses = _results(whole)["losses"]
     assert len(losses) == 16 and losses[-1] < losses[0]

@@ -105,7 +105,7 @@ def losses(implementation, steps):
                 seen.append(loss)
             if i % 100 == 99:
                 group.check()
-        jax_ep.block_until_ready(params)
+        jax_ep.wait(params)
         seconds = time.monotonic() - began
         return [float(loss) for loss in seen], seconds
 
