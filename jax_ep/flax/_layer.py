@@ -162,7 +162,7 @@ class Layer:
         ]
         expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=config.activation)
         y = expert_fn(recv.x, recv.group_sizes, *experts)  # type: ignore[arg-type]
-        out = jax_ep.combine(self.group, y, recv.plan, weights=recv.weights)
+        out = jax_ep.combine(self.group, y, recv)
         if config.shared_width:
             out = out + self._shared(weights, tokens)
         if tp:
