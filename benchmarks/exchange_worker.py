@@ -70,7 +70,7 @@ DENSE_CAPACITY = max(math.ceil(1.25 * T * K / N), int(LOADS.max()))
 def ours(x, idx, weights):
     pad = "undefined" if args.mode == "ll" else "zero"  # decode reads the counted rows only
     recv = jax_ep.dispatch(group, x, idx, weights, mode=args.mode, pad=pad)
-    return jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights)
+    return jax_ep.combine(group, recv.x, recv)
 
 
 def dense_slots(idx, capacity):

@@ -47,7 +47,7 @@ def layer(group: jax_ep.Group, experts: Experts, params: Any, x: jax.Array) -> j
     recv = jax_ep.dispatch(group, x, ids, weights)
     kernels = (params["w_gate"], params["w_up"], params["w_down"])
     y = experts(recv.x, recv.group_sizes, *kernels)
-    return jax_ep.combine(group, y, recv.plan, weights=recv.weights)
+    return jax_ep.combine(group, y, recv)
 
 
 def make_step(group: jax_ep.Group, experts: Experts) -> Any:

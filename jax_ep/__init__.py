@@ -19,11 +19,11 @@ from jax_ep._ops.api import combine_done as combine_done
 from jax_ep._ops.api import combine_start as combine_start
 from jax_ep._ops.api import dispatch as dispatch
 from jax_ep._ops.api import dispatch_done as dispatch_done
-from jax_ep._ops.api import dispatch_quantized as dispatch_quantized
 from jax_ep._ops.api import dispatch_start as dispatch_start
 from jax_ep._ops.api import export_checks as export_checks
 from jax_ep._ops.api import plan as plan
 from jax_ep._ops.api import wait as wait
+from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan

@@ -53,7 +53,7 @@ def moe(
     def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array:
         recv = api.dispatch(group, x, topk_idx, topk_weights)
         y = expert_fn(params, recv.x, recv.group_sizes)
-        return api.combine(group, y, recv.plan, weights=recv.weights)
+        return api.combine(group, y, recv)
 
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import enum
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -85,6 +86,19 @@ class InFlight:
     layout: Layout
     mode: Mode
     pad: Pad
+
+
+class Unsaid(enum.Enum):
+    """An argument that was left out, where None says something."""
+
+    UNSAID = enum.auto()
+
+    def __repr__(self) -> str:
+        """As signatures show it."""
+        return "<unsaid>"
+
+
+UNSAID = Unsaid.UNSAID
 
 
 class Route(NamedTuple):

@@ -86,11 +86,11 @@ def _ours(label: str, group: jax_ep.Group) -> list[_Program]:
         return recv.x, recv
 
     def combine(y: jax.Array, recv: jax_ep.Received) -> jax.Array:
-        return _next(y, jax_ep.combine(group, y, recv.plan, weights=recv.weights))
+        return _next(y, jax_ep.combine(group, y, recv))
 
     def round_trip(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         recv = jax_ep.dispatch(group, x, ids, weights)
-        return jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights)
+        return jax_ep.combine(group, recv.x, recv)
 
     return [
         _fed_back(f"jax_ep {label} dispatch", 1, dispatch),

@@ -49,7 +49,7 @@ def _round_trip(
         assert recv.topk_idx is not None and recv.weights is not None
         factor = jnp.where(recv.topk_idx >= 0, recv.topk_idx + first + 1, 0)
         summed = recv.x * (factor * recv.weights).sum(axis=-1, keepdims=True)
-        return jax_ep.combine(group, summed, recv.plan)
+        return jax_ep.combine(group, summed, recv)
     if way == "expert_batched":
         local = jnp.arange(recv.x.shape[0])[:, None, None]
     else:
@@ -57,10 +57,8 @@ def _round_trip(
         local = jnp.searchsorted(jnp.cumsum(recv.group_sizes), rows, side="right")[:, None]
     y = recv.x * (local + first + 1).astype(recv.x.dtype)
     if way == "start/done":
-        return jax_ep.combine_done(
-            group, jax_ep.combine_start(group, y, recv.plan, weights=recv.weights)
-        )
-    return jax_ep.combine(group, y, recv.plan, weights=recv.weights)
+        return jax_ep.combine_done(group, jax_ep.combine_start(group, y, recv))
+    return jax_ep.combine(group, y, recv)
 
 
 def _inputs(num_ranks: int) -> tuple[np.ndarray[Any, Any], ...]:
@@ -114,7 +112,7 @@ def _check_drops(mesh: Mesh, native: jax_ep.Group, oracle: jax_ep.Group) -> Erro
         outs, dropped = [], []
         for group in (native, oracle):
             recv = jax_ep.dispatch(group, x, idx, weights)
-            outs.append(jax_ep.combine(group, recv.x, recv.plan, weights=recv.weights))
+            outs.append(jax_ep.combine(group, recv.x, recv))
             dropped.append(lax.psum(recv.plan.num_dropped, AXIS).astype(jnp.float32))
         apart = jnp.max(jnp.abs(outs[0] - outs[1])) / jnp.max(jnp.abs(outs[1]))
         no_drop = (dropped[1] == 0).astype(jnp.float32)

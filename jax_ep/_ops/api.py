@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import ffi, operands, sharding, vjp
+from jax_ep._ops import combine_arguments, ffi, operands, sharding, vjp
 from jax_ep._ops.call import Call
-from jax_ep._types import InFlight, Plan, PlanArrays, Received
+from jax_ep._types import UNSAID, InFlight, Plan, PlanArrays, Received, Unsaid
 
 
 def plan(
@@ -75,7 +75,7 @@ def dispatch(
     Example:
         >>> recv = jax_ep.dispatch(group, x, topk_idx, topk_weights)
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
-        >>> out = jax_ep.combine(group, y, recv.plan, weights=recv.weights)
+        >>> out = jax_ep.combine(group, y, recv)
     """
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad
@@ -92,32 +92,73 @@ def dispatch(
     return _make_received(call, arrays, recv_x, recv_weights)
 
 
-def combine(group: Group, y: jax.Array, plan: Plan, weights: jax.Array | None = None) -> jax.Array:
+@overload
+def combine(
+    group: Group,
+    y: jax.Array,
+    recv: Received | Plan | None = None,
+    weights: jax.Array | Unsaid | None = UNSAID,
+    *,
+    return_weights: Literal[False] = False,
+    plan: Plan | None = None,
+) -> jax.Array: ...
+@overload
+def combine(
+    group: Group,
+    y: jax.Array,
+    recv: Received | Plan | None = None,
+    weights: jax.Array | Unsaid | None = UNSAID,
+    *,
+    return_weights: Literal[True],
+    plan: Plan | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def combine(
+    group: Group,
+    y: jax.Array,
+    recv: Received | Plan | None = None,
+    weights: jax.Array | Unsaid | None = UNSAID,
+    *,
+    return_weights: bool = False,
+    plan: Plan | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Sums the experts' rows back into their tokens, in a fixed order, in f32.
 
     Args:
         group: the group; call inside shard_map over its axis.
-        y: shaped as the `Received.x` of this plan, in Config.dtype; padding rows are not read.
-        plan: the plan of the dispatch.
-        weights: floats per row (shaped as `Received.weights`, or flat [R]), or per (token, k)
-            [T, K] (costs an exchange of weights), or None for 1. Must be None in rank_major.
+        y: shaped as `Received.x`, in Config.dtype; padding rows are not read.
+        recv: what `dispatch` returned: its plan and its weights are used (in rank_major its plan
+            alone: y is already weighted and summed over the rank's experts). Or a `Plan`, with
+            `weights`.
+        weights: instead of those of `recv`: floats per row (f32[R]), or per (token, k) [T, K]
+            (costs an exchange of weights), or None for a plain sum. In rank_major None.
+        return_weights: also return the rows' weights to the (token, k) they belong to. In
+            rank_major these are `Received.weights`, or `weights` [N, T, K], which scale nothing.
+        plan: deprecated: pass it as `recv`.
 
     Returns:
-        [T, H] in Config.dtype; zero where a token has no kept pair.
+        [T, H] in Config.dtype, zero where a token has no kept pair; with return_weights a tuple of
+        it and f32[T, K], zero for dropped and absent pairs.
 
     Raises:
         ValueError: shapes or dtypes do not fit, or the axis is not in scope.
 
     Example:
-        >>> out = jax_ep.combine(group, y, recv.plan, weights=recv.weights)
+        >>> out = jax_ep.combine(group, y, recv)
+        >>> total = jax_ep.combine(group, y, recv.plan, weights=None)  # a plain sum
     """
-    call, rows, row_weights, arrays = operands.combine_operands(group, "combine", y, plan, weights)
+    plan, weights = combine_arguments.resolve("combine", recv, weights, plan, return_weights)
+    call, rows, row_weights, scalars, arrays = operands.combine_operands(
+        group, "combine", y, plan, weights, return_weights
+    )
     if row_weights is None:
-        out, _ = vjp.combine(call, rows, None, arrays.route())
-        assert out is not None
+        out, returned = vjp.combine(call, rows, scalars, arrays.route())
     else:
-        out = vjp.combine_weighted(call, rows, row_weights, arrays.route())
-    return _finish(call, out, arrays)
+        out, returned = vjp.combine_weighted(call, rows, row_weights, scalars, arrays.route())
+    assert out is not None
+    if not return_weights:
+        return _finish(call, out, arrays)
+    assert returned is not None
+    return _finish(call, out, arrays), _poison(call, arrays, returned)
 
 
 def dispatch_start(
@@ -211,16 +252,22 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
 
 
 def combine_start(
-    group: Group, y: jax.Array, plan: Plan, weights: jax.Array | None = None
+    group: Group,
+    y: jax.Array,
+    recv: Received | Plan | None = None,
+    weights: jax.Array | Unsaid | None = UNSAID,
+    *,
+    plan: Plan | None = None,
 ) -> InFlight:
     """First half of `combine`: sends, and returns before anything has arrived.
 
     Args:
         group: the group; call inside shard_map over its axis.
-        y: shaped as the `Received.x` of this plan, in Config.dtype; padding rows are not read.
-        plan: the plan of the dispatch.
-        weights: floats per row (shaped as `Received.weights`, or flat [R]), or per (token, k)
-            [T, K] (costs an exchange of weights), or None for 1. Must be None in rank_major.
+        y: shaped as `Received.x`, in Config.dtype; padding rows are not read.
+        recv: what `dispatch` returned, or a `Plan` with `weights`, as `combine` takes them.
+        weights: instead of those of `recv`: floats per row (f32[R]), or per (token, k) [T, K]
+            (costs an exchange of weights), or None for a plain sum. In rank_major None.
+        plan: deprecated: pass it as `recv`.
 
     Returns:
         An `InFlight` for exactly one `combine_done` in the same program.
@@ -229,10 +276,11 @@ def combine_start(
         ValueError: shapes or dtypes do not fit, or the axis is not in scope.
 
     Example:
-        >>> flight = jax_ep.combine_start(group, y, recv.plan, recv.weights)
+        >>> flight = jax_ep.combine_start(group, y, recv)
         >>> out = jax_ep.combine_done(group, flight)
     """
-    call, rows, row_weights, arrays = operands.combine_operands(
+    plan, weights = combine_arguments.resolve("combine_start", recv, weights, plan)
+    call, rows, row_weights, _, arrays = operands.combine_operands(
         group, "combine_start", y, plan, weights
     )
     return InFlight(
@@ -262,7 +310,7 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
         ValueError: `inflight` is not a combine of this group, or the axis is not in scope.
 
     Example:
-        >>> out = jax_ep.combine_done(group, jax_ep.combine_start(group, y, recv.plan))
+        >>> out = jax_ep.combine_done(group, jax_ep.combine_start(group, y, recv))
     """
     call = operands.inflight_call(group, "combine_done", inflight, "combine")
     assert inflight.plan is not None
@@ -271,44 +319,6 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
         call, inflight.rows, inflight.weights, arrays.route(), inflight.epoch
     )
     return _finish(call, vjp.combine_done(call, rows, row_weights, route, epoch), arrays)
-
-
-def dispatch_quantized(
-    group: Group,
-    x: jax.Array,
-    topk_idx: jax.Array | None = None,
-    topk_weights: jax.Array | None = None,
-    *,
-    plan: Plan | None = None,
-    mode: Mode | None = None,
-    layout: Layout | None = None,
-    pad: Pad = "zero",
-) -> NoReturn:
-    """Dispatch that delivers FP8 values and scales; not implemented in this version.
-
-    Args:
-        group: as in `dispatch`.
-        x: as in `dispatch`.
-        topk_idx: as in `dispatch`.
-        topk_weights: as in `dispatch`.
-        plan: as in `dispatch`.
-        mode: as in `dispatch`.
-        layout: as in `dispatch`.
-        pad: as in `dispatch`.
-
-    Returns:
-        Nothing yet.
-
-    Raises:
-        NotImplementedError: always.
-
-    Example:
-        >>> recv = jax_ep.dispatch(group, x, topk_idx)  # instead, for now
-    """
-    raise NotImplementedError(
-        "jax_ep.dispatch_quantized: the FP8 wire is not implemented in this version; "
-        "use jax_ep.dispatch"
-    )
 
 
 def wait(tree: Any) -> Any:

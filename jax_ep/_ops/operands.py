@@ -235,14 +235,13 @@ def _check_plan(call: Call, operation: str, plan: Plan) -> None:
 
 
 def combine_operands(
-    group: Group, operation: str, y: Any, plan: Any, weights: Any
-) -> tuple[Call, jax.Array, jax.Array | None, PlanArrays]:
-    """Validated operands of a combine: call, flat rows, f32 row weights, plan arrays."""
+    group: Group, operation: str, y: Any, plan: Plan, weights: Any, return_weights: bool = False
+) -> tuple[Call, jax.Array, jax.Array | None, jax.Array | None, PlanArrays]:
+    """Validated operands of a combine: call, flat rows, f32 row weights, scalars, plan arrays.
+
+    The scalars are what returns to the pairs: the weights, if they shall.
+    """
     sharding.check_call(group, operation)
-    if not isinstance(plan, Plan):
-        raise fail(
-            operation, "plan", f"of type {type(plan).__name__}", "jax_ep.Plan", "pass recv.plan"
-        )
     call = make_call(group, operation, plan.send_slot.shape[0], plan.mode, plan.layout, "zero")
     _check_plan(call, operation, plan)
     _check_float_rows(group, operation, "y", y)
@@ -255,16 +254,29 @@ def combine_operands(
             "pass rows shaped as recv.x",
         )
     if weights is not None:
-        weights = _check_combine_weights(call, operation, weights)
+        weights = _check_combine_weights(call, operation, weights, return_weights)
+    elif return_weights:
+        raise fail(
+            operation,
+            "return_weights=True",
+            "without weights",
+            "a Received that has them, or weights=",
+            "pass topk_weights to dispatch",
+        )
     rows, weights, typed = vary(call, y, weights, plan)
     arrays = plan_arrays(typed)._replace(overflow=plan.overflow)
     if weights is not None and weights.ndim == 2:
         _, weights = vjp.dispatch(call, None, weights, arrays.route())
-    return call, rows.reshape(call.rows, call.hidden), weights, arrays
+    scalars = weights if return_weights else None
+    if call.layout == "rank_major" and weights is not None:
+        scalars, weights = weights.reshape(call.rows, call.top_k), None
+    return call, rows.reshape(call.rows, call.hidden), weights, scalars, arrays
 
 
-def _check_combine_weights(call: Call, operation: str, weights: Any) -> jax.Array:
-    if call.layout == "rank_major":
+def _check_combine_weights(
+    call: Call, operation: str, weights: Any, return_weights: bool
+) -> jax.Array:
+    if call.layout == "rank_major" and not return_weights:
         raise fail(
             operation,
             "weights",
@@ -274,7 +286,16 @@ def _check_combine_weights(call: Call, operation: str, weights: Any) -> jax.Arra
         )
     _check_float_weights(operation, "weights", weights)
     per_row, per_pair = (call.rows,), (call.num_tokens, call.top_k)
-    if weights.shape not in (per_row, per_pair):
+    received = (call.group.num_ranks, *per_pair)
+    if call.layout == "rank_major" and weights.shape != received:
+        raise fail(
+            operation,
+            "weights",
+            _describe(weights),
+            f"{list(received)} (layout 'rank_major')",
+            "pass weights shaped as recv.weights",
+        )
+    if call.layout != "rank_major" and weights.shape not in (per_row, per_pair):
         raise fail(
             operation,
             "weights",

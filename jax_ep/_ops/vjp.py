@@ -85,26 +85,34 @@ combine.defvjp(_combine_fwd, _combine_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine_weighted(call: Call, y: jax.Array, row_weights: jax.Array, route: Route) -> jax.Array:
-    """Rows [R, H] times f32[R], summed to [T, H]."""
-    got = primitive.run("combine", call, y=y, row_weights=row_weights, **_slots(route))
-    out: jax.Array = got["out"]
-    return out
+def combine_weighted(
+    call: Call, y: jax.Array, row_weights: jax.Array, pair_scalars: Optional, route: Route
+) -> Pair:
+    """Rows [R, H] times f32[R], summed to [T, H], and pair_scalars f32[R] to f32[T, K]."""
+    got = primitive.run(
+        "combine", call, y=y, row_weights=row_weights, pair_scalars=pair_scalars, **_slots(route)
+    )
+    return got["out"], got["pair_scalars_out"]
 
 
 _WeightedResiduals = tuple[jax.Array, jax.Array, Route]
 
 
 def _combine_weighted_fwd(
-    call: Call, y: jax.Array, row_weights: jax.Array, route: Route
-) -> tuple[jax.Array, _WeightedResiduals]:
-    return combine_weighted(call, y, row_weights, route), (y, row_weights, route)
+    call: Call, y: jax.Array, row_weights: jax.Array, pair_scalars: Optional, route: Route
+) -> tuple[Pair, _WeightedResiduals]:
+    out = combine_weighted(call, y, row_weights, pair_scalars, route)
+    return out, (y, row_weights, route)
 
 
 def _combine_weighted_bwd(
-    call: Call, residuals: _WeightedResiduals, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
-    return *combine_backward(call, cotangent, *residuals), None
+    call: Call, residuals: _WeightedResiduals, cotangents: Pair
+) -> tuple[jax.Array, jax.Array, Optional, None]:
+    cotangent, returned = cotangents
+    assert cotangent is not None
+    d_y, d_weights = combine_backward(call, cotangent, *residuals)
+    d_scalars = None if returned is None else dispatch(call, None, returned, residuals[2])[1]
+    return d_y, d_weights, d_scalars, None
 
 
 combine_weighted.defvjp(_combine_weighted_fwd, _combine_weighted_bwd)

@@ -42,7 +42,7 @@ DIMS: dict[str, tuple[str | None, ...]] = {
 
 
 class MoEStats(NamedTuple):
-    """Statistics of the tokens in a layer's x (of all ranks, if x is global).
+    """Statistics of the real tokens in a layer's x (of all ranks, if x is global).
 
     Args:
         balance_loss: f32[], `routing.load_balancing_loss`: 1 when the router is balanced.
@@ -102,52 +102,70 @@ class Layer:
         return self.placement.weight_spec(self.group, DIMS[name])
 
     def __call__(
-        self, weights: Mapping[str, jax.Array], x: jax.Array, mode: Mode | None = None
+        self,
+        weights: Mapping[str, jax.Array],
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        mode: Mode | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """The layer's output, shaped as x in the group's dtype, and its stats.
 
-        Inside a shard_map over the group's axes x and weights are local; elsewhere they are global
-        and the layer makes the shard_map.
+        Inside a shard_map over the group's axes x, mask and weights are local; elsewhere they are
+        global and the layer makes the shard_map.
         """
         if x.ndim < 2 or x.shape[-1] != self.config.hidden:
             raise ValueError(
                 f"jax_ep.flax.MoE: got x of shape {list(x.shape)}, expected [..., T, "
                 f"hidden={self.config.hidden}]; reshape it"
             )
+        if mask is not None and (mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]):
+            raise ValueError(
+                f"jax_ep.flax.MoE: got mask {mask.dtype}{list(mask.shape)}, expected "
+                f"bool{list(x.shape[:-1])}, x without hidden; True where the token is real"
+            )
         manual = _manual_axes()
         if manual & set(self.group.axes):
-            return self._local(weights, x, mode, stat_axes=())
+            return self._local(weights, x, mask, mode=mode, stat_axes=())
         mesh = _jax_compat.context_mesh() if manual else self.group.mesh
         token_axes = self.placement.token_axes(self.group)
         spec = self.placement.token_spec(self.group)
         x_spec = P(*spec, *(None,) * (x.ndim - len(spec)))
         specs = {name: self._spec(name) for name in weights}
+        given = (dict(weights), x) if mask is None else (dict(weights), x, mask)
+        in_specs = (specs, x_spec, P(*x_spec[:-1]))[: len(given)]
         if any(kind == AxisType.Explicit for kind in mesh.axis_types):
-            x, weights = jax.sharding.reshard(
-                (x, dict(weights)),
-                jax.tree.map(lambda s: NamedSharding(mesh, s), (x_spec, specs)),
+            given = jax.sharding.reshard(
+                given, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)
             )
         mapped = jax.shard_map(
             functools.partial(self._local, mode=mode, stat_axes=token_axes),
             mesh=mesh,
-            in_specs=(specs, x_spec),
+            in_specs=in_specs,
             out_specs=(x_spec, P()),
             axis_names=frozenset(mesh.axis_names) - manual,
         )
-        result: tuple[jax.Array, MoEStats] = mapped(dict(weights), x)
+        result: tuple[jax.Array, MoEStats] = mapped(*given)
         return result
 
     def _local(
         self,
         weights: Mapping[str, jax.Array],
         x: jax.Array,
+        mask: jax.Array | None = None,
+        *,
         mode: Mode | None,
         stat_axes: tuple[str, ...],
     ) -> tuple[jax.Array, MoEStats]:
         config, dtype = self.config, self.group.config.dtype
         tokens = x.reshape(math.prod(x.shape[:-1]), config.hidden)
+        if mask is not None:
+            # Before anything is computed of them: 0 * NaN would reach the weights' gradients.
+            mask = mask.reshape(-1)
+            tokens = jnp.where(mask[:, None], tokens, jnp.zeros((), tokens.dtype))
         router = self._ready("router", weights["router"], jnp.float32)
-        ids, probabilities, topk_weights = self._route(router, weights.get("router_bias"), tokens)
+        ids, probabilities, topk_weights = self._route(
+            router, weights.get("router_bias"), tokens, mask
+        )
 
         # Typed as differing over tp before they are sent, so that the cotangents are summed over tp
         # per token and not per received row.
@@ -162,13 +180,15 @@ class Layer:
         ]
         expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=config.activation)
         y = expert_fn(recv.x, recv.group_sizes, *experts)  # type: ignore[arg-type]
-        out = jax_ep.combine(self.group, y, recv.plan, weights=recv.weights)
+        out = jax_ep.combine(self.group, y, recv)
         if config.shared_width:
             out = out + self._shared(weights, tokens)
+        if mask is not None:
+            out = jnp.where(mask[:, None], out, jnp.zeros((), out.dtype))
         if tp:
             out = lax.psum(out, tp)
         return out.reshape(x.shape), self._stats(
-            ids, probabilities, recv.plan.num_dropped, stat_axes
+            ids, probabilities, mask, recv.plan.num_dropped, stat_axes
         )
 
     def _ready(self, name: str, weight: jax.Array, dtype: Any) -> jax.Array:
@@ -189,7 +209,11 @@ class Layer:
         return gathered
 
     def _route(
-        self, router: jax.Array, bias: jax.Array | None, tokens: jax.Array
+        self,
+        router: jax.Array,
+        bias: jax.Array | None,
+        tokens: jax.Array,
+        mask: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(ids [T, K], probabilities [T, E] for the balancing loss, weights f32[T, K])."""
         config = self.config
@@ -197,13 +221,13 @@ class Layer:
         logits = jnp.dot(tokens.astype(jnp.float32), router, precision=lax.Precision.HIGHEST)
         if config.router == "softmax":
             ids, chosen = jax_ep.routing.topk_softmax(
-                logits, config.top_k, normalize=config.normalize
+                logits, config.top_k, normalize=config.normalize, mask=mask
             )
             return ids, jax.nn.softmax(logits), chosen * config.scale
         assert bias is not None
         if config.router == "sigmoid_bias":
             ids, chosen = jax_ep.routing.topk_sigmoid_bias(
-                logits, bias, config.top_k, scale=config.scale
+                logits, bias, config.top_k, scale=config.scale, mask=mask
             )
         else:
             ids, chosen = jax_ep.routing.group_limited_topk(
@@ -213,6 +237,7 @@ class Layer:
                 top_groups=config.top_groups,
                 bias=bias,
                 scale=config.scale,
+                mask=mask,
             )
         affinity = jax.nn.sigmoid(logits)
         return ids, affinity / jnp.sum(affinity, axis=-1, keepdims=True), chosen
@@ -231,17 +256,18 @@ class Layer:
         self,
         ids: jax.Array,
         probabilities: jax.Array,
+        mask: jax.Array | None,
         num_dropped: jax.Array,
         axes: tuple[str, ...],
     ) -> MoEStats:
-        """Stats of this rank's tokens, or of all along `axes`."""
-        balance = jax_ep.routing.load_balancing_loss(probabilities, ids, axis=axes or None)
-        chosen = ids.reshape(-1, 1) == jnp.arange(self.config.num_experts)
-        load = jnp.sum(chosen.astype(jnp.int32), axis=0)
+        """Stats of this rank's real tokens, or of all along `axes`."""
+        axis = axes or None
+        balance = jax_ep.routing.load_balancing_loss(probabilities, ids, mask=mask, axis=axis)
+        load = jax_ep.routing.expert_load(ids, self.config.num_experts, axis=axis)
         if self.placement.tp is not None:  # equal there, but typed as differing
             num_dropped = _jax_compat.uniform_max(num_dropped, (self.placement.tp,))
         if axes:
-            load, num_dropped = lax.psum((load, num_dropped), axes)
+            num_dropped = lax.psum(num_dropped, axes)
         return MoEStats(balance, load, num_dropped)
 
 

@@ -87,15 +87,19 @@ class MoE(nnx.Module):
     def _layer(self) -> Layer:
         return Layer(self.config, self.group, self.placement, self.expert_fn)
 
-    def __call__(self, x: jax.Array, *, mode: Mode | None = None) -> tuple[jax.Array, MoEStats]:
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, mode: Mode | None = None
+    ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
         Args:
             x: [..., T, H], split as `placement.tokens` says (global), or this rank's part of it.
+            mask: bool[..., T], split as x: True where the token is real, or None if all are. What
+                x holds elsewhere is not looked at, goes nowhere and is not counted; out is 0 there.
             mode: "ht" or "ll"; None: the group's.
 
         Returns:
-            ([..., T, H] in the group's dtype, stats of the tokens in x).
+            ([..., T, H] in the group's dtype, stats of the real tokens in x).
 
         Raises:
             ValueError: as `jax_ep.dispatch`, or x does not fit.
@@ -104,7 +108,7 @@ class MoE(nnx.Module):
             >>> out, stats = moe(x)
         """
         layer = self._layer()
-        return layer({name: getattr(self, name)[...] for name in layer.weights()}, x, mode)
+        return layer({name: getattr(self, name)[...] for name in layer.weights()}, x, mask, mode)
 
     def update_bias(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Moves `router_bias` against `load`, once per training step (see `updated_bias`).

@@ -48,15 +48,19 @@ class MoE(nn.Module):
     kernel_init: Inits = None
 
     @nn.compact
-    def __call__(self, x: jax.Array, *, mode: Mode | None = None) -> tuple[jax.Array, MoEStats]:
+    def __call__(
+        self, x: jax.Array, *, mask: jax.Array | None = None, mode: Mode | None = None
+    ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
         Args:
             x: [..., T, H], split as `placement.tokens` says (global), or this rank's part of it.
+            mask: bool[..., T], split as x: True where the token is real, or None if all are. What
+                x holds elsewhere is not looked at, goes nowhere and is not counted; out is 0 there.
             mode: "ht" or "ll"; None: the group's.
 
         Returns:
-            ([..., T, H] in the group's dtype, stats of the tokens in x).
+            ([..., T, H] in the group's dtype, stats of the real tokens in x).
 
         Raises:
             ValueError: as `jax_ep.dispatch`, or x does not fit.
@@ -75,4 +79,4 @@ class MoE(nn.Module):
                 initializer(self.kernel_init, name), tuple(weight.spec)
             )
             values[name] = self.param(name, init, shape, self.param_dtype)
-        return layer(values, x, mode)
+        return layer(values, x, mask, mode)

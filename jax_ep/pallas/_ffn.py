@@ -39,7 +39,7 @@ def grouped_ffn(
 
     Example:
         >>> y = jax_ep.pallas.grouped_ffn(recv.x, recv.group_sizes, w_gate, w_up, w_down)
-        >>> out = jax_ep.combine(group, y, recv.plan, weights=recv.weights)
+        >>> out = jax_ep.combine(group, y, recv)
     """
     _matmul.check_operands("grouped_ffn", x, (("w_gate", w_gate), ("w_up", w_up)), group_sizes)
     expected = (w_gate.shape[0], w_gate.shape[2], x.shape[1])

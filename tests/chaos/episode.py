@@ -160,9 +160,9 @@ class World:
 
         def step(x, idx):
             recv = jax_ep.dispatch(self.group, x * scale, idx, mode=self.episode.mode)
-            once = jax_ep.combine(self.group, recv.x, recv.plan)
+            once = jax_ep.combine(self.group, recv.x, recv)
             again = jax_ep.dispatch(self.group, once, (idx + 1) % 2, mode=self.episode.mode)
-            return jax_ep.combine(self.group, again.x, again.plan)
+            return jax_ep.combine(self.group, again.x, again)
 
         spec = P("ep")
         wrapped = jax.shard_map(

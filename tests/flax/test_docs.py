@@ -18,7 +18,7 @@ def test_the_snippets_run(tmp_path, native):
     if len(jax.devices()) < 8:
         pytest.skip(f"the page has a mesh of 2 by 4 devices, JAX sees {len(jax.devices())}")
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(snippets) == 6
+    assert len(snippets) == 7
     names = {"folder": tmp_path}
     with jax.numpy_dtype_promotion("standard"):
         for number, snippet in enumerate(snippets):

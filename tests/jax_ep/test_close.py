@@ -41,7 +41,7 @@ def _compiled(group: jax_ep.Group) -> tuple[Callable[[Any], Any], Any]:
     def step(x: jax.Array) -> jax.Array:
         ids = jnp.tile(jnp.arange(2, dtype=jnp.int32), (x.shape[0], 1))
         recv = jax_ep.dispatch(group, x, ids)
-        return jax_ep.combine(group, recv.x, recv.plan)
+        return jax_ep.combine(group, recv.x, recv)
 
     spec = P("ep")
     x = jax.device_put(

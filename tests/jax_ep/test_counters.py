@@ -51,7 +51,7 @@ def test_ht_sends_each_token_once_per_node_and_gets_one_row_back(routing):
 
     def there_and_back(x, ids):
         received = jax_ep.dispatch(group, x, ids, mode="ht")
-        return jax_ep.combine(group, received.x, received.plan)
+        return jax_ep.combine(group, received.x, received)
 
     run(group, there_and_back, inputs.x, inputs.ids)
     rows, _, flows = internode(group)

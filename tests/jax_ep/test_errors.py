@@ -212,18 +212,18 @@ MISTAKES: list[tuple[str, Ops, str]] = [
     ),
     (
         "shape of y",
-        lambda g, x, i, w: jax_ep.combine(g, x, jax_ep.plan(g, i)),
+        lambda g, x, i, w: jax_ep.combine(g, x, jax_ep.plan(g, i), weights=None),
         r"combine: got y float32\[4, 8\], expected \[28, 8\] \(layout 'expert_major'\)",
     ),
     (
         "dtype of y",
-        lambda g, x, i, w: jax_ep.combine(g, x.astype(jnp.float16), jax_ep.plan(g, i)),
+        lambda g, x, i, w: jax_ep.combine(g, x.astype(jnp.float16), jax_ep.plan(g, i), None),
         "got y float16",
     ),
     (
         "not a plan",
         lambda g, x, i, w: jax_ep.combine(g, x, i),
-        "combine: got plan of type .*, expected jax_ep.Plan; pass recv.plan",
+        "combine: got recv of type .*, expected jax_ep.Received or jax_ep.Plan; pass what dispatch",
     ),
     (
         "combine weights",
@@ -348,7 +348,7 @@ def test_programs_without_devices_are_right_or_refused_on_another_order(
 
         def layer(x: jax.Array, ids: jax.Array) -> jax.Array:
             recv = jax_ep.dispatch(group, x, ids)
-            return jax_ep.combine(group, recv.x * scale[lax.axis_index("ep")], recv.plan)
+            return jax_ep.combine(group, recv.x * scale[lax.axis_index("ep")], recv)
 
         mesh = group.mesh.abstract_mesh if kind == "abstract" else group.mesh
         step = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
@@ -403,7 +403,7 @@ def test_a_plan_of_a_group_with_other_max_tokens_is_refused(implementation: str)
 def partly_manual(group: jax_ep.Group) -> Any:
     step = jax.shard_map(
         lambda x, i: jax_ep.combine(
-            group, (recv := jax_ep.dispatch(group, x, i, mode="ht")).x, recv.plan
+            group, (recv := jax_ep.dispatch(group, x, i, mode="ht")).x, recv
         ),
         mesh=group.mesh,
         in_specs=P("ep"),

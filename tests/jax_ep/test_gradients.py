@@ -58,13 +58,13 @@ def layer(
     else:
         recv = jax_ep.dispatch(group, x, ids, weights, **options)
     y = local_experts(recv, kernels)
-    combine_weights = None
-    if recv.plan.layout != "rank_major":
-        combine_weights = weights if style == "pairs" else recv.weights
     if style == "halves":
-        flight = jax_ep.combine_start(group, y, recv.plan, combine_weights)
-        return jax_ep.combine_done(group, flight), recv.plan.send_slot
-    return jax_ep.combine(group, y, recv.plan, combine_weights), recv.plan.send_slot
+        out = jax_ep.combine_done(group, jax_ep.combine_start(group, y, recv))
+    elif style == "pairs":
+        out = jax_ep.combine(group, y, recv, weights=weights)
+    else:
+        out = jax_ep.combine(group, y, recv)
+    return out, recv.plan.send_slot
 
 
 def sharded_loss(
@@ -200,7 +200,7 @@ def test_nan_in_padding_reaches_no_gradient(implementation: str) -> None:
             recv = jax_ep.dispatch(group, x, ids, w)
             used = (recv.plan.recv_src >= 0)[:, None]
             y = jnp.where(used, recv.x * kernel, jnp.nan)
-            return jnp.sum(jax_ep.combine(group, y, recv.plan, recv.weights) ** 2)
+            return jnp.sum(jax_ep.combine(group, y, recv) ** 2)
 
         return jax.grad(local, argnums=(0, 1, 2))(x, w, kernel)
 
@@ -219,7 +219,7 @@ def test_cotangents_have_the_callers_dtypes(dtype: str, implementation: str) -> 
     def loss(x: Array, ids: Array, w: Array) -> tuple[Array, ...]:
         def local(x: Array, w: Array) -> Array:
             recv = jax_ep.dispatch(group, x, ids, w)
-            out = jax_ep.combine(group, recv.x, recv.plan, recv.weights)
+            out = jax_ep.combine(group, recv.x, recv)
             return jnp.sum(out.astype(jnp.float32))
 
         return jax.grad(local, argnums=(0, 1))(x, w)

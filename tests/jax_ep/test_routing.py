@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import mesh_of
+from jax.sharding import PartitionSpec as P
 
 from jax_ep import routing
 from jax_ep.testing import ROUTING_KINDS, make_routing
@@ -64,6 +66,90 @@ def test_load_balancing_loss_is_one_when_balanced() -> None:
     assert routing.load_balancing_loss(even, ids * 0 - 1) == 0
 
 
+BIAS = np.linspace(-0.2, 0.2, 8, dtype=np.float32)
+GATES = {
+    "topk_softmax": lambda x, **mask: routing.topk_softmax(x, 3, **mask),
+    "plain_softmax": lambda x, **mask: routing.topk_softmax(x, 3, normalize=False, **mask),
+    "topk_sigmoid_bias": lambda x, **mask: routing.topk_sigmoid_bias(x, BIAS, 3, **mask),
+    "group_limited_topk": lambda x, **mask: routing.group_limited_topk(
+        x, 3, num_groups=4, top_groups=2, bias=BIAS, **mask
+    ),
+}
+MASK = np.arange(13) % 3 != 1
+
+
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("mask", [MASK, np.zeros(13, bool), np.ones(13, bool)])
+def test_masked_tokens_go_nowhere_and_get_no_gradient(gate: str, mask: np.ndarray) -> None:
+    padded = np.where(mask[:, None], LOGITS, np.nan)  # padding may hold anything
+    ids, weights = GATES[gate](jnp.array(padded), mask=jnp.array(mask))
+    wanted_ids, wanted_weights = GATES[gate](jnp.array(LOGITS))
+    np.testing.assert_array_equal(ids, np.where(mask[:, None], wanted_ids, -1))
+    np.testing.assert_array_equal(weights, np.where(mask[:, None], wanted_weights, 0))
+    assert ids.dtype == jnp.int32
+
+    def loss(x: jax.Array, **mask: jax.Array) -> jax.Array:
+        return jnp.sum(GATES[gate](x, **mask)[1] ** 2)
+
+    got = jax.grad(loss)(jnp.array(padded), mask=jnp.array(mask))
+    wanted = jax.grad(loss)(jnp.array(LOGITS[mask]))
+    np.testing.assert_array_equal(np.asarray(got)[~mask], 0)
+    np.testing.assert_allclose(np.asarray(got)[mask], wanted, rtol=1e-5, atol=1e-7)
+
+
+# Padding once counted in p_e: the loss of a batch depended on how far it was padded.
+@pytest.mark.parametrize("num_real", [0, 1, 8])
+def test_the_balancing_loss_is_that_of_the_real_tokens(num_real: int) -> None:
+    mask = np.arange(13) < num_real
+    probabilities = np.asarray(jax.nn.softmax(LOGITS))
+    ids, _ = routing.topk_softmax(jnp.array(LOGITS), 3)
+    padded = np.where(mask[:, None], probabilities, np.nan)
+
+    def loss(p: jax.Array) -> jax.Array:
+        return routing.load_balancing_loss(p, ids, mask=jnp.array(mask))
+
+    value, gradient = jax.value_and_grad(loss)(jnp.array(padded))
+    if num_real == 0:
+        assert value == 0 and np.all(gradient == 0)
+        return
+    real = jnp.array(probabilities[:num_real])
+    wanted = jax.value_and_grad(routing.load_balancing_loss)(real, ids[:num_real])
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient[:num_real], wanted[1], rtol=1e-5)
+    assert np.all(gradient[num_real:] == 0)
+
+
+def test_ranks_of_different_numbers_of_tokens_share_one_loss_and_load() -> None:
+    real = (13, 4, 0, 7)  # of ranks that all pad to 13
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((4, 13, 8)).astype(np.float32)
+    mask = np.arange(13) < np.array(real)[:, None]
+    logits[~mask] = np.nan
+
+    def local(logits: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits, mask = logits[0], mask[0]
+        ids, _ = routing.topk_softmax(logits, 2, mask=mask)
+        loss = routing.load_balancing_loss(jax.nn.softmax(logits), ids, mask=mask, axis="ep")
+        return loss, routing.expert_load(ids, 8, axis="ep")
+
+    mapped = jax.shard_map(local, mesh=mesh_of(4), in_specs=P("ep"), out_specs=(P(), P()))
+    loss, load = jax.jit(mapped)(logits, mask)
+    alone = jnp.array(logits[mask])
+    ids, _ = routing.topk_softmax(alone, 2)
+    wanted = routing.load_balancing_loss(jax.nn.softmax(alone), ids)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_array_equal(load, np.bincount(np.asarray(ids).ravel(), minlength=8))
+
+
+def test_expert_load_counts_only_experts_that_exist() -> None:
+    ids = jnp.array([[0, 2], [-1, 2], [3, 9], [1, -5]])
+    load = routing.expert_load(ids, 4)
+    assert load.tolist() == [1, 1, 2, 1] and load.dtype == jnp.int32
+    mask = jnp.array([True, False, True, False])
+    assert routing.expert_load(ids, 4, mask=mask).tolist() == [1, 0, 1, 1]
+    assert routing.expert_load(ids.astype(jnp.uint8), 256).sum() == 8  # 256 is no uint8
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -71,6 +157,14 @@ def test_load_balancing_loss_is_one_when_balanced() -> None:
         (lambda x: routing.topk_softmax(x, True), "top_k=True, expected an int"),
         (lambda x: routing.group_limited_topk(x, 2, num_groups=3, top_groups=1), "num_groups=3"),
         (lambda x: routing.group_limited_topk(x, 5, num_groups=4, top_groups=2), "top_groups=2"),
+        (
+            lambda x: routing.topk_softmax(x, 2, mask=jnp.ones(12, bool)),
+            r"got mask bool\[12\], expected bool\[13\]",
+        ),
+        (
+            lambda x: routing.load_balancing_loss(x, x, mask=jnp.ones(13)),
+            r"got mask float32\[13\], expected bool\[13\]",
+        ),
     ],
 )
 def test_gates_refuse_what_cannot_be(call: object, message: str) -> None:

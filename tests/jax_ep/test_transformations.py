@@ -28,12 +28,12 @@ SQUARE = (2, 2)
 
 def layer(group: jax_ep.Group, x: Array, ids: Array, w: Array, **options: Any) -> Array:
     recv = jax_ep.dispatch(group, x, ids, w, **options)
-    return jax_ep.combine(group, recv.x * 2, recv.plan, weights=recv.weights)
+    return jax_ep.combine(group, recv.x * 2, recv)
 
 
 def halves_layer(group: jax_ep.Group, x: Array, ids: Array, w: Array) -> Array:
     recv = jax_ep.dispatch_done(group, jax_ep.dispatch_start(group, x, ids, w))
-    flight = jax_ep.combine_start(group, recv.x * 2, recv.plan, recv.weights)
+    flight = jax_ep.combine_start(group, recv.x * 2, recv)
     return jax_ep.combine_done(group, flight)
 
 
@@ -116,7 +116,7 @@ def test_plans_can_be_scanned_over_and_reused(implementation: str) -> None:
 
         def body(total: Array, plan: jax_ep.Plan) -> tuple[Array, Array]:
             rows = jax_ep.dispatch(group, x, plan=plan).x
-            return total + jax_ep.combine(group, rows, plan), plan.overflow
+            return total + jax_ep.combine(group, rows, plan, weights=None), plan.overflow
 
         return lax.scan(body, jnp.zeros_like(x), plans)
 
@@ -301,7 +301,7 @@ def test_overflow_steers_cond_and_leaves_through_an_empty_spec(implementation: s
         out = lax.cond(
             recv.plan.overflow > 0,
             lambda: jnp.full_like(x[0], -1),
-            lambda: jax_ep.combine(group, recv.x, recv.plan),
+            lambda: jax_ep.combine(group, recv.x, recv),
         )
         return out[None], recv.plan.overflow
 

@@ -51,7 +51,7 @@ group = jax_ep.create_group(
 
 def step(x, idx):
     recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
-    return jax_ep.combine(group, recv.x, recv.plan)
+    return jax_ep.combine(group, recv.x, recv)
 
 
 spec = P("ep")

@@ -32,7 +32,7 @@ with jax_ep.create_group(mesh, "ep", config, "native") as group:
         for _ in range(count):
             recv = jax_ep.dispatch(group, x, ids, mode=mode)
             rows = recv.x @ matrix if has_products else 0.5 * recv.x
-            x = jax_ep.combine(group, rows, recv.plan)
+            x = jax_ep.combine(group, rows, recv)
         return x
 
     for mode in ("ll", "ht"):

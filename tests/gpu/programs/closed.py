@@ -37,7 +37,7 @@ def program(mode):
     def layers(x, ids):
         for _ in range(PAIRS):
             recv = jax_ep.dispatch(group, x, ids)
-            x = jax_ep.combine(group, recv.x * 0.5, recv.plan)
+            x = jax_ep.combine(group, recv.x * 0.5, recv)
         return x
 
     step = jax.jit(

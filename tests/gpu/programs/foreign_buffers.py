@@ -40,7 +40,7 @@ weights_host = rng.random((N * T, K)).astype(np.float32)
 
 def layer(group: jax_ep.Group, x: Any, ids: Any, weights: Any) -> Any:
     recv = jax_ep.dispatch(group, x, ids, weights, mode="ht")
-    return jax_ep.combine(group, 2 * recv.x, recv.plan, weights=recv.weights)
+    return jax_ep.combine(group, 2 * recv.x, recv)
 
 
 def per_rank(function: Callable[..., Any], num_arrays: int = 3) -> Any:

@@ -48,7 +48,7 @@ def make(devices, node_size):
 
     def step(x, idx):
         recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
-        return jax_ep.combine(group, recv.x, recv.plan)
+        return jax_ep.combine(group, recv.x, recv)
 
     spec = P("ep")
     run = jax.jit(

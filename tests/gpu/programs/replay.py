@@ -37,7 +37,7 @@ for mode in ("ht", "ll"):
 
         def layer(x, idx, weights, group=group, mode=mode):
             recv = jax_ep.dispatch(group, x, idx, weights, mode=mode)
-            return jax_ep.combine(group, 2 * recv.x, recv.plan, weights=recv.weights)
+            return jax_ep.combine(group, 2 * recv.x, recv)
 
         step = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"),) * 3, out_specs=P("ep")))
 

@@ -40,7 +40,7 @@ def lowered(first):
         outs = []
         for i in range(LAYERS):
             recv = jax_ep.dispatch(group, x * (first + i), (ids + i) % (2 * N), mode="ht")
-            outs.append(jax_ep.combine(group, recv.x, recv.plan))
+            outs.append(jax_ep.combine(group, recv.x, recv))
         return tuple(outs)
 
     mapped = jax.shard_map(

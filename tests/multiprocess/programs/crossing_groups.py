@@ -38,7 +38,7 @@ def program(x, idx):
         for scale, (group, num_experts) in enumerate(groups, start=1):
             mode = "ll" if repeat == 1 else "ht"
             recv = jax_ep.dispatch(group, x, (idx + repeat) % num_experts, mode=mode)
-            outs.append(jax_ep.combine(group, recv.x * scale, recv.plan))
+            outs.append(jax_ep.combine(group, recv.x * scale, recv))
     return sum(outs), lax.psum(jnp.sum(x), ("outer", "inner"))
 
 

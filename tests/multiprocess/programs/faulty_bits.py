@@ -45,7 +45,7 @@ def digests(faulty):
             def step(x, idx, weights, mode=mode):
                 def loss(x, weights):
                     recv = jax_ep.dispatch(group, x, idx, weights, mode=mode)
-                    out = jax_ep.combine(group, recv.x * 1.5, recv.plan, weights=recv.weights)
+                    out = jax_ep.combine(group, recv.x * 1.5, recv)
                     return jnp.sum(out**2), (recv.x, out)
 
                 return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weights)[0][1], (

@@ -31,7 +31,7 @@ group = jax_ep.create_group(Mesh(np.array(jax.devices()), ("ep",)), "ep", config
 def body(x):
     ids = jnp.tile(jnp.arange(2, dtype=jnp.int32), (T, 1))
     recv = jax_ep.dispatch(group, x, ids)
-    return jax_ep.combine(group, recv.x, recv.plan)
+    return jax_ep.combine(group, recv.x, recv)
 
 
 x = jax.make_array_from_callback(

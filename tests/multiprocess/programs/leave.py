@@ -36,7 +36,7 @@ def make(**changes):
     def body(x):
         ids = jnp.tile(jnp.arange(2, dtype=jnp.int32), (x.shape[0], 1))
         recv = jax_ep.dispatch(group, x, ids)
-        return jax_ep.combine(group, recv.x, recv.plan)
+        return jax_ep.combine(group, recv.x, recv)
 
     spec = P("ep")
     shape = (16 * jax.device_count(), 32)

@@ -42,7 +42,7 @@ group = jax_ep.create_group(
 @jax.jit
 def layer(x, idx, scale):  # one jitted function, used sixteen times: sixteen calls with equal text
     recv = jax_ep.dispatch(group, x, idx, mode="ht")
-    return jax_ep.combine(group, recv.x * scale, recv.plan)
+    return jax_ep.combine(group, recv.x * scale, recv)
 
 
 def program(x, idx):

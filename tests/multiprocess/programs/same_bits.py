@@ -78,9 +78,7 @@ def run_case(
         def loss(x, weights):
             recv = jax_ep.dispatch(group, x.astype(dtype), idx, weights, mode=mode, layout=layout)
             y = (recv.x.astype(jnp.float32) * 1.5).astype(dtype)
-            out = jax_ep.combine(
-                group, y, recv.plan, None if layout == "rank_major" else recv.weights.reshape(-1)
-            )
+            out = jax_ep.combine(group, y, recv)
             return jnp.sum(out.astype(jnp.float32) ** 2), (recv, out)
 
         # XLA's partitioner refuses a shard_map whose operands are all empty (T = 0).
