@@ -16,6 +16,7 @@
 #include "proxy/abi/ring.h"
 #include "proxy/base/failure.h"
 #include "proxy/base/proxy_port.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
 
 namespace jax_ep {
@@ -44,6 +45,7 @@ struct Rank {
   GroupShape shape;        // of the group, but for what TakeSizes has set
   HeapLayout layout;       // of the group
   uint32_t rank = 0;
+  TeamId team = {};  // for messages
   // Indexed by rank. Node-mates (self included): base of their heap as mapped here. Others:
   // nullptr.
   std::vector<std::byte*> heaps;
@@ -92,6 +94,7 @@ struct Rank {
     shape.hidden = call.hidden;
   }
 
+  std::string NameOf(uint32_t other) const { return RankName(team, other); }
   uint32_t node() const { return rank / shape.node_size; }
   uint32_t local_rank() const { return rank % shape.node_size; }
   uint32_t node_begin() const { return node() * shape.node_size; }  // first rank of this node

@@ -18,7 +18,8 @@ constexpr uint32_t kSecretImmediateBits = 64;
 
 Status CheckOptions(const EndpointOptions& options) {
   const auto bad = [&options](const std::string& what) {
-    return InvalidArgument("proxy endpoint of rank " + std::to_string(options.rank) + ": " + what);
+    return InvalidArgument("proxy endpoint of " + RankName(options.team, options.rank) + ": " +
+                           what);
   };
   if (options.num_ranks > kMaxRanks || options.rank >= options.num_ranks) {
     return bad("got num_ranks=" + std::to_string(options.num_ranks) +
@@ -142,7 +143,7 @@ std::string Endpoint::LocalBlob() const {
 }
 
 Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline) {
-  const std::string what = Where() + ": connecting to rank " + std::to_string(rank) + ": ";
+  const std::string what = Where() + ": connecting to " + NameOf(rank) + ": ";
   if (rank >= num_ranks_ || peer_of_rank_[rank] < 0) {
     return InvalidArgument(what + "it is not one of this endpoint's peers");
   }
@@ -169,7 +170,7 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
   }
   const auto self = std::find(blob.peers.begin(), blob.peers.end(), rank_);
   if (self == blob.peers.end()) {
-    return InvalidArgument(what + "it does not expect rank " + number(rank_) +
+    return InvalidArgument(what + "it does not expect " + NameOf(rank_) +
                            " as a peer; node_size differs between the two");
   }
   if (blob.secrets.empty() == uses_secrets_) {
@@ -257,7 +258,7 @@ bool Endpoint::is_drained() const {
 }
 
 uint32_t Endpoint::FailurePayload(int64_t blamed) const {
-  return static_cast<uint32_t>(FailureLatch::Told(blamed, team_, kImmOtherTeam));
+  return static_cast<uint32_t>(FailureLatch::Told(blamed, team_.index, kImmOtherTeam));
 }
 
 bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {

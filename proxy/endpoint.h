@@ -14,6 +14,7 @@
 
 #include "proxy/abi/imm.h"
 #include "proxy/base/failure.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/command_ring.h"
 #include "proxy/flow.h"
 #include "proxy/peer_watch.h"
@@ -71,6 +72,7 @@ class Endpoint {
 
   // --- any thread ---
   uint32_t rank() const { return rank_; }
+  std::string NameOf(uint32_t rank) const { return RankName(team_, rank); }
   RingView ring() { return ring_->view(); }
   std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
   void AppendState(std::string* text) const;
@@ -135,13 +137,13 @@ class Endpoint {
   // endpoint_report.cc
   std::string Where() const;  // rank R of group "G"
   std::string DescribeFlow(uint32_t flow_index) const;
-  void Blame(uint32_t rank) { blamed_rank_ = RankOfTeam(team_, rank); }
+  void Blame(uint32_t rank) { blamed_rank_ = RankOfTeam(team_.index, rank); }
   Status BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const;
   Status PeersDied(const std::vector<PeerWatch::Dead>& dead) const;
 
   const std::string group_name_;
   const uint32_t rank_;
-  const uint32_t team_;
+  const TeamId team_;
   const uint32_t num_ranks_;
   const uint32_t window_messages_;
   const uint32_t ll_slots_;

@@ -133,7 +133,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
     case ImmControl::kFailed: {
       const uint32_t reporter = peers_[peer].rank;
       const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
-      std::string message = Where() + ": rank " + std::to_string(reporter) + " reported a failure";
+      std::string message = Where() + ": " + NameOf(reporter) + " reported a failure";
       if (imm.payload == kImmOtherTeam) {
         blamed_rank_ = FailureLatch::kOtherTeam;
         message += " in another team of its process";
@@ -142,7 +142,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
         if (culprit == static_cast<int64_t>(rank_)) {
           message += " and blames this rank";
         } else if (culprit >= 0 && culprit != static_cast<int64_t>(reporter)) {
-          message += " of rank " + std::to_string(culprit);
+          message += " of " + NameOf(static_cast<uint32_t>(culprit));
         }
       }
       return Unavailable(message + "; its own error says more");
@@ -153,7 +153,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
         SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
         if (flow.num_pending > 0) {
           Blame(peers_[peer].rank);
-          return FailedPrecondition(Where() + ": rank " + std::to_string(peers_[peer].rank) +
+          return FailedPrecondition(Where() + ": " + NameOf(peers_[peer].rank) +
                                     " has closed the group, but this rank still sends to it (" +
                                     DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
         }
@@ -217,7 +217,7 @@ Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t fl
       const uint32_t peer = flow_index / kNumChannels;
       Blame(peers_[peer].rank);
       return InvalidArgument(
-          Where() + ": rank " + std::to_string(peers_[peer].rank) + " signals on channel " +
+          Where() + ": " + NameOf(peers_[peer].rank) + " signals on channel " +
           std::string(ChannelName(static_cast<Channel>(flow_index % kNumChannels))) +
           ", which has no flag on this rank");
     }

@@ -71,9 +71,7 @@ std::string CommandText(uint64_t payload_word, uint64_t commit_word) {
 
 }  // namespace
 
-std::string Endpoint::Where() const {
-  return "group " + group_name_ + ": rank " + std::to_string(rank_);
-}
+std::string Endpoint::Where() const { return "group " + group_name_ + ": " + NameOf(rank_); }
 
 std::string Endpoint::DescribeFlow(uint32_t index) const {
   const SendFlow& send = send_flows_[index];
@@ -86,7 +84,7 @@ std::string Endpoint::DescribeFlow(uint32_t index) const {
 }
 
 Status Endpoint::BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const {
-  return InvalidArgument(Where() + ": rank " + std::to_string(peers_[peer].rank) +
+  return InvalidArgument(Where() + ": " + NameOf(peers_[peer].rank) +
                          " sent a message that breaks the protocol: " + std::string(why) +
                          " (kind " + std::to_string(static_cast<int>(imm.kind)) + ", epoch " +
                          std::to_string(imm.epoch) + ", payload " + std::to_string(imm.payload) +
@@ -105,7 +103,7 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
   for (uint32_t i = busiest; i < (first.peer + 1) * kNumChannels; ++i) {
     if (outstanding(i) > outstanding(busiest)) busiest = i;
   }
-  std::string text = "group " + group_name_ + ": rank " + std::to_string(culprit.rank) + " ";
+  std::string text = "group " + group_name_ + ": " + NameOf(culprit.rank) + " ";
   if (first.is_lost) {
     text += "is gone: " + culprit.why_lost;
   } else {
@@ -115,10 +113,9 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
     text += "stopped answering: no heartbeat for " + std::string(silence) + " s" +
             (first.was_heard ? "" : " since the group was started");
   }
-  text += "; seen by rank " + std::to_string(rank_) + " (" + DescribeFlow(busiest) + ")";
+  text += "; seen by " + NameOf(rank_) + " (" + DescribeFlow(busiest) + ")";
   for (size_t i = 1; i < dead.size(); ++i) {
-    text += (i == 1 ? "; later silent, too: rank " : ", rank ") +
-            std::to_string(peers_[dead[i].peer].rank);
+    text += (i == 1 ? "; later silent, too: " : ", ") + NameOf(peers_[dead[i].peer].rank);
   }
   return Unavailable(text);
 }
@@ -132,9 +129,9 @@ void Endpoint::AppendState(std::string* text) const {
     const SendFlow& send = send_flows_[i];
     if (send.messages.Get() == 0 && recv_flows_[i].received.Get() == 0) continue;
     *text +=
-        "  peer " + std::to_string(peers_[i / kNumChannels].rank) + " " + DescribeFlow(i) +
-        ", window " + std::to_string(window_messages_) + ", stalls " +
-        std::to_string(send.stalls.Get()) + ", retries " + std::to_string(send.retries.Get()) +
+        "  peer " + NameOf(peers_[i / kNumChannels].rank) + " " + DescribeFlow(i) + ", window " +
+        std::to_string(window_messages_) + ", stalls " + std::to_string(send.stalls.Get()) +
+        ", retries " + std::to_string(send.retries.Get()) +
         "; last command: " + CommandText(send.last_command[0].Get(), send.last_command[1].Get()) +
         "\n";
   }

@@ -25,8 +25,8 @@ Status Endpoint::PopCommands(bool* did_work) {
 Status Endpoint::CheckCommand(const Command& command) const {
   const auto bad = [this, &command](const std::string& what) {
     return InvalidArgument(Where() + ": bad command: " + what + " (op " +
-                           std::to_string(static_cast<int>(command.op)) + ", rank " +
-                           std::to_string(command.dst_rank) + ", channel " +
+                           std::to_string(static_cast<int>(command.op)) + ", " +
+                           NameOf(command.dst_rank) + ", channel " +
                            std::to_string(static_cast<int>(command.channel)) + ", epoch " +
                            std::to_string(command.epoch) + ")");
   };
@@ -51,7 +51,7 @@ Status Endpoint::CheckCommand(const Command& command) const {
                "; lower hidden");
   }
   if (watch_.has_departed(static_cast<uint32_t>(peer_of_rank_[command.dst_rank]))) {
-    return FailedPrecondition(Where() + ": rank " + std::to_string(command.dst_rank) +
+    return FailedPrecondition(Where() + ": " + NameOf(command.dst_rank) +
                               " has closed the group, but this rank still sends to it on channel " +
                               std::string(ChannelName(command.channel)));
   }
@@ -190,8 +190,8 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
         watch_.Lose(flow.peer);
         return Status::Ok();
       }
-      return Status(status.code(), Where() + ": sending to rank " + std::to_string(peer.rank) +
-                                       " (" + DescribeFlow(static_cast<uint32_t>(flow_index)) +
+      return Status(status.code(), Where() + ": sending to " + NameOf(peer.rank) + " (" +
+                                       DescribeFlow(static_cast<uint32_t>(flow_index)) +
                                        "): " + status.message());
     }
     flow.window.Record(piece_bytes);
@@ -257,9 +257,8 @@ bool Endpoint::TrySendControl(uint32_t peer, ImmControl control, Channel channel
   // A peer that has closed needs neither acknowledgements nor heartbeats. If it left without a
   // goodbye, it is found silent, or lost by the next write to it.
   if (status.code() != StatusCode::kUnavailable && control_error_.ok()) {
-    control_error_ =
-        Status(status.code(), Where() + ": control message to rank " +
-                                  std::to_string(peers_[peer].rank) + ": " + status.message());
+    control_error_ = Status(status.code(), Where() + ": control message to " +
+                                               NameOf(peers_[peer].rank) + ": " + status.message());
   }
   return true;
 }

@@ -64,6 +64,7 @@ Proxy::~Proxy() { Stop(); }
 Result<int> Proxy::AddEndpoint(EndpointOptions options) {
   if (impl_->is_started) return FailedPrecondition("proxy: AddEndpoint after Start");
   const TransportOptions transport_options{.rank = options.rank,
+                                           .team = options.team,
                                            .inbox_slots = impl_->options.inbox_slots,
                                            .bell = impl_->bell,
                                            .bell_export = impl_->bell_memory.Export(),
@@ -96,8 +97,8 @@ Status Proxy::Start() {
   if (impl_->is_started) return FailedPrecondition("proxy: Start was already called");
   for (const auto& endpoint : impl_->endpoints) {
     if (const std::optional<uint32_t> peer = endpoint->FirstUnconnectedPeer()) {
-      return FailedPrecondition("proxy: Start before rank " + std::to_string(endpoint->rank()) +
-                                " is connected to rank " + std::to_string(*peer));
+      return FailedPrecondition("proxy: Start before " + endpoint->NameOf(endpoint->rank()) +
+                                " is connected to " + endpoint->NameOf(*peer));
     }
   }
   JAX_EP_RETURN_IF_ERROR(impl_->progress.Start());

@@ -20,6 +20,7 @@
 #include "proxy/base/doorbell.h"
 #include "proxy/base/failure.h"
 #include "proxy/base/proxy_port.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
 #include "proxy/stats.h"
 #include "proxy/transport.h"
@@ -50,7 +51,7 @@ struct ProxyOptions {
 
 struct EndpointOptions {
   uint32_t rank = 0;
-  uint32_t team = 0;  // of that rank and its peers; only for blame (RankOfTeam)
+  TeamId team = {};  // of that rank and its peers: whom messages name and blame
   uint32_t num_ranks = 1;
   std::vector<uint32_t> peers = {};  // ranks of other nodes, any order, without duplicates
   uint32_t ll_slots = 0;             // largest slot + 1 of the counted channels; 0: none is used

@@ -11,6 +11,7 @@
 
 #include "proxy/base/deadline.h"
 #include "proxy/base/doorbell.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
 
 namespace jax_ep {
@@ -129,6 +130,7 @@ struct RankPlace {
 // What a transport may need from its proxy.
 struct TransportOptions {
   uint32_t rank = 0;         // of this endpoint, for messages
+  TeamId team = {};          // of it and its peers, for messages
   uint32_t inbox_slots = 0;  // power of two; 0: default
   // The bell of the thread that polls. A transport rings it when Poll has something new to report
   // (also from another process, through bell_export). Both may be empty: then nobody sleeps.

@@ -21,8 +21,8 @@ Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> orde
                    ContinuationWatch* watch)
     : rank_(std::move(rank)),
       order_(std::move(order)),
-      exception_(Internal("group " + rank_->group_name + ": a call on rank " +
-                          std::to_string(rank_->rank) +
+      exception_(Internal("group " + rank_->group_name + ": a call on " +
+                          rank_->NameOf(rank_->rank) +
                           " ended with an exception (out of memory?)")),
       watch_(watch) {}
 
@@ -201,8 +201,8 @@ void Executor::CheckOverdue() {
     const Call& oldest = queue_.front();
     if (std::chrono::steady_clock::now() - oldest.enqueued < rank_->timeout) return;
     const std::optional<OrderEntry> next = order_->Peek();
-    message = "group " + rank_->group_name + ": " + oldest.operation + " on rank " +
-              std::to_string(rank_->rank) + " waited longer than timeout_s for its turn: ";
+    message = "group " + rank_->group_name + ": " + oldest.operation + " on " +
+              rank_->NameOf(rank_->rank) + " waited longer than timeout_s for its turn: ";
     message += next.has_value()
                    ? "the call that the team executes next (position " +
                          std::to_string(order_->position()) + ", site " +

@@ -103,7 +103,7 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
     JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
     EndpointOptions endpoint{
         .rank = member.id.rank,
-        .team = member.id.team,
+        .team = options_.IdOf(member.id.team),
         .num_ranks = shape.num_ranks,
         .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
         .heap = member.stage.bytes(),
@@ -153,8 +153,8 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
   const Deadline deadline = Deadline::After(options_.timeout);
   JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->use_device(member.device()), "network"));
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-    const std::string who =
-        "group " + options_.name + ": the network stage of rank " + std::to_string(peer);
+    const std::string who = "group " + options_.name + ": the network stage of " +
+                            options_.NameOf(member.id.team, peer);
     const uint32_t peer_node = peer / shape.node_size;
     const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
       return other->id.team == member.id.team && other->id.rank == peer;

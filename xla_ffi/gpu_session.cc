@@ -93,7 +93,9 @@ Status GpuSession::Start() {
     }
     return Status::Ok();
   }));
-  MonitorOptions monitor{.group_name = options().name, .peer_timeout = options().peer_timeout};
+  MonitorOptions monitor{.group_name = options().name,
+                         .num_teams = options().IdOf(0).num_teams,
+                         .peer_timeout = options().peer_timeout};
   for (const auto& member : members_) {
     monitor.own.push_back({.control = member->control_block(), .team = member->id.team});
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
@@ -179,9 +181,8 @@ std::string GpuSession::DumpState() const {
   if (!lease) return out;
   for (const auto& member : members_) {
     out +=
-        "  team " + std::to_string(member->id.team) + " rank " + std::to_string(member->id.rank) +
-        " on GPU " + std::to_string(member->device()) + ": heap " +
-        std::to_string(member->heap.bytes) + " bytes, " +
+        "  " + options().NameOf(member->id) + " on GPU " + std::to_string(member->device()) +
+        ": heap " + std::to_string(member->heap.bytes) + " bytes, " +
         (member->arena.bytes != 0 ? "arena " + std::to_string(member->arena.bytes) + " bytes"
                                   : "staged: " + member->no_arena) +
         (member->handle != nullptr && !api_->uses_bulk_copies(member->handle) ? ", no bulk copies"

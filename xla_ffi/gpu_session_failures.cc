@@ -77,8 +77,8 @@ std::string GpuSession::Describe(const Member& member) const {
   const gpu::RankStatus& status = *member.status;
   const auto operation = static_cast<gpu::Operation>(status.operation);
   std::string text = "group " + options().name + ": " + Name(operation) + " number " +
-                     std::to_string(status.epoch) + " on rank " + std::to_string(member.id.rank);
-  const std::string peer = "rank " + std::to_string(status.peer);
+                     std::to_string(status.epoch) + " on " + options().NameOf(member.id);
+  const std::string peer = options().NameOf(member.id.team, status.peer);
   const double seconds =
       std::chrono::duration_cast<std::chrono::duration<double>>(options().timeout).count();
   switch (static_cast<gpu::FailureKind>(status.kind)) {
@@ -141,7 +141,7 @@ std::optional<GpuSession::Departed> GpuSession::FindDeparted() const {
       if (mate.control->state.load(std::memory_order_acquire) != MemberState::kClosed) continue;
       return Departed{
           .blamed = RankOfTeam(mate.team, mate.rank),
-          .status = PeerHasLeft(options().name, mate.rank,
+          .status = PeerHasLeft(options().name, options().NameOf(mate.team, mate.rank),
                                 mate.control->departure.load(std::memory_order_relaxed))};
     }
   }

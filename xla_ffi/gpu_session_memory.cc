@@ -20,7 +20,7 @@ Status GpuSession::AllocateMember(size_t index) {
   // Kept in members_ from the start, so that Close frees what a later failure leaves.
   Member& member = *members_.emplace_back(std::make_unique<Member>());
   member.id = options().local_ranks[index];
-  const std::string who = "group " + options().name + ": rank " + std::to_string(member.id.rank) +
+  const std::string who = "group " + options().name + ": " + options().NameOf(member.id) +
                           " on GPU " + std::to_string(member.device());
   const std::vector<int> devices = Devices();
   JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member.device()), who));
@@ -164,7 +164,8 @@ Status GpuSession::ConnectMember(
   member.peers.assign(shape.node_size, {});
   for (uint32_t local = 0; local < shape.node_size; ++local) {
     const uint32_t peer = node_begin + local;
-    const std::string who = "group " + options().name + ": memory of rank " + std::to_string(peer);
+    const std::string who =
+        "group " + options().name + ": memory of " + options().NameOf(member.id.team, peer);
     const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
       return other->id.team == member.id.team && other->id.rank == peer;
     });

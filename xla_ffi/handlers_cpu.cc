@@ -59,8 +59,8 @@ Status Start(Rank& rank, const Params& params, int32_t* epoch_out,
 // other ranks, so that the group stays usable.
 Status FailOnInvalidIds(const Rank& rank, uint64_t found, const char* operation) {
   if (found == 0) return Status::Ok();
-  return InvalidArgument("group " + rank.group_name + ": " + operation + " on rank " +
-                         std::to_string(rank.rank) + " got " + std::to_string(found) +
+  return InvalidArgument("group " + rank.group_name + ": " + operation + " on " +
+                         rank.NameOf(rank.rank) + " got " + std::to_string(found) +
                          " expert id(s) of " + std::to_string(rank.shape.num_experts) +
                          " or more, expected ids below num_experts (negative: no expert); fix the "
                          "router, or unset JAX_EP_DEBUG to have them dropped and counted");
@@ -80,9 +80,8 @@ Status CheckPosition(const Session& session, int32_t device, const Arg& position
   const int64_t expected = local.team * num_ranks + local.rank;
   if (got == expected) return Status::Ok();
   const auto name = [&](int64_t place) {
-    const std::string rank = "rank " + std::to_string(place % num_ranks);
-    if (session.options().team_processes.size() == 1) return rank;
-    return rank + " of team " + std::to_string(place / num_ranks);
+    return session.options().NameOf(static_cast<uint32_t>(place / num_ranks),
+                                    static_cast<uint32_t>(place % num_ranks));
   };
   return InvalidArgument("group " + session.options().name + ": " + operation +
                          " got a program in which device " + std::to_string(device) + " is " +

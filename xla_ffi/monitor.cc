@@ -9,6 +9,7 @@
 
 #include "proxy/abi/command.h"
 #include "proxy/base/doorbell.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/thread.h"
 
 namespace jax_ep {
@@ -29,8 +30,9 @@ constexpr std::string_view kFailedFirst = " failed first: ";
 
 }  // namespace
 
-Status PeerHasLeft(const std::string& group_name, uint32_t rank, Departure departure) {
-  const std::string who = "group " + group_name + ": rank " + std::to_string(rank);
+Status PeerHasLeft(const std::string& group_name, const std::string& rank_name,
+                   Departure departure) {
+  const std::string who = "group " + group_name + ": " + rank_name;
   return FailedPrecondition(departure == Departure::kProgramEnded
                                 ? who + " closed it: its program ended"
                                 : who + " closed the group while this process still used it");
@@ -47,14 +49,15 @@ std::string ShownFailure(const std::string& group_name, std::string_view message
          std::string(message.substr(message.size() - tail));
 }
 
-std::string FailedFirst(const std::string& group_name, uint32_t rank, std::string_view shown) {
+std::string FailedFirst(const std::string& group_name, const std::string& rank_name,
+                        std::string_view shown) {
   const std::string group = "group " + group_name + ": ";
   // Passed on already: the rank that failed first stands there.
   const size_t passed_on = shown.find(kFailedFirst);
-  const bool names_first = shown.starts_with("rank ") && passed_on != std::string_view::npos &&
-                           shown.find_first_not_of("0123456789", 5) == passed_on;
+  const bool names_first =
+      passed_on != std::string_view::npos && IsRankName(shown.substr(0, passed_on));
   if (names_first) return group + std::string(shown);
-  return group + "rank " + std::to_string(rank) + std::string(kFailedFirst) + std::string(shown);
+  return group + rank_name + std::string(kFailedFirst) + std::string(shown);
 }
 
 struct Monitor::Watched {
@@ -112,8 +115,9 @@ void Monitor::Publish() {
 
 void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now) {
   const MonitorOptions::Peer& peer = watched.peer;
-  const std::string who = "group " + options_.group_name + ": rank " + std::to_string(peer.rank) +
-                          " (pid " + std::to_string(peer.pid) + ") ";
+  const std::string name = RankName({peer.team, options_.num_teams}, peer.rank);
+  const std::string who =
+      "group " + options_.group_name + ": " + name + " (pid " + std::to_string(peer.pid) + ") ";
   int64_t blamed = RankOfTeam(peer.team, peer.rank);
   const auto fail = [&](const std::string& what) {
     failure_->Set(Unavailable(who + what), blamed);
@@ -130,7 +134,7 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
       } else if (culprit != 0) {
         blamed = RankOfTeam(peer.team, static_cast<uint32_t>(culprit) - 1);
       }
-      failure_->Set(Unavailable(FailedFirst(options_.group_name, peer.rank, shown)), blamed);
+      failure_->Set(Unavailable(FailedFirst(options_.group_name, name, shown)), blamed);
       return;
     }
     case MemberState::kClosed:

@@ -20,6 +20,7 @@ namespace jax_ep {
 
 struct MonitorOptions {
   std::string group_name;
+  uint32_t num_teams = 1;  // of the group
   std::chrono::nanoseconds peer_timeout{};
   struct Own {  // a rank of this process
     ControlBlock* control = nullptr;
@@ -38,12 +39,14 @@ struct MonitorOptions {
 };
 
 // "group NAME: rank 3 closed it: its program ended", or "... closed the group while ...".
-Status PeerHasLeft(const std::string& group_name, uint32_t rank, Departure departure);
+Status PeerHasLeft(const std::string& group_name, const std::string& rank_name,
+                   Departure departure);
 
-// What a rank says of the failure that `rank` has shown it: "group NAME: rank 3 failed first:
-// CAUSE". The name of the group and "failed first" stand there once, however many ranks passed the
-// failure on.
-std::string FailedFirst(const std::string& group_name, uint32_t rank, std::string_view shown);
+// What a rank says of the failure that the one of that name has shown it: "group NAME: rank 3
+// failed first: CAUSE". The name of the group and "failed first" stand there once, however many
+// ranks passed the failure on.
+std::string FailedFirst(const std::string& group_name, const std::string& rank_name,
+                        std::string_view shown);
 // The text that a rank shows: `message` without the group's name, cut in the middle to `limit`.
 std::string ShownFailure(const std::string& group_name, std::string_view message, size_t limit);
 

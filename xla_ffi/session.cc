@@ -61,6 +61,7 @@ Status Session::AllocateMembers() {
     rank->shape = shape;
     rank->layout = layout_;
     rank->rank = local.rank;
+    rank->team = options_.IdOf(local.team);
     rank->heaps.assign(shape.num_ranks, nullptr);
     rank->in_process.assign(shape.num_ranks, false);
     rank->failure = failure_.get();
@@ -80,7 +81,7 @@ Status Session::AllocateMembers() {
       JAX_EP_ASSIGN_OR_RETURN(
           member->endpoint, proxy_->AddEndpoint(EndpointOptions{
                                 .rank = local.rank,
-                                .team = local.team,
+                                .team = options_.IdOf(local.team),
                                 .num_ranks = shape.num_ranks,
                                 .peers = std::move(peers),
                                 .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
@@ -160,7 +161,7 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
         return other->id.team == member.id.team && other->id.rank == peer;
       });
       if (it == members_.end()) {
-        return Internal("group " + options_.name + ": rank " + std::to_string(peer) +
+        return Internal("group " + options_.name + ": " + options_.NameOf(member.id.team, peer) +
                         " should live in this process and does not");
       }
       rank.heaps[peer] = (*it)->heap.bytes().data();
@@ -171,13 +172,14 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
     if (record == records.end()) {
       return InvalidArgument("group " + options_.name + ": process " +
                              std::to_string(process_of(member.id.team, peer)) +
-                             " published nothing about rank " + std::to_string(peer));
+                             " published nothing about " + options_.NameOf(member.id.team, peer));
     }
     if (is_mate) {
       JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap, SharedMemory::Import(record->second.heap_export));
       if (heap.bytes().size() < layout_.total_bytes) {
-        return InvalidArgument("group " + options_.name + ": the heap of rank " +
-                               std::to_string(peer) + " is smaller than this group's layout");
+        return InvalidArgument("group " + options_.name + ": the heap of " +
+                               options_.NameOf(member.id.team, peer) +
+                               " is smaller than this group's layout");
       }
       rank.heaps[peer] = heap.bytes().data();
       member.watched.push_back({.team = member.id.team,
@@ -196,7 +198,9 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
 Status Session::Start() {
   if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(proxy_->Start());
   JAX_EP_ASSIGN_OR_RETURN(watch_, ContinuationWatch::Create());
-  MonitorOptions monitor{.group_name = options_.name, .peer_timeout = options_.peer_timeout};
+  MonitorOptions monitor{.group_name = options_.name,
+                         .num_teams = options_.IdOf(0).num_teams,
+                         .peer_timeout = options_.peer_timeout};
   for (const auto& member : members_) {
     auto order = std::make_unique<AgreedOrder>(*member->rank);
     JAX_EP_ASSIGN_OR_RETURN(member->executor, Executor::Create(std::move(member->rank),
@@ -218,8 +222,8 @@ Status Session::Push(const Rank& rank, const Command& command, const Deadline& d
     rank.proxy->Kick();
     if (failure_->failed()) return failure_->status();
     if (deadline.expired()) {
-      return DeadlineExceeded("group " + options_.name + ": the command ring of rank " +
-                              std::to_string(rank.rank) + " stayed full at a barrier");
+      return DeadlineExceeded("group " + options_.name + ": the command ring of " +
+                              rank.NameOf(rank.rank) + " stayed full at a barrier");
     }
     std::this_thread::yield();
   }
@@ -260,9 +264,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
       if (result == WaitResult::kFailed) return failure_->status();
       if (result == WaitResult::kTimeout) {
         return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
-                                " on rank " + std::to_string(rank.rank) + ": rank " +
-                                std::to_string(peer) + " has not arrived within " +
-                                std::to_string(Seconds(limit)) + " s");
+                                " on " + rank.NameOf(rank.rank) + ": " + rank.NameOf(peer) +
+                                " has not arrived within " + std::to_string(Seconds(limit)) + " s");
       }
     }
   }
@@ -325,7 +328,7 @@ std::string Session::DumpState() const {
   out += "\n";
   if (!lease) return out;
   for (const auto& member : members_) {
-    out += "  team " + std::to_string(member->id.team) + " rank " + std::to_string(member->id.rank);
+    out += "  " + options_.NameOf(member->id);
     if (member->executor != nullptr) {
       out += ": executed " + std::to_string(member->executor->num_executed()) + ", queued " +
              std::to_string(member->executor->num_queued());

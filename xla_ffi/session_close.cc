@@ -48,7 +48,8 @@ void Session::CheckFarewells() const {
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
       const Departure departure = farewell.departure.load(std::memory_order_relaxed);
-      failure_->Set(PeerHasLeft(options_.name, peer, departure), RankOfTeam(member->id.team, peer));
+      failure_->Set(PeerHasLeft(options_.name, options_.NameOf(member->id.team, peer), departure),
+                    RankOfTeam(member->id.team, peer));
       return;
     }
   }
@@ -59,7 +60,7 @@ Status Session::EndCalls() {
     std::string text = "group " + options_.name +
                        " was closed while a call had reached some ranks of this process only (";
     for (const auto& member : members_) {
-      text += "rank " + std::to_string(member->id.rank) + ": " +
+      text += options_.NameOf(member->id) + ": " +
               std::to_string(member->executor->num_enqueued()) + " calls; ";
     }
     return FailedPrecondition(text + "wait for the results before close)");
@@ -79,8 +80,7 @@ Status Session::EndCalls() {
       if (failure_->failed()) return failure_->status();
       if (deadline.expired()) {
         return DeadlineExceeded("group " + options_.name + " was closed while call " +
-                                std::to_string(needed) + " of rank " +
-                                std::to_string(member->id.rank) +
+                                std::to_string(needed) + " of " + options_.NameOf(member->id) +
                                 " ran; it did not end within timeout_s");
       }
       std::this_thread::sleep_for(kDrainPeriod);

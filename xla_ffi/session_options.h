@@ -9,6 +9,7 @@
 
 #include "kernels/layout.h"
 #include "proxy/base/env.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
 #include "proxy/proxy.h"
 #include "proxy/transport.h"
@@ -38,6 +39,13 @@ struct SessionOptions {
   int threads_per_rank = 1;
   bool huge_pages = true;  // hint for large results on CPU (kernels/cpu/huge_pages.h)
   bool debug = false;      // expert ids out of range fail the call that has them
+
+  TeamId IdOf(uint32_t team) const {
+    return {.index = team, .num_teams = static_cast<uint32_t>(team_processes.size())};
+  }
+  // For messages (RankName).
+  std::string NameOf(uint32_t team, uint32_t rank) const { return RankName(IdOf(team), rank); }
+  std::string NameOf(const LocalRank& local) const { return NameOf(local.team, local.rank); }
 };
 
 // \error kInvalidArgument  the rank table and the shape disagree

@@ -227,7 +227,7 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
   });
   // Relaxed: parallel_for has joined its threads.
   if (const int64_t token = missing.load(std::memory_order_relaxed); token >= 0) {
-    return op_.Invalid("rank " + std::to_string(source) + " did not send the row of its token " +
+    return op_.Invalid(rank_.NameOf(source) + " did not send the row of its token " +
                        std::to_string(token) + "; all ranks must pass the same plan");
   }
   if (source != rank_.rank && rank_.counters != nullptr) {

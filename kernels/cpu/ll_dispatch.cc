@@ -216,7 +216,7 @@ Status LlDispatch::CheckHeaders() {
     const auto* header = HeapAt<RoutedHeader>(op_.own_heap(), layout_.ll_disp.At(set_, source));
     if (static_cast<uint64_t>(header->num_tokens) == num_tokens_) continue;
     return op_.Fail(FailedPrecondition(
-        "rank " + std::to_string(source) +
+        op_.rank().NameOf(source) +
         " runs another call: got T = " + std::to_string(header->num_tokens) +
         ", expected T = " + std::to_string(num_tokens_) + "; all ranks must run the same program"));
   }

@@ -89,7 +89,7 @@ Result<SourceRouting> RoutingOf(Operation& op, const PlanParams& params, uint32_
   if (std::memcmp(&header, &expected, sizeof(header)) != 0 ||
       !IsRoutingInRange(shape, op.rank().rank, params.num_tokens * shape.top_k, routing)) {
     return op.Fail(FailedPrecondition(
-        "rank " + std::to_string(source) +
+        op.rank().NameOf(source) +
         " runs another plan: got T = " + std::to_string(header.num_tokens) +
         ", R = " + std::to_string(header.recv_rows) + ", layout " + std::to_string(header.layout) +
         ", expected T = " + std::to_string(expected.num_tokens) +

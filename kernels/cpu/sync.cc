@@ -62,8 +62,8 @@ Operation::Operation(Rank& rank, std::string_view name)
     : rank_(rank), name_(name), deadline_(Deadline::After(rank.timeout)) {}
 
 std::string Operation::Where() const {
-  std::string where = "group " + rank_.group_name + ": rank " + std::to_string(rank_.rank) + ", " +
-                      std::string(name_);
+  std::string where =
+      "group " + rank_.group_name + ": " + rank_.NameOf(rank_.rank) + ", " + std::string(name_);
   if (epoch_ != 0) where += " epoch " + std::to_string(epoch_);
   return where;
 }
@@ -87,7 +87,7 @@ Status Operation::Invalid(std::string message) const {
 Status Operation::OwnerLeft(uint32_t owner) const {
   JAX_EP_RETURN_IF_ERROR(CheckLatch());
   return Fail(FailedPrecondition(
-      "rank " + std::to_string(owner) +
+      rank_.NameOf(owner) +
       " ended its call before this rank had read from it; all ranks must run the "
       "same program"));
 }
@@ -112,10 +112,10 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
   if (result == WaitResult::kReady) return Status::Ok();
   if (result == WaitResult::kFailed) return CheckLatch();
   const double seconds = std::chrono::duration<double>(rank_.timeout).count();
-  std::string message = "timed out after " + std::to_string(seconds) + " s waiting for rank " +
-                        std::to_string(source) + ": expected " + std::string(ChannelName(channel)) +
+  std::string message = "timed out after " + std::to_string(seconds) + " s waiting for " +
+                        rank_.NameOf(source) + ": expected " + std::string(ChannelName(channel)) +
                         " signal " + std::to_string(value);
-  if (mate != rank_.rank) message += " at rank " + std::to_string(mate);
+  if (mate != rank_.rank) message += " at " + rank_.NameOf(mate);
   message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
              "; that rank is late or has not made this call (see Config.timeout_s)";
   return Fail(DeadlineExceeded(std::move(message)));
@@ -193,7 +193,7 @@ Status Operation::Push(const Command& command) {
   const auto packed = TryPack(command);
   if (!packed.has_value()) {
     return Fail(Internal(
-        "a command to rank " + std::to_string(command.dst_rank) +
+        "a command to " + rank_.NameOf(command.dst_rank) +
         " does not fit into 16 bytes; this is a fault of jax_ep, please report it: " +
         std::to_string(command.length_bytes) + " bytes from offset " +
         std::to_string(command.local_offset) + " to offset " +
@@ -205,8 +205,8 @@ Status Operation::Push(const Command& command) {
     JAX_EP_RETURN_IF_ERROR(CheckLatch());
     if (deadline_.expired()) {
       return Fail(DeadlineExceeded(
-          "timed out waiting for space in the command ring; the next command goes to rank " +
-          std::to_string(command.dst_rank) + " on channel " +
+          "timed out waiting for space in the command ring; the next command goes to " +
+          rank_.NameOf(command.dst_rank) + " on channel " +
           std::string(ChannelName(command.channel))));
     }
     if (round < kYieldRounds) {

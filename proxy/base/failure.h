@@ -11,7 +11,7 @@
 namespace jax_ep {
 
 // Whose fault a failure was. A session may have ranks of several teams, whose ranks count from 0
-// each; a latch and its session's messages speak of the first team's ranks by their plain number.
+// each.
 constexpr int64_t RankOfTeam(uint32_t team, uint32_t rank) { return int64_t{team} << 32 | rank; }
 
 // Thread rule: any thread may call anything. Must outlive every executor, proxy thread and

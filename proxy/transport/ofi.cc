@@ -97,7 +97,7 @@ class OfiTransport : public Transport {
     JAX_EP_ASSIGN_OR_RETURN(const OfiLibrary* library, OfiLibrary::Get());
     JAX_EP_ASSIGN_OR_RETURN(OpenedRails opened, OpenRails(*library, options));
     if (IsLogged(LogLevel::kInfo)) {
-      LogInfo("rank " + std::to_string(options.rank) + ": ofi: " + opened.description);
+      LogInfo(RankName(options.team, options.rank) + ": ofi: " + opened.description);
     }
     auto transport =
         std::unique_ptr<OfiTransport>(new OfiTransport(*library, options, std::move(opened.rails)));
@@ -130,9 +130,8 @@ class OfiTransport : public Transport {
                              " bytes)");
     }
     if (provider != provider_ || num_rails != rails_.size()) {
-      return InvalidArgument("ofi: rank " + std::to_string(peer.rank) + " has " +
-                             std::to_string(num_rails) + " rails of provider " +
-                             std::string(provider) + ", this rank " +
+      return InvalidArgument("ofi: " + NameOf(peer) + " has " + std::to_string(num_rails) +
+                             " rails of provider " + std::string(provider) + ", this rank " +
                              std::to_string(rails_.size()) + " of " + provider_ +
                              "; on hosts that differ, set JAX_EP_OFI_PROVIDER alike, and "
                              "JAX_EP_OFI_DOMAIN or JAX_EP_SOCKET_IFNAME to equally many names "
@@ -146,8 +145,7 @@ class OfiTransport : public Transport {
       peer.signal.push_back({.base = base, .key = key});
     }
     if (!reader.finished()) {
-      return InvalidArgument("ofi: the address of rank " + std::to_string(peer.rank) +
-                             " is damaged");
+      return InvalidArgument("ofi: the address of " + NameOf(peer) + " is damaged");
     }
     for (size_t i = 0; i < rails_.size(); ++i) {
       JAX_EP_ASSIGN_OR_RETURN(const fi_addr_t handle, rails_[i]->AddPeer(names[i]));
@@ -217,7 +215,7 @@ class OfiTransport : public Transport {
     if (rc != 0) {
       const std::string what = library_.Describe("posting a write", rc);
       if (!IsPeerGone(static_cast<int>(rc))) {
-        return Internal("ofi: to rank " + std::to_string(peer.rank) + ": " + what);
+        return Internal("ofi: to " + NameOf(peer) + ": " + what);
       }
       MarkGone(peer, what);
       return Unavailable("ofi: " + peer.why_gone);
@@ -275,6 +273,7 @@ class OfiTransport : public Transport {
                std::vector<std::unique_ptr<OfiRail>> rails)
       : library_(library),
         rank_(options.rank),
+        team_(options.team),
         provider_(rails.front()->info().fabric_attr->prov_name),
         caps_(MakeCaps(rails)),
         bounds_("ofi", caps_.max_message_bytes),
@@ -310,10 +309,12 @@ class OfiTransport : public Transport {
   // Short enough for the small-string buffer: this is the hot path's only error.
   static Status Full() { return ResourceExhausted("queue full"); }
 
-  static void MarkGone(Peer& peer, const std::string& why) {
+  std::string NameOf(const Peer& peer) const { return RankName(team_, peer.rank); }
+
+  void MarkGone(Peer& peer, const std::string& why) {
     if (peer.is_gone) return;
     peer.is_gone = true;
-    peer.why_gone = "rank " + std::to_string(peer.rank) + " cannot be reached: " + why;
+    peer.why_gone = NameOf(peer) + " cannot be reached: " + why;
     LogDebug("ofi: " + peer.why_gone);
   }
 
@@ -369,7 +370,7 @@ class OfiTransport : public Transport {
     }
     Peer& peer = peers_[operation->peer];
     if (!IsPeerGone(error.err)) {
-      return Internal("ofi: writing to rank " + std::to_string(peer.rank) + ": " + what);
+      return Internal("ofi: writing to " + NameOf(peer) + ": " + what);
     }
     MarkGone(peer, what);
     events[(*count)++] = {.kind = TransportEvent::Kind::kSent, .token = operation->token};
@@ -379,6 +380,7 @@ class OfiTransport : public Transport {
 
   const OfiLibrary& library_;
   const uint32_t rank_;
+  const TeamId team_;
   const std::string provider_;
   const TransportCaps caps_;
   WriteBounds bounds_;

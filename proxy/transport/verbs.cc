@@ -62,7 +62,7 @@ class VerbsTransport : public Transport {
     JAX_EP_ASSIGN_OR_RETURN(const std::vector<VerbsPort> ports,
                             ChooseVerbsPorts(*library, env, options.rank, options.place));
     if (IsLogged(LogLevel::kInfo)) {
-      LogInfo("rank " + std::to_string(options.rank) + ": " + Describe(ports));
+      LogInfo(RankName(options.team, options.rank) + ": " + Describe(ports));
     }
     std::unique_ptr<VerbsTransport> transport(new VerbsTransport(options, env));
     for (const VerbsPort& port : ports) {
@@ -98,9 +98,9 @@ class VerbsTransport : public Transport {
         peer.senders.push_back(sender);
       }
     }
-    const auto failed = [&peer](const Status& status) {
-      return Status(status.code(), "verbs: connecting to rank " + std::to_string(peer.rank) + ": " +
-                                       status.message());
+    const auto failed = [this, &peer](const Status& status) {
+      return Status(status.code(),
+                    "verbs: connecting to " + NameOf(peer) + ": " + status.message());
     };
     const Result<std::string> answer = AskPeer(side, own.Encode(), deadline);
     if (!answer.ok()) return failed(answer.status());
@@ -178,8 +178,8 @@ class VerbsTransport : public Transport {
     const int rc = rails_[rail]->Post(&sender, write);
     if (rc == ENOMEM || rc == EAGAIN) return Full();
     if (rc != 0) {
-      return Internal("verbs: to rank " + std::to_string(peer.rank) +
-                      ": ibv_post_send: " + strerror(rc) + " (" + std::to_string(rc) + ")");
+      return Internal("verbs: to " + NameOf(peer) + ": ibv_post_send: " + strerror(rc) + " (" +
+                      std::to_string(rc) + ")");
     }
     writes_[id] = {.token = request.token, .peer = request.peer, .sender = turn};
     free_writes_.pop_back();
@@ -241,7 +241,7 @@ class VerbsTransport : public Transport {
   };
 
   VerbsTransport(const TransportOptions& options, const Env& env)
-      : rank_(options.rank), num_qps_(env.verbs_qps), writes_(kMaxWrites) {
+      : rank_(options.rank), team_(options.team), num_qps_(env.verbs_qps), writes_(kMaxWrites) {
     for (uint32_t i = 0; i < kMaxWrites; ++i) free_writes_.push_back(i);
   }
 
@@ -293,6 +293,8 @@ class VerbsTransport : public Transport {
   // Short enough for the small-string buffer: this is the hot path's only error.
   static Status Full() { return ResourceExhausted("queue full"); }
 
+  std::string NameOf(const Peer& peer) const { return RankName(team_, peer.rank); }
+
   Status PollRail(VerbsRail& rail, std::span<TransportEvent> events, size_t* count) {
     std::array<ibv_wc, kBatchCompletions> completions;
     while (*count < events.size()) {
@@ -327,9 +329,9 @@ class VerbsTransport : public Transport {
     --peer.senders[write.sender].num_posted;
     free_writes_.push_back(static_cast<uint32_t>(completion.wr_id));
     if (completion.status == IBV_WC_SUCCESS) return Status::Ok();
-    const std::string what = "rank " + std::to_string(peer.rank) + ", queue pair " +
-                             std::to_string(completion.qp_num) + " of " + rail.port().device +
-                             ": " + rail.StatusText(completion.status) + " (status " +
+    const std::string what = NameOf(peer) + ", queue pair " + std::to_string(completion.qp_num) +
+                             " of " + rail.port().device + ": " +
+                             rail.StatusText(completion.status) + " (status " +
                              std::to_string(static_cast<int>(completion.status)) + ", vendor's " +
                              std::to_string(completion.vendor_err) + ")";
     if (!IsPeerGone(completion.status)) return Internal("verbs: writing to " + what);
@@ -342,6 +344,7 @@ class VerbsTransport : public Transport {
   }
 
   const uint32_t rank_;
+  const TeamId team_;
   const uint32_t num_qps_;
   TransportCaps caps_{.arrival_implies_visible = true,
                       .delivery_complete = true,  // the peer's NIC has acknowledged it

@@ -60,6 +60,18 @@ def test_every_survivor_names_the_lost_rank_and_goes_on(how, mode, node_size):
     assert not _left_of(_shared_memory_files() - before)
 
 
+@pytest.mark.parametrize("node_size", [None, 1])
+def test_the_lost_rank_is_named_with_its_team_which_alone_ends(node_size):
+    options = ["--how", "kill", "--teams", 2, "--peer-timeout", PEER_TIMEOUT_S]
+    if node_size is not None:
+        options += ["--node-size", node_size]
+    done = launch("lose_a_rank.py", *options, processes=4, grace=GRACE_S)
+    for survivor in range(2):
+        assert done.value(survivor, "survived") == "yes", done.text[-6000:]
+    for what in ("error", "check"):
+        assert "rank 1 of team 1" in done.value(2, what), done.text[-6000:]
+
+
 @pytest.mark.parametrize("how", ["pause", "late"])
 def test_a_rank_that_comes_back_in_time_is_no_failure(how):
     options = ["--how", how, "--peer-timeout", LONG_PEER_TIMEOUT_S]

@@ -438,7 +438,7 @@ TEST(LivePeer, that_does_nothing_is_kept_alive_by_heartbeats) {
   world.Stop();
 }
 
-WorldOptions ThreeProxies(uint32_t team) {
+WorldOptions ThreeProxies(TeamId team) {
   WorldOptions options;
   options.num_ranks = 3;
   options.ranks_per_proxy = 1;
@@ -447,7 +447,7 @@ WorldOptions ThreeProxies(uint32_t team) {
 }
 
 TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_names_the_blamed) {
-  ProxyWorld world(ThreeProxies(/*team=*/0));
+  ProxyWorld world(ThreeProxies({}));
   world.Start();
   world.failure(0).Set(Unavailable("the monitor saw that rank 2 died"), /*blamed=*/2);
   world.proxy(0).Kick();
@@ -459,19 +459,19 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
 
 // Ranks count from 0 in each team: the culprit of one team was taken for its namesake in another.
 TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
-  ProxyWorld world(ThreeProxies(/*team=*/1));
+  ProxyWorld world(ThreeProxies({.index = 1, .num_teams = 2}));
   world.Start();
   world.failure(0).Set(Unavailable("rank 2 of team 0 died"), RankOfTeam(0, 2));
   world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
-  EXPECT_TRUE(Contains(message, "rank 0 reported a failure in another team")) << message;
+  EXPECT_TRUE(Contains(message, "rank 0 of team 1 reported a failure in another team")) << message;
   EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kOtherTeam);
   world.Stop();
 }
 
 // Who passed it on without a rank was blamed itself.
 TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
-  ProxyWorld world(ThreeProxies(/*team=*/1));
+  ProxyWorld world(ThreeProxies({.index = 1, .num_teams = 2}));
   world.Start();
   world.failure(1).Set(Unavailable("rank 0 reported a failure in another team"),
                        FailureLatch::kOtherTeam);
@@ -483,12 +483,14 @@ TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
 }
 
 TEST(FailureOfOthers, in_a_later_team_names_its_rank) {
-  ProxyWorld world(ThreeProxies(/*team=*/1));
+  ProxyWorld world(ThreeProxies({.index = 1, .num_teams = 2}));
   world.Start();
   world.failure(0).Set(Unavailable("rank 2 died"), RankOfTeam(1, 2));
   world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
-  EXPECT_TRUE(Contains(message, "rank 0 reported a failure of rank 2")) << message;
+  EXPECT_TRUE(Contains(message, ": rank 1 of team 1: ")) << message;
+  EXPECT_TRUE(Contains(message, "rank 0 of team 1 reported a failure of rank 2 of team 1"))
+      << message;
   EXPECT_EQ(world.failure(1).blamed_rank(), RankOfTeam(1, 2));
   world.Stop();
 }

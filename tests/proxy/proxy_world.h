@@ -21,7 +21,7 @@ namespace jax_ep {
 
 struct WorldOptions {
   uint32_t num_ranks = 2;
-  uint32_t team = 0;
+  TeamId team = {};
   uint32_t node_size = 1;
   uint32_t ranks_per_proxy = 64;  // ranks that share one proxy ("process")
   uint32_t ll_slots = 16;

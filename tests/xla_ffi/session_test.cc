@@ -26,10 +26,11 @@ using std::chrono::seconds;
 
 constexpr int64_t kTokens = 4;
 
-// One group: `ranks_per_process` ranks in each of `num_processes` sessions.
+// One group: `ranks_per_process` ranks of each team in each of `num_processes` sessions.
 class Group {
  public:
   struct Sizes {
+    uint32_t num_teams = 1;
     uint32_t num_processes = 1;
     uint32_t ranks_per_process = 1;
     uint32_t node_size = 0;  // 0: one node
@@ -47,7 +48,7 @@ class Group {
                                      .node_size = node_size,
                                      .num_experts = num_ranks,
                                      .max_tokens = kTokens},
-                           .team_processes = {{}},
+                           .team_processes = {},
                            .local_ranks = {},
                            .host_ranks = {},
                            .process_index = process,
@@ -57,11 +58,14 @@ class Group {
                            .timeout = sizes.timeout,
                            .peer_timeout = sizes.peer_timeout,
                            .threads_per_rank = sizes.threads_per_rank};
-    for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-      options.team_processes[0].push_back(rank / sizes.ranks_per_process);
-      options.host_ranks.emplace_back(0, rank);
+    options.team_processes.resize(sizes.num_teams);
+    for (uint32_t place = 0; place < sizes.num_teams * num_ranks; ++place) {
+      const uint32_t team = place / num_ranks;
+      const uint32_t rank = place % num_ranks;
+      options.team_processes[team].push_back(rank / sizes.ranks_per_process);
+      options.host_ranks.emplace_back(team, rank);
       if (rank / sizes.ranks_per_process == process) {
-        options.local_ranks.push_back({.device_ordinal = rank, .team = 0, .rank = rank});
+        options.local_ranks.push_back({.device_ordinal = place, .team = team, .rank = rank});
       }
     }
     return options;
@@ -330,6 +334,48 @@ TEST(Session, all_processes_blame_whom_the_first_to_fail_blames) {
   }
 }
 
+// Two teams of the ranks 0 and 1: "rank 1" alone would be either.
+TEST(Teams, are_named_with_a_rank_that_has_left) {
+  for (const uint32_t node_size : {2u, 1u}) {
+    Group group({.num_teams = 2, .num_processes = 2, .node_size = node_size});
+    std::thread leaver([&] { group.sessions[1]->Close(); });
+    PlanCall call(2);
+    call.Enqueue(*group.sessions[0], /*device=*/2);  // rank 0 of team 1
+    const std::string message = call.Wait().message();
+    EXPECT_TRUE(Contains(message, "rank 0 of team 1, plan epoch 1: ")) << message;
+    EXPECT_TRUE(Contains(message, "group test: rank 1 of team 1 closed the group")) << message;
+    group.sessions[0]->Close();
+    leaver.join();
+  }
+}
+
+TEST(Teams, are_named_with_a_rank_that_is_late) {
+  Group group({.num_teams = 2, .ranks_per_process = 2, .timeout = seconds(1)});
+  PlanCall call(2);
+  call.Enqueue(*group.sessions[0], /*device=*/3);  // rank 1 of team 1
+  const std::string message = call.Wait().message();
+  EXPECT_TRUE(Contains(message, "rank 1 of team 1, plan epoch 1: ")) << message;
+  EXPECT_TRUE(Contains(message, "waiting for rank 0 of team 1: ")) << message;
+}
+
+// The text travels through the shared memory of whichever team's ranks, and is of the same rank in
+// each process.
+TEST(Teams, are_named_once_by_all_who_pass_a_failure_on) {
+  Group group({.num_teams = 2, .num_processes = 3});
+  group.sessions[1]->failure().Set(Unavailable("group test: rank 1 of team 1, plan: broke"),
+                                   RankOfTeam(1, 1));
+  for (const uint32_t process : {0u, 2u}) {
+    FailureLatch& failure = group.sessions[process]->failure();
+    const Deadline deadline = Deadline::After(seconds(20));
+    while (!failure.failed() && !deadline.expired()) std::this_thread::yield();
+    const std::string message = group.sessions[process]->FailureText();
+    EXPECT_TRUE(
+        message == "group test: rank 1 of team 0 failed first: rank 1 of team 1, plan: broke" ||
+        message == "group test: rank 1 of team 1 failed first: rank 1 of team 1, plan: broke")
+        << message;
+  }
+}
+
 TEST(Session, a_forked_child_touches_nothing) {
   Group group({.num_processes = 2});
   group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
@@ -383,10 +429,13 @@ TEST(Failures, are_passed_on_once_with_their_cause) {
   const std::string own = "group ep[4]#0: rank 1 (pid 7) is gone";
   const std::string shown = ShownFailure("ep[4]#0", own, 100);
   EXPECT_EQ(shown, "rank 1 (pid 7) is gone");
-  const std::string second = FailedFirst("ep[4]#0", 3, shown);
+  const std::string second = FailedFirst("ep[4]#0", "rank 3", shown);
   EXPECT_EQ(second, "group ep[4]#0: rank 3 failed first: rank 1 (pid 7) is gone");
-  const std::string third = FailedFirst("ep[4]#0", 2, ShownFailure("ep[4]#0", second, 100));
+  const std::string third = FailedFirst("ep[4]#0", "rank 2", ShownFailure("ep[4]#0", second, 100));
   EXPECT_EQ(third, second);
+  const std::string of_team = FailedFirst("g", "rank 3 of team 1", "it broke");
+  EXPECT_EQ(of_team, "group g: rank 3 of team 1 failed first: it broke");
+  EXPECT_EQ(FailedFirst("g", "rank 2 of team 0", ShownFailure("g", of_team, 100)), of_team);
   const std::string cut = ShownFailure("g", "group g: " + std::string(200, 'a') + "cause", 60);
   EXPECT_EQ(cut.size(), 60u);
   EXPECT_TRUE(cut.starts_with("aaa") && cut.ends_with("cause") && Contains(cut, "[...]")) << cut;

@@ -2,6 +2,7 @@
 
 `--how kill`: SIGKILL. `--how stop`: SIGSTOP, never continued. `--how pause`: SIGSTOP for less than
 peer_timeout_s. `--how late`: asleep in Python for less than timeout_s. The victim is the last one.
+With several `--teams` those of the victim's team end with the error, the others go on.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import jax_ep
 parser = argparse.ArgumentParser()
 parser.add_argument("--how", required=True, choices=["kill", "stop", "pause", "late"])
 parser.add_argument("--mode", default="ht")
+parser.add_argument("--teams", type=int, default=1)
 parser.add_argument("--node-size", type=int, default=None)
 parser.add_argument("--transport", default="auto")
 parser.add_argument("--peer-timeout", type=float, default=4.0)
@@ -39,13 +41,13 @@ me = jax.process_index()
 victim_pid = int(multihost_utils.process_allgather(np.int32(os.getpid()))[victim])
 
 
-def make(devices):
-    mesh = Mesh(np.array(devices), ("ep",))
+def make(devices, teams=1):
+    mesh = Mesh(np.array(devices).reshape(teams, -1), ("team", "ep"))
     group = jax_ep.create_group(
         mesh,
         "ep",
         jax_ep.Config(
-            num_experts=len(devices) * 2,
+            num_experts=len(devices) // teams * 2,
             top_k=K,
             hidden=H,
             max_tokens=T,
@@ -62,14 +64,14 @@ def make(devices):
         recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
         return jax_ep.combine(group, recv.x, recv)
 
-    spec = P("ep")
+    spec = P(("team", "ep"))
     run = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
     )
     n = len(devices)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n * T, H)).astype(np.float32)
-    idx = rng.integers(0, 2 * n, (n * T, K)).astype(np.int32)
+    idx = rng.integers(0, 2 * n // teams, (n * T, K)).astype(np.int32)
     place = lambda a: jax.make_array_from_callback(  # noqa: E731
         a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
     )
@@ -83,7 +85,7 @@ def make(devices):
     return group, check
 
 
-group, check = make(jax.devices())
+group, check = make(jax.devices(), args.teams)
 for _ in range(20):
     check()
 # All have their result before the victim is lost: what it wrote last may still lie in its proxy.
@@ -111,10 +113,16 @@ try:
 except ExecutionError as caught:
     error = str(caught)
 seconds = time.monotonic() - start
-if args.how in ("pause", "late"):
+ranks = jax.process_count() // args.teams
+is_concerned = me // ranks == victim // ranks
+survivors = [device for device in jax.devices() if device.process_index != victim]
+if args.how in ("pause", "late") or not is_concerned:
     assert error is None, error
     print("survived yes", flush=True)
     group.close()
+    if not is_concerned:
+        meet("went on", [device.process_index for device in survivors])
+        os._exit(0)
     sys.exit(0)
 
 assert error is not None, "the loss of a rank went unnoticed"
@@ -133,12 +141,12 @@ for call in range(LATER_CALLS):  # they fail at once, with the first cause
         delay = time.monotonic() - start
         print(f"later{call} {delay:.2f} {' '.join(str(later).split())}", flush=True)
 group.close()
-survivors = [device for device in jax.devices() if device.process_index != victim]
-smaller, check = make(survivors)
-for _ in range(5):
-    check()
-smaller.close()
-print(f"went_on {len(survivors)}", flush=True)
+if args.teams == 1:
+    smaller, check = make(survivors)
+    for _ in range(5):
+        check()
+    smaller.close()
+    print(f"went_on {len(survivors)}", flush=True)
 if args.how == "stop" and me == 0:
     os.kill(victim_pid, signal.SIGKILL)
 # Process 0 would take JAX's coordinator along before the others have gone on.
