@@ -333,3 +333,30 @@ class TestMistakesAreNamed:
         moe = moe_of(MIXTRAL, group)
         self.check("got x of shape .8, 7., expected", lambda: moe(jnp.zeros((8, 7))))
         self.check("expected one with a bias", lambda: moe.update_bias(jnp.zeros(8, jnp.int32)))
+
+
+def test_layers_of_two_sizes_share_a_group():
+    """MIXTRAL's 8 experts and top-2 through a view of DEEPSEEK's 16 and top-4, in one program."""
+    mesh = mesh_of((4,))
+    group = group_of(DEEPSEEK, mesh)
+    view = group.view(num_experts=MIXTRAL.num_experts, top_k=MIXTRAL.top_k)
+    layers = (moe_of(DEEPSEEK, group), moe_of(MIXTRAL, view))
+    x = tokens_of((4, 6, 16))
+
+    def both(layers, x):
+        first, (out, _) = loss(layers[0], x)
+        second, _ = loss(layers[1], out)
+        return first + second
+
+    value, gradients = nnx.jit(nnx.value_and_grad(both))(layers, x)
+
+    def dense_both(weights, x):
+        first, (out, _) = dense_loss(DEEPSEEK, weights[0], x)
+        return first + dense_loss(MIXTRAL, weights[1], out)[0]
+
+    weights = tuple(map(weights_of, layers))
+    wanted, wanted_gradients = jax.jit(jax.value_and_grad(dense_both))(weights, x)
+    assert_close(value, wanted, "loss")
+    for got, expected in zip(gradients, wanted_gradients, strict=True):
+        for name, gradient in weights_of(got).items():
+            assert_close(gradient, expected[name], name)
