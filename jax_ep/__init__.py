@@ -9,6 +9,9 @@ __path__ = extend_path(__path__, __name__)
 from jax_ep import routing as routing
 from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
+from jax_ep._config import Layout as Layout
+from jax_ep._config import Mode as Mode
+from jax_ep._config import Pad as Pad
 from jax_ep._create_group import create_group as create_group
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
@@ -24,6 +27,7 @@ from jax_ep._ops.api import export_checks as export_checks
 from jax_ep._ops.api import plan as plan
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
+from jax_ep._types import ExchangeStats as ExchangeStats
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
 from jax_ep._types import Received as Received
@@ -35,9 +39,13 @@ __all__ = [
     "FP8",
     "BootstrapError",
     "Config",
+    "ExchangeStats",
     "Group",
     "Health",
     "InFlight",
+    "Layout",
+    "Mode",
+    "Pad",
     "Plan",
     "Received",
     "block_until_ready",
