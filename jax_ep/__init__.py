@@ -15,6 +15,7 @@ from jax_ep._config import Pad as Pad
 from jax_ep._create_group import create_group as create_group
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
+from jax_ep._memory import Memory as Memory
 from jax_ep._moe import moe as moe
 from jax_ep._ops.api import block_until_ready as block_until_ready
 from jax_ep._ops.api import combine as combine
@@ -44,6 +45,7 @@ __all__ = [
     "Health",
     "InFlight",
     "Layout",
+    "Memory",
     "Mode",
     "Pad",
     "Plan",

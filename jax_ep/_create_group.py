@@ -68,7 +68,7 @@ def create_group(
         _env.check()
         _check_arguments(mesh, axis, config, implementation)
         axes = _mesh.axis_tuple(axis)
-        _check_sizes(config, _mesh.axis_size(mesh, axes))
+        _config.check_sizes("jax_ep.create_group", config, _mesh.axis_size(mesh, axes))
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -93,7 +93,7 @@ def create_group(
         if exchange is not None:
             exchange.fail(error)
         raise
-    if owned and process == min(device.process_index for device in mesh.devices.flat):
+    if not owned or process == min(device.process_index for device in mesh.devices.flat):
         _log.info(_summary(group))
     return group
 
@@ -102,10 +102,10 @@ def _summary(group: Group) -> str:
     """The line that JAX_EP_LOG=info has for each group."""
     nodes = group.num_ranks // group.node_size
     parts = [
-        f"{'native' if group.native else 'xla'} on {group.platform}",
+        "lowering-only" if group.lowering_only else f"{group.resolved} on {group.platform}",
         f"ranks {group.num_ranks}, nodes {nodes}",
         f"transport {group.transport}",
-        f"R = {group.recv_rows(group.config.max_tokens)} for T = {group.config.max_tokens}",
+        str(group.memory()),
         f"{group.heap_bytes} bytes in this process",
     ]
     details = dict(group.health().details)
@@ -163,29 +163,3 @@ def _check_arguments(mesh: Any, axis: Any, config: Any, implementation: Any) -> 
             f"jax_ep.create_group: got axis={axis!r}, expected one or several distinct names of "
             f"the mesh axes {tuple(mesh.shape)}; pass one of these"
         )
-
-
-def _check_sizes(config: Config, num_ranks: int) -> None:
-    if config.num_experts % num_ranks:
-        raise ValueError(
-            f"jax_ep.create_group: got num_experts={config.num_experts}, expected a multiple of "
-            f"the group's {num_ranks} ranks; use "
-            f"{_config.align_up(config.num_experts, num_ranks)} experts, or another axis"
-        )
-    if config.node_size is not None and num_ranks % config.node_size:
-        raise ValueError(
-            f"jax_ep.create_group: got node_size={config.node_size}, expected a divisor of the "
-            f"group's {num_ranks} ranks; use None for the ranks of a host"
-        )
-    rows = _config.expert_major_rows(config, num_ranks, config.max_tokens)
-    codes = {
-        "num_ranks * recv_rows": num_ranks * rows,
-        "num_ranks * max_tokens * top_k": num_ranks * config.max_tokens * config.top_k,
-    }
-    for name, value in codes.items():
-        if value > _config.INT32_MAX:
-            raise ValueError(
-                f"jax_ep.create_group: got {name} = {value}, expected at most {_config.INT32_MAX} "
-                "(plan codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe "
-                "with chunks"
-            )

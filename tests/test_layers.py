@@ -96,6 +96,7 @@ BASE = (
     "_group",
     "_jax_compat",
     "_log",
+    "_memory",
     "_mesh",
     "_session_number",
     "_types",

@@ -22,6 +22,7 @@ NAMES = {
     "Health",
     "InFlight",
     "Layout",
+    "Memory",
     "Mode",
     "Pad",
     "Plan",
