@@ -66,14 +66,14 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What dispatch delivers to this rank's experts.
+    """What dispatch delivers to this rank's experts; combine takes all of it.
 
     Args:
         x: rows, [R, H], [E_l, N*T, H] or [N, T, H] by layout.
         weights: f32[R] (rank_major: f32[N, T, K]), or None if dispatch got none.
         group_sizes: i32[E_l], rows of each local expert in `x`, padding included: what ragged_dot
             takes. (How many pairs they hold: `plan.pairs_per_expert`.)
-        plan: the `Plan` to hand to combine.
+        plan: the `Plan` that was followed.
         topk_idx: rank_major: i32[N, T, K] local expert ids, -1 elsewhere; else None.
     """
 
