@@ -9,9 +9,13 @@ __path__ = extend_path(__path__, __name__)
 from jax_ep import routing as routing
 from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
+from jax_ep._config import Layout as Layout
+from jax_ep._config import Mode as Mode
+from jax_ep._config import Pad as Pad
 from jax_ep._create_group import create_group as create_group
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
+from jax_ep._memory import Memory as Memory
 from jax_ep._moe import moe as moe
 from jax_ep._ops.api import block_until_ready as block_until_ready
 from jax_ep._ops.api import combine as combine
@@ -25,6 +29,7 @@ from jax_ep._ops.api import plan as plan
 from jax_ep._ops.api import wait as wait
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
+from jax_ep._types import ExchangeStats as ExchangeStats
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
 from jax_ep._types import Received as Received
@@ -36,9 +41,14 @@ __all__ = [
     "FP8",
     "BootstrapError",
     "Config",
+    "ExchangeStats",
     "Group",
     "Health",
     "InFlight",
+    "Layout",
+    "Memory",
+    "Mode",
+    "Pad",
     "Plan",
     "Received",
     "combine",

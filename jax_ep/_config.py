@@ -12,6 +12,9 @@ from typing import Any, Literal, TypeGuard
 import jax.numpy as jnp
 import numpy as np
 
+from jax_ep import _memory
+from jax_ep._memory import Memory, Platform
+
 Mode = Literal["ht", "ll"]
 Layout = Literal["expert_major", "expert_batched", "rank_major"]
 Pad = Literal["zero", "undefined"]
@@ -30,6 +33,7 @@ MAX_TIMEOUT_S = 1e9  # 30 years; clocks count nanoseconds in 64 bits
 DEFAULT_PEER_TIMEOUT_S = 15.0
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
 _TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
 
 
@@ -169,6 +173,50 @@ class Config:
                 "use wire=None"
             )
 
+    def memory(
+        self,
+        num_ranks: int,
+        node_size: int | None = None,
+        *,
+        platform: Platform = "cpu",
+        num_tokens: int | None = None,
+    ) -> Memory:
+        """What a rank of a group of this Config takes; allocates nothing, needs no device.
+
+        Args:
+            num_ranks: ranks of the group.
+            node_size: ranks per node; None: Config.node_size, else all in one node.
+            platform: "cpu", "gpu" or "xla": where the group's operations run.
+            num_tokens: tokens per rank of the call whose rows are counted; None: max_tokens.
+
+        Returns:
+            A `Memory`. With "gpu" its heap and network stage are known where the GPU library is
+            installed, which needs no GPU.
+
+        Raises:
+            ValueError: num_ranks or node_size do not fit, or there is no such platform.
+
+        Example:
+            >>> print(config.memory(64, node_size=8, platform="gpu"))
+        """
+        where = "jax_ep.Config.memory"
+        _as_count(f"{where} num_ranks", num_ranks)
+        if node_size is None:
+            node_size = self.node_size or num_ranks
+        _as_count(f"{where} node_size", node_size)
+        check_sizes(where, dataclasses.replace(self, node_size=node_size), num_ranks)
+        tokens = self.max_tokens if num_tokens is None else num_tokens
+        _as_count(f"{where} num_tokens", tokens, minimum=0)
+        f32_partials = partials(self, platform) == "float32"
+        return _memory.measure(
+            where,
+            shape_arguments(self, num_ranks, node_size, f32_partials),
+            platform,
+            tokens,
+            recv_rows={name: receive_rows(self, num_ranks, tokens, name) for name in LAYOUTS},
+            row_bytes=self.hidden * self.dtype.itemsize,
+        )
+
 
 def _bad(name: str, got: object, expected: str, fix: str) -> ValueError:
     return ValueError(f"Config.{name}: got {got!r}, expected {expected}; {fix}")
@@ -286,17 +334,17 @@ def peer_timeout_s(config: Config) -> float:
     return min(DEFAULT_PEER_TIMEOUT_S, config.timeout_s)
 
 
-def check_ranks(config: Config, num_ranks: int, operation: str) -> None:
-    """Raises ValueError unless `config` fits that many ranks."""
+def check_sizes(operation: str, config: Config, num_ranks: int) -> None:
+    """Raises ValueError unless `config` fits a group of `num_ranks` ranks."""
     if config.num_experts % num_ranks:
         raise ValueError(
-            f"jax_ep.{operation}: got num_experts={config.num_experts}, expected a multiple of "
-            f"the group's {num_ranks} ranks; use {align_up(config.num_experts, num_ranks)} "
-            "experts, or another axis"
+            f"{operation}: got num_experts={config.num_experts}, expected a multiple of "
+            f"the group's {num_ranks} ranks; use "
+            f"{align_up(config.num_experts, num_ranks)} experts, or another axis"
         )
     if config.node_size is not None and num_ranks % config.node_size:
         raise ValueError(
-            f"jax_ep.{operation}: got node_size={config.node_size}, expected a divisor of the "
+            f"{operation}: got node_size={config.node_size}, expected a divisor of the "
             f"group's {num_ranks} ranks; use None for the ranks of a host"
         )
     rows = expert_major_rows(config, num_ranks, config.max_tokens)
@@ -307,33 +355,35 @@ def check_ranks(config: Config, num_ranks: int, operation: str) -> None:
     for name, value in codes.items():
         if value > INT32_MAX:
             raise ValueError(
-                f"jax_ep.{operation}: got {name} = {value}, expected at most {INT32_MAX} (plan "
-                "codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe with chunks"
+                f"{operation}: got {name} = {value}, expected at most {INT32_MAX} "
+                "(plan codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe "
+                "with chunks"
             )
 
 
-_SHRINKABLE = ("num_experts", "top_k", "hidden")
-_CAPACITY = ("recv_rows", "capacity_factor")
-_OF_A_VIEW = (*_SHRINKABLE, "align", *_CAPACITY, "overflow")
+def partials(config: Config, platform: str | None) -> Literal["float32", "dtype"]:
+    """What travels in combine: Config.partials, or the default of native groups on `platform`.
+
+    "dtype" on GPUs, whose links are the bottleneck, else "float32".
+    """
+    return config.partials or ("dtype" if platform == "gpu" else "float32")
 
 
-def shrink(most: Config, config: Config, num_ranks: int, sizes: dict[str, Any]) -> Config:
-    """`config` with `sizes` in place of its own, for a view of a group whose config is `most`."""
-    for name in sizes:
-        if name not in _OF_A_VIEW:
-            raise ValueError(
-                f"jax_ep.Group.view: got {name}={sizes[name]!r}, expected some of "
-                f"{', '.join(_OF_A_VIEW)}; create a group for another {name}"
-            )
-    if any(name in sizes for name in _CAPACITY):
-        sizes = dict.fromkeys(_CAPACITY) | sizes  # at most one of the two is given
-    view = dataclasses.replace(config, **sizes)
-    for name in _SHRINKABLE:
-        if getattr(view, name) > getattr(most, name):
-            raise ValueError(
-                f"jax_ep.Group.view: got {name}={getattr(view, name)}, expected at most "
-                f"{getattr(most, name)}, for which the group has room; create the group with the "
-                "largest of all layers"
-            )
-    check_ranks(view, num_ranks, "Group.view")
-    return view
+def shape_arguments(
+    config: Config, num_ranks: int, node_size: int, f32_partials: bool
+) -> dict[str, Any]:
+    """The kernels' GroupShape (kernels/layout.h) as keyword arguments of `_core`."""
+    return {
+        "num_ranks": num_ranks,
+        "node_size": node_size,
+        "num_experts": config.num_experts,
+        "top_k": config.top_k,
+        "align": config.align,
+        "hidden": config.hidden,
+        "max_tokens": config.max_tokens,
+        "ll_tokens": max_ll_tokens(config),
+        "elem_type": _ELEM_TYPES[config.dtype.name],
+        "f32_partials": f32_partials,
+        "has_ht": config.mode != "ll",
+        "depth": config.max_in_flight,
+    }

@@ -67,7 +67,7 @@ def create_group(
         _env.check()
         _check_arguments(mesh, axis, config, implementation)
         axes = _mesh.axis_tuple(axis)
-        _config.check_ranks(config, _mesh.axis_size(mesh, axes), "create_group")
+        _config.check_sizes("jax_ep.create_group", config, _mesh.axis_size(mesh, axes))
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -92,7 +92,7 @@ def create_group(
         if exchange is not None:
             exchange.fail(error)
         raise
-    if owned and process == min(device.process_index for device in mesh.devices.flat):
+    if not owned or process == min(device.process_index for device in mesh.devices.flat):
         _log.info(_summary(group))
     return group
 
@@ -101,10 +101,10 @@ def _summary(group: Group) -> str:
     """The line that JAX_EP_LOG=info has for each group."""
     nodes = group.num_ranks // group.node_size
     parts = [
-        f"{'native' if group.native else 'xla'} on {group.platform}",
+        "lowering-only" if group.lowering_only else f"{group.resolved} on {group.platform}",
         f"ranks {group.num_ranks}, nodes {nodes}",
         f"transport {group.transport}",
-        f"R = {group.recv_rows(group.config.max_tokens)} for T = {group.config.max_tokens}",
+        str(group.memory()),
         f"{group.heap_bytes} bytes in this process",
     ]
     details = dict(group.health().details)

@@ -12,8 +12,9 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
-from jax_ep import _config, _mesh, _warn
+from jax_ep import _config, _mesh, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
+from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
 
 Implementation = Literal["native", "xla"] | None
@@ -114,10 +115,15 @@ class Group:
     def __repr__(self) -> str:
         """One line for messages and logs."""
         state = ", closed" if self.closed else ", lowering-only" if self.lowering_only else ""
+        mode: str = self.config.mode
+        if mode == "auto":
+            mode += f" (ll: T <= {self.max_ll_tokens})"
         return (
             f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
             f"num_experts={self.config.num_experts}, "
-            f"implementation={self.implementation!r}{state})"
+            f"implementation={self.resolved!r}, mode={mode!r}, partials={self.partials!r}, "
+            f"node_size={self.node_size}, transport={self.transport!r}, "
+            f"heap_bytes={self.heap_bytes}{state})"
         )
 
     def __enter__(self) -> Group:
@@ -200,10 +206,14 @@ class Group:
 
         "dtype" for native groups on GPUs, whose links are the bottleneck, else "float32".
         """
-        default: Literal["float32", "dtype"] = (
-            "dtype" if self.native and self.platform == "gpu" else "float32"
-        )
-        return self.config.partials or default
+        return _config.partials(self.config, self.platform if self.native else None)
+
+    @property
+    def resolved(self) -> Implementation:
+        """The implementation that operations use; None: chosen where they are lowered."""
+        if self.lowering_only:
+            return self.implementation
+        return "native" if self.native else "xla"
 
     @property
     def native_platforms(self) -> tuple[str, ...]:
@@ -228,6 +238,35 @@ class Group:
             >>> group.recv_rows(4096)
         """
         return _config.receive_rows(self.config, self.num_ranks, num_tokens, layout)
+
+    def memory(self, platform: Platform | None = None) -> Memory:
+        """What a rank of the group takes, also of a lowering-only group, which holds nothing.
+
+        Args:
+            platform: as in `Config.memory`; None: the group's own, of a lowering-only group "cpu".
+
+        Returns:
+            A `Memory` for calls of max_tokens; of a view, with the group's heap and stages.
+
+        Raises:
+            ValueError: there is no such platform.
+
+        Example:
+            >>> group.memory().heap_bytes
+        """
+        if platform is None and (self.native or self.lowering_only):
+            platform = "gpu" if self.platform == "gpu" else "cpu"
+        if platform is None or self.implementation == "xla":
+            platform = "xla"
+        memory = self.config.memory(self.num_ranks, self.node_size, platform=platform)
+        if self._parent is None:
+            return memory
+        shared = self._parent.memory(platform)
+        return dataclasses.replace(
+            memory,
+            heap_bytes=shared.heap_bytes,
+            network_stage_bytes=shared.network_stage_bytes,
+        )
 
     def call_mode(self, num_tokens: int, mode: Mode | None) -> Mode:
         """The mode of a call with T tokens: `mode`, else Config.mode, else by T."""
@@ -267,7 +306,7 @@ class Group:
             )
         whole = self._whole
         view = copy.copy(whole)
-        view.config = _config.shrink(whole.config, self.config, self.num_ranks, sizes)
+        view.config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
         view.experts_per_rank = view.config.num_experts // view.num_ranks
         view._parent = whole
         view._handle = None  # the whole has it, and says when it was dropped

@@ -3,44 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep import _config
+from jax_ep._config import Mode
 from jax_ep._group import Group
 from jax_ep._ops import api
+from jax_ep._types import ExchangeStats, Plan
+
+ExpertFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
 
 
+@overload
 def moe(
     group: Group,
     x: jax.Array,
-    topk_idx: jax.Array,
+    topk_idx: jax.Array | None,
     topk_weights: jax.Array | None,
-    expert_fn: Callable[[Any, jax.Array, jax.Array], jax.Array],
+    expert_fn: ExpertFn,
     params: Any,
     *,
     chunks: int = 1,
-) -> jax.Array:
+    mode: Mode | None = None,
+    plan: Plan | None = None,
+    return_stats: Literal[False] = False,
+) -> jax.Array: ...
+@overload
+def moe(
+    group: Group,
+    x: jax.Array,
+    topk_idx: jax.Array | None,
+    topk_weights: jax.Array | None,
+    expert_fn: ExpertFn,
+    params: Any,
+    *,
+    chunks: int = 1,
+    mode: Mode | None = None,
+    plan: Plan | None = None,
+    return_stats: Literal[True],
+) -> tuple[jax.Array, ExchangeStats]: ...
+def moe(
+    group: Group,
+    x: jax.Array,
+    topk_idx: jax.Array | None,
+    topk_weights: jax.Array | None,
+    expert_fn: ExpertFn,
+    params: Any,
+    *,
+    chunks: int = 1,
+    mode: Mode | None = None,
+    plan: Plan | None = None,
+    return_stats: bool = False,
+) -> jax.Array | tuple[jax.Array, ExchangeStats]:
     """A whole mixture-of-experts layer: dispatch, `expert_fn` on this rank's rows, combine.
 
     Args:
         group: the group; call inside shard_map over its axis.
         x: [T, H] in Config.dtype.
-        topk_idx: integers [T, K] as in `plan`.
+        topk_idx: integers [T, K] as in `plan`; None with a plan.
         topk_weights: floats [T, K], or None for 1.
         expert_fn: `expert_fn(params, rows[R, H], group_sizes i32[E_l]) -> [R, H]` in Config.dtype,
             rows in expert_major order; rows beyond the sizes are zero and their results ignored.
         params: this rank's expert parameters, handed to expert_fn.
         chunks: > 1 splits the tokens, padded with -1 rows, and scans over the chunks with a
             checkpointed body: R is R(T / chunks) and memory that of one chunk.
+        mode: "ht" or "ll"; None: Config.mode, by the tokens of a chunk.
+        plan: a plan in expert_major to follow instead of topk_idx; with chunks=1 only.
+        return_stats: also return an `ExchangeStats`.
 
     Returns:
-        [T, H] in Config.dtype.
+        [T, H] in Config.dtype; with return_stats a tuple of it and the stats.
 
     Raises:
-        ValueError: as `dispatch` and `combine`, or chunks < 1.
+        ValueError: as `dispatch` and `combine`, chunks < 1, or a plan with chunks or of another
+            layout.
 
     Example:
         >>> def experts(kernels, rows, group_sizes):
@@ -49,15 +88,34 @@ def moe(
     """
     if not _config.is_count(chunks):
         raise ValueError(f"jax_ep.moe: got chunks={chunks!r}, expected an int of at least 1; use 1")
+    if plan is not None and chunks > 1:
+        raise ValueError(
+            f"jax_ep.moe: got a plan with chunks={chunks}, expected chunks=1, as each chunk has a "
+            "plan of its own; pass topk_idx instead, or leave chunks out"
+        )
+    if plan is not None and plan.layout != "expert_major":
+        raise ValueError(
+            f"jax_ep.moe: got a plan of layout={plan.layout!r}, expected 'expert_major', the order "
+            "of expert_fn's rows; make the plan without layout="
+        )
 
-    def layer(x: jax.Array, topk_idx: jax.Array, topk_weights: jax.Array | None) -> jax.Array:
-        recv = api.dispatch(group, x, topk_idx, topk_weights)
+    def layer(
+        x: jax.Array, topk_idx: jax.Array | None, topk_weights: jax.Array | None
+    ) -> tuple[jax.Array, ExchangeStats]:
+        recv = api.dispatch(group, x, topk_idx, topk_weights, plan=plan, mode=mode)
         y = expert_fn(params, recv.x, recv.group_sizes)
-        return api.combine(group, y, recv)
+        made = recv.plan
+        stats = ExchangeStats(made.pairs_per_expert, made.num_dropped, made.overflow)
+        return api.combine(group, y, recv), stats
 
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:
-        return layer(x, topk_idx, topk_weights)
+        out, stats = layer(x, topk_idx, topk_weights)
+        return (out, stats) if return_stats else out
+    if topk_idx is None:
+        raise ValueError(
+            "jax_ep.moe: got neither topk_idx nor a plan, expected exactly one; pass one of them"
+        )
 
     chunk_tokens = -(-num_tokens // chunks)
     missing = chunk_tokens * chunks - num_tokens
@@ -70,6 +128,12 @@ def moe(
     policy = jax.checkpoint_policies.save_only_these_names("jax_ep_plan")
     weights = None if topk_weights is None else split(topk_weights, 0)
     body = jax.checkpoint(lambda _, chunk: (None, layer(*chunk)), policy=policy)
-    _, out = jax.lax.scan(body, None, (split(x, 0), split(topk_idx, -1), weights))
-    joined: jax.Array = out.reshape(-1, x.shape[1])[:num_tokens]
-    return joined
+    _, (outs, each) = jax.lax.scan(body, None, (split(x, 0), split(topk_idx, -1), weights))
+    joined: jax.Array = outs.reshape(-1, x.shape[1])[:num_tokens]
+    if not return_stats:
+        return joined
+    return joined, ExchangeStats(
+        jnp.sum(each.pairs_per_expert, axis=0, dtype=jnp.int32),
+        jnp.sum(each.num_dropped, dtype=jnp.int32),
+        jnp.max(each.overflow),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import warnings
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,8 +22,10 @@ class Plan:
     N ranks, E_l local experts, T tokens, K = top_k, R receive rows (docs/semantics.md).
 
     Args:
-        group_sizes: i32[E_l], rows of each expert's zone (aligned in expert_major, else counts).
-        group_counts: i32[E_l], pairs that each local expert kept.
+        group_sizes: i32[E_l], rows of each local expert, padding included: what ragged_dot and
+            grouped products take. Multiples of Config.align in expert_major; pairs in rank_major.
+        pairs_per_expert: i32[E_l], (token, k) pairs that each local expert kept: its load. At most
+            group_sizes, and equal to them in the other layouts.
         send_slot: i32[T, K], destination rank * R + row (mode ht) or destination rank * N*T +
             source rank * T + t (mode ll); -1 for dropped or absent pairs.
         recv_src: i32[R], source rank * max_tokens*K + t*K + k of each row, -1 for padding.
@@ -38,7 +41,7 @@ class Plan:
     """
 
     group_sizes: jax.Array
-    group_counts: jax.Array
+    pairs_per_expert: jax.Array
     send_slot: jax.Array
     recv_src: jax.Array
     send_counts: jax.Array
@@ -50,16 +53,27 @@ class Plan:
     mode: Mode
     max_tokens: int | None = None
 
+    @property
+    def group_counts(self) -> jax.Array:
+        """Deprecated: `pairs_per_expert`."""
+        warnings.warn(
+            "jax_ep.Plan.group_counts is now pairs_per_expert; ragged_dot takes group_sizes",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.pairs_per_expert
+
 
 @dataclasses.dataclass(frozen=True)
 class Received:
-    """What dispatch delivers to this rank's experts.
+    """What dispatch delivers to this rank's experts; combine takes all of it.
 
     Args:
         x: rows, [R, H], [E_l, N*T, H] or [N, T, H] by layout.
         weights: f32[R] (rank_major: f32[N, T, K]), or None if dispatch got none.
-        group_sizes: i32[E_l], the plan's.
-        plan: the `Plan` to hand to combine.
+        group_sizes: i32[E_l], rows of each local expert in `x`, padding included: what ragged_dot
+            takes. (How many pairs they hold: `plan.pairs_per_expert`.)
+        plan: the `Plan` that was followed.
         topk_idx: rank_major: i32[N, T, K] local expert ids, -1 elsewhere; else None.
     """
 
@@ -88,6 +102,21 @@ class InFlight:
     pad: Pad
 
 
+@dataclasses.dataclass(frozen=True)
+class ExchangeStats:
+    """What one call of `moe` kept and dropped, all chunks together.
+
+    Args:
+        pairs_per_expert: i32[E_l], (token, k) pairs that each of this rank's experts computed.
+        num_dropped: i32[], pairs of this rank's tokens that were dropped.
+        overflow: i32[], 1 if any rank of the group dropped a pair; uniform over the group.
+    """
+
+    pairs_per_expert: jax.Array
+    num_dropped: jax.Array
+    overflow: jax.Array
+
+
 class Unsaid(enum.Enum):
     """An argument that was left out, where None says something."""
 
@@ -113,7 +142,7 @@ class PlanArrays(NamedTuple):
     """The leaves of a Plan in the order in which implementations return them."""
 
     group_sizes: jax.Array
-    group_counts: jax.Array
+    pairs_per_expert: jax.Array
     send_slot: jax.Array
     recv_src: jax.Array
     send_counts: jax.Array
@@ -143,4 +172,5 @@ def _register(cls: type, static: tuple[str, ...]) -> None:
 
 _register(Plan, ("layout", "mode", "max_tokens"))
 _register(Received, ())
+_register(ExchangeStats, ())
 _register(InFlight, ("kind", "layout", "mode", "pad"))

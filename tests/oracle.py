@@ -49,7 +49,7 @@ class RankPlan:
     """One rank's plan, plus `pair_of_row`: the (s, t, k) list of each row."""
 
     group_sizes: np.ndarray
-    group_counts: np.ndarray
+    pairs_per_expert: np.ndarray
     send_slot: np.ndarray
     recv_src: np.ndarray
     send_counts: np.ndarray
@@ -130,7 +130,7 @@ def plan(spec: Spec, ids: np.ndarray, mode: str, layout: str) -> list[RankPlan]:
         plans.append(
             RankPlan(
                 group_sizes=np.array(sizes),
-                group_counts=np.array(counts),
+                pairs_per_expert=np.array(counts),
                 send_slot=send_slot[d],
                 recv_src=recv_src,
                 send_counts=send_counts[d],

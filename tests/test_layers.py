@@ -96,9 +96,11 @@ BASE = (
     "_group",
     "_jax_compat",
     "_log",
+    "_memory",
     "_mesh",
     "_session_number",
     "_types",
+    "_view_config",
     "_warn",
 )
 PYTHON_LAYERS = {

@@ -136,6 +136,9 @@ void BindOptions(nb::module_& m) {
           nb::arg("top_k"), nb::arg("align"), nb::arg("hidden"), nb::arg("max_tokens"),
           nb::arg("ll_tokens"), nb::arg("elem_type"), nb::arg("f32_partials"), nb::arg("has_ht"),
           nb::arg("depth"));
+  m.def(
+      "heap_bytes", [](const GroupShape& shape) { return HeapLayout::Make(shape).total_bytes; },
+      nb::arg("shape"), "Bytes of a CPU rank's heap.");
   nb::class_<SessionOptions>(m, "SessionOptions", "What a session is created from.")
       .def(
           "__init__",

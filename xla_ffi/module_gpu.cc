@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,15 @@ void BindGpu(nb::module_& m) {
       "load_gpu_library",
       [](const std::string& path) { ThrowIfError(LoadGpuLibrary(path).status()); }, nb::arg("path"),
       "Loads libjax_ep_gpu.so, once; NotImplementedError if that is impossible.");
+  m.def(
+      "gpu_memory_bytes",
+      [](const std::string& path, const GroupShape& shape) {
+        const Result<const gpu::GpuApi*> api = LoadGpuLibrary(path);
+        ThrowIfError(api.status());
+        return std::make_tuple((*api)->heap_bytes(&shape), (*api)->stage_bytes(&shape));
+      },
+      nb::arg("path"), nb::arg("shape"),
+      "Bytes of a GPU rank's heap and of its network stage; as load_gpu_library.");
   auto session = nb::class_<PyGpuSession>(m, "GpuSession", "One group on GPUs (gpu_session.h).");
   session
       .def(

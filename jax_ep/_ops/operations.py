@@ -96,7 +96,7 @@ def array_types(call: Call) -> dict[str, ArrayType]:
         "pair_scalars": f32(rows, top_k) if rank_major else f32(rows),
         "epoch": i32(1),
         "group_sizes": i32(experts),
-        "group_counts": i32(experts),
+        "pairs_per_expert": i32(experts),
         "send_slot": i32(tokens, top_k),
         "recv_src": i32(rows),
         "send_counts": i32(ranks),

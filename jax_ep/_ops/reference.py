@@ -64,7 +64,7 @@ def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
     sizes = _slice(routing.zones, me * experts, experts)
     planned = PlanArrays(
         group_sizes=sizes if call.layout == "expert_major" else counts,
-        group_counts=counts,
+        pairs_per_expert=counts,
         send_slot=send_slot.reshape(tokens, top_k),
         recv_src=_recv_src(call, routing, arrived, me),
         send_counts=jnp.zeros((ranks + 1,), jnp.int32).at[sent_to].add(1)[:ranks],
@@ -175,7 +175,7 @@ def _empty_plan(call: Call) -> PlanArrays:
     zero = jnp.zeros((), jnp.int32)
     return PlanArrays(
         group_sizes=jnp.zeros((experts,), jnp.int32),
-        group_counts=jnp.zeros((experts,), jnp.int32),
+        pairs_per_expert=jnp.zeros((experts,), jnp.int32),
         send_slot=jnp.zeros((0, top_k), jnp.int32),
         recv_src=jnp.full((call.rows,), -1, jnp.int32),
         send_counts=jnp.zeros((ranks,), jnp.int32),

@@ -8,21 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from jax_ep import _env, _extension
+from jax_ep import _env, _extension, _memory
 from jax_ep._runtime import bootstrap, descriptors
 
 DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
-
-
-def library_path() -> str:
-    """Where libjax_ep_gpu.so is, beside the extension."""
-    return str(Path(_extension.load().__file__).parent / "libjax_ep_gpu.so")
 
 
 def load_library() -> None:
@@ -31,7 +25,7 @@ def load_library() -> None:
     Raises:
         NotImplementedError: it is not installed, or of another version; the text says what to do.
     """
-    _extension.load().load_gpu_library(library_path())
+    _extension.load().load_gpu_library(_memory.gpu_library_path())
 
 
 def check_flags() -> None:
@@ -66,7 +60,7 @@ def start(
     probes = [] if zero_copy is False else [_probe(device) for device in devices]
     session = _extension.load().GpuSession(
         options=options,
-        library_path=library_path(),
+        library_path=_memory.gpu_library_path(),
         live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),
         min_arena_bytes=_min_arena_bytes(devices[0]),
         require_arena=zero_copy is True,

@@ -13,8 +13,6 @@ from jax_ep._group import Group
 from jax_ep._runtime import bootstrap, cpu, gpu, topology
 from jax_ep._runtime.session import NativeSession, close_at_exit
 
-_ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-
 
 def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     """Allocates and connects the native side of `group`; collective over the mesh's processes.
@@ -49,7 +47,11 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     options = core.SessionOptions(
         session_id=group.session_id,
         name=name,
-        shape=core.GroupShape(**shape_arguments(group, node_size)),
+        shape=core.GroupShape(
+            **_config.shape_arguments(
+                group.config, group.num_ranks, node_size, group.partials == "float32"
+            )
+        ),
         team_processes=layout.team_processes,
         local_ranks=layout.local_ranks,
         host_ranks=[
@@ -111,22 +113,3 @@ def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
                     f"{record.get(field)}, this process ({me}) with {own[field]}; all processes "
                     "must pass the same"
                 )
-
-
-def shape_arguments(group: Group, node_size: int) -> dict[str, Any]:
-    """The kernels' GroupShape (kernels/layout.h) as keyword arguments of `_core`."""
-    config = group.config
-    return {
-        "num_ranks": group.num_ranks,
-        "node_size": node_size,
-        "num_experts": config.num_experts,
-        "top_k": config.top_k,
-        "align": config.align,
-        "hidden": config.hidden,
-        "max_tokens": config.max_tokens,
-        "ll_tokens": _config.max_ll_tokens(config),
-        "elem_type": _ELEM_TYPES[config.dtype.name],
-        "f32_partials": group.partials == "float32",
-        "has_ht": config.mode != "ll",
-        "depth": config.max_in_flight,
-    }

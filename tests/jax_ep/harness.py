@@ -228,7 +228,7 @@ def assert_plan(plan: jax_ep.Plan, expected: list[oracle.RankPlan]) -> None:
     """Every field of a plan [N, ...] equals the oracle's."""
     for field in (
         "group_sizes",
-        "group_counts",
+        "pairs_per_expert",
         "send_slot",
         "recv_src",
         "send_counts",

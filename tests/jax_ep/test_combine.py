@@ -154,6 +154,24 @@ def test_weights_return_to_their_pairs(case: Case, routing: str, implementation:
     assert_same_bits(changed, np.where(kept, inputs.weights * 3 + 1, np.float32(0)))
 
 
+def test_poison_reaches_returned_weights(implementation: str) -> None:
+    case = Case(tokens=16, recv_rows=16, overflow="poison")
+    group = group_of(case, implementation)
+    inputs = inputs_of(case)
+
+    def layer(x: Array, ids: Array, w: Array) -> Any:
+        recv = jax_ep.dispatch(group, x, ids, w)
+        return jax_ep.combine(group, recv.x, recv, weights=w, return_weights=True)
+
+    crowded = np.zeros_like(inputs.ids)  # rank 0 gets everything
+    out, returned = run(group, layer, inputs.x, crowded, inputs.weights)
+    assert np.all(np.isnan(out)) and np.all(np.isnan(returned))
+    few = np.full_like(inputs.ids, -1)
+    few[:, :2, 0] = 5
+    out, returned = run(group, layer, inputs.x, few, inputs.weights)
+    assert_same_bits(returned, np.where(few >= 0, inputs.weights, np.float32(0)))
+
+
 @pytest.mark.parametrize("layout", ["expert_major", "expert_batched", "rank_major"])
 @pytest.mark.parametrize("mode", ["ht", "ll"])
 def test_gradients_of_returned_weights(layout: str, mode: str, implementation: str) -> None:

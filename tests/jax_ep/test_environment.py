@@ -81,6 +81,8 @@ def test_the_log_has_one_line_per_group(
     monkeypatch.setenv("JAX_EP_LOG", level)
     with create(implementation, ranks=4, node_size=2) as group:
         rows, size = group.recv_rows(8), group.heap_bytes
+        assert str(group.memory()) == f"R = {rows} for T = 8, heap {size // 4} bytes per rank"
+        memory = str(group.memory())
     lines = [
         line
         for line in capfd.readouterr().err.splitlines()
@@ -90,7 +92,7 @@ def test_the_log_has_one_line_per_group(
     nodes = (
         "nodes 2, transport loopback" if implementation == "native" else "nodes 2, transport xla"
     )
-    for part in (implementation, "ranks 4", nodes, f"R = {rows} for T = 8", f"{size} bytes"):
+    for part in (implementation, "ranks 4", nodes, memory, f"{size} bytes in this process"):
         assert all(part in line for line in lines), lines
 
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,15 @@ import jax_ep
 NAMES = {
     "BootstrapError",
     "Config",
+    "ExchangeStats",
     "FP8",
     "Group",
     "Health",
     "InFlight",
+    "Layout",
+    "Memory",
+    "Mode",
+    "Pad",
     "Plan",
     "Received",
     "combine",
@@ -49,7 +55,8 @@ def test_the_public_names() -> None:
 
 
 def test_public_functions_document_themselves() -> None:
-    for name in NAMES - {"BootstrapError", "routing", "initialize", "Health", "InFlight"}:
+    choices = {"Layout", "Mode", "Pad"}  # Literals, which have no text
+    for name in NAMES - {"BootstrapError", "routing", "initialize", "Health", "InFlight"} - choices:
         text = getattr(jax_ep, name).__doc__
         assert text, name
         if callable(getattr(jax_ep, name)) and not isinstance(getattr(jax_ep, name), type):
@@ -65,6 +72,19 @@ def test_halves_are_documented_where_an_editor_shows_them(name: str) -> None:
     assert not re.search(r": as (in )?`", text)
     for parameter in inspect.signature(function).parameters:
         assert re.search(rf"^\s+{parameter}: .{{15,}}", text, re.MULTILINE), parameter
+
+
+def test_the_choices_are_literals() -> None:
+    assert get_args(jax_ep.Mode) == ("ht", "ll")
+    assert get_args(jax_ep.Layout) == ("expert_major", "expert_batched", "rank_major")
+    assert get_args(jax_ep.Pad) == ("zero", "undefined")
+
+
+def test_group_counts_has_a_name_that_nobody_takes_for_group_sizes() -> None:
+    plan = jax_ep.Plan(*map(jnp.array, range(8)), None, layout="expert_major", mode="ht")
+    with pytest.warns(DeprecationWarning, match="now pairs_per_expert") as caught:
+        assert plan.group_counts is plan.pairs_per_expert
+    assert caught[0].filename == __file__
 
 
 def test_importing_queries_no_device_and_no_extra_package() -> None:

@@ -137,6 +137,8 @@ def test_a_view_shares_memory_life_and_counters() -> None:
     assert (view.config.top_k, view.config.hidden, view.config.num_experts) == (1, 4, 4)
     assert view.is_view and not group.is_view
     assert view.heap_bytes == group.heap_bytes > 0
+    assert view.memory().heap_bytes == group.memory().heap_bytes == group.heap_bytes // 2
+    assert view.memory().expert_major.recv_rows < group.memory().expert_major.recv_rows
     assert view.session_id == group.session_id
     run(
         view,
