@@ -255,7 +255,7 @@ class Run:
         written = self.trainer.write_on(state, *map(self.trainer.shard_batch, prompts))
         texts = multihost_utils.process_allgather(written, tiled=True)
         for text in texts[: len(text_data.PROMPTS)]:
-            for line in text_data.readable(text).rstrip().splitlines():
+            for line in text_data.readable(text).splitlines():
                 self.console.say(f"| {line}".rstrip())
             self.console.say("|")
 

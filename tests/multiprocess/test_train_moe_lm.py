@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import children
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -92,6 +93,17 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(tmp_path):
     done = _train(tmp_path, "--oracle", launch="-n 1 -D 3")
     assert done.returncode == 1
     assert "expected a multiple of the 3 devices" in done.stderr
+
+
+def test_what_the_model_writes_cannot_steer_a_terminal(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from moe_lm import text_data
+
+    tokens, lengths = text_data.prompts(5, 8)
+    assert tokens.shape == (5, 8) and lengths.tolist()[:2] == [4, 7]
+    assert text_data.readable(tokens[0]) == "def"
+    written = np.frombuffer(b"a\x1b[2J\xff\tb\n c\n\n\0rest", np.uint8).astype(np.int32)
+    assert text_data.readable(written) == "a?[2J\ufffd?b\n c"
 
 
 class TestCompare:
