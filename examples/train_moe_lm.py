@@ -250,10 +250,10 @@ class Run:
     def write(self, state: TrainState) -> None:
         """Shows what the model writes: each rank goes on with a prompt, through all experts."""
         length = min(self.options.write, self.options.length)
+        self.console.say(f"compiling again; then the model writes {length} bytes per rank:")
         prompts = text_data.prompts(self.group.num_ranks, length)
         written = self.trainer.write_on(state, *map(self.trainer.shard_batch, prompts))
         texts = multihost_utils.process_allgather(written, tiled=True)
-        self.console.say(f"the model wrote these lines, {length} bytes from each rank's prompt:")
         for text in texts[: len(text_data.PROMPTS)]:
             for line in text_data.readable(text).splitlines():
                 self.console.say(f"| {line}".rstrip())

@@ -237,6 +237,22 @@ def _separate_calls(module: Any, targets: set[str]) -> None:
     separate(functions["main"])
 
 
+def explain_compile_errors(explain: Callable[[str], str]) -> None:
+    """Has each error of a compilation carry a note.
+
+    Args:
+        explain: from the error's text to the note, or "" for none.
+    """
+
+    def note(event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
+        error = sys.exc_info()[1]
+        if error is not None and "backend_compile" in event and (text := explain(str(error))):
+            error.add_note(text)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+
+
 jax.monitoring.register_scalar_listener(_note_lowering)
 jax.monitoring.register_event_duration_secs_listener(_note_lowered)
 

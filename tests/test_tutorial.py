@@ -1,4 +1,4 @@
-"""docs/tutorial.md and docs/migrating.md: their Python blocks run and give what they say."""
+"""docs/tutorial.md runs and prints what it says; docs/migrating.md names what exists."""
 
 import inspect
 import re
@@ -32,13 +32,6 @@ def test_the_tutorial_prints_what_it_says(tmp_path, options):
     assert done.returncode == 0, done.stdout + done.stderr
     printed = re.findall(r"^(?:\[0\] )?(\d+: .*)$", done.stdout, re.MULTILINE)
     assert printed == "".join(expected).splitlines()
-
-
-def test_the_code_of_migrating_runs_and_agrees():
-    text = (DOCS / "migrating.md").read_text()
-    code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(code) == 4
-    exec(compile("\n".join(code), "migrating.md", "exec"), {"__name__": "migrating"})
 
 
 def test_migrating_names_what_exists():

@@ -49,12 +49,21 @@ class SessionTable {
     const auto closed = closed_.find(session_id);
     if (closed != closed_.end()) return GroupIsClosed(closed->second);
     return FailedPrecondition(
-        "group id " + std::to_string(session_id) +
-        " is unknown in this process: create_group must run, in the same order on every process, "
-        "before a program that uses the group");
+        "got a program of group id " + std::to_string(session_id) +
+        ", expected one of those that this process has: " + Names() +
+        "; call jax_ep.create_group with the mesh shape, axis and config that the program was made "
+        "with, before it runs, in the same order on every process");
   }
 
  private:
+  std::string Names() const {
+    std::string names;
+    for (const auto& [id, session] : sessions_) {
+      names += (names.empty() ? "" : ", ") + session->options().name;
+    }
+    return names.empty() ? "none" : names;
+  }
+
   mutable std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<S>> sessions_;
   std::map<int64_t, std::string> closed_;

@@ -75,8 +75,9 @@ def prompts(count: int, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def readable(text: np.ndarray) -> str:
-    """Bytes as text, up to the end of the file that they are from."""
-    return text.astype(np.uint8).tobytes().partition(b"\0")[0].decode(errors="replace")
+    """Bytes as text, up to the end of the file that they are from; no codes for a terminal."""
+    decoded = text.astype(np.uint8).tobytes().partition(b"\0")[0].decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "?" for c in decoded).rstrip()
 
 
 def bigram_loss(corpus: Corpus, evaluated: np.ndarray) -> float:

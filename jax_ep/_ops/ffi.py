@@ -27,6 +27,21 @@ _PAD_CODES = {"zero": 0, "undefined": 1}
 
 _call = _jax_compat.call_primitive("jax_ep_call", lowering.check, lowering.module_key)
 
+
+def _explain(error: str) -> str:
+    """What an error of XLA that no handler is registered for one of our targets means."""
+    if "registered for jax_ep_" not in error:
+        return ""
+    return (
+        "jax_ep: got a program with operations of jax_ep, but this process has no native group, "
+        "expected the group that the program was made with; call jax_ep.create_group with its mesh "
+        "of real devices, axis and config before the program is compiled (a lowering-only group, "
+        "over an AbstractMesh, cannot run)"
+    )
+
+
+_jax_compat.explain_compile_errors(_explain)
+
 _register_lock = threading.Lock()
 _registered: set[str] = set()
 

@@ -3,6 +3,7 @@
 `import jax_ep` does not import this package; it needs Flax (`pip install 'jax_ep[flax]'`).
 """
 
+from jax_ep.flax import _installed as _installed
 from jax_ep.flax import linen as linen
 from jax_ep.flax import presets as presets
 from jax_ep.flax._config import MoEConfig as MoEConfig

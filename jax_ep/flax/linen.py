@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import AxisType, PartitionSpec
 
 import jax_ep
+from jax_ep import _jax_compat
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
 from jax_ep.flax._init import Inits, initializer
@@ -17,6 +19,19 @@ from jax_ep.flax._placement import Placement
 
 STATE = "router_state"
 """Collection of the balancing bias: `variables[STATE]["router_bias"]`, f32[E]."""
+
+
+def _placed(init: Any, spec: PartitionSpec) -> Any:
+    """`init` with its result where `spec` says: on Explicit axes Linen checks that and no more."""
+
+    def make(*arguments: Any) -> jax.Array:
+        value: jax.Array = init(*arguments)
+        kinds = _jax_compat.context_mesh().axis_types
+        if kinds and all(kind == AxisType.Explicit for kind in kinds):
+            value = jax.sharding.reshard(jnp.asarray(value), spec)
+        return value
+
+    return make
 
 
 class MoE(nn.Module):
@@ -75,8 +90,7 @@ class MoE(nn.Module):
             if name == "router_bias":
                 values[name] = self.variable(STATE, name, jnp.zeros, shape, jnp.float32).value
                 continue
-            init: Any = nn.with_partitioning(
-                initializer(self.kernel_init, name), tuple(weight.spec)
-            )
+            made = _placed(initializer(self.kernel_init, name), weight.spec)
+            init: Any = nn.with_partitioning(made, tuple(weight.spec))
             values[name] = self.param(name, init, shape, self.param_dtype)
         return layer(values, x, mask, mode)

@@ -237,6 +237,28 @@ def test_explicit_mesh_and_a_mesh_in_context():
         assert_matches_oracle(MIXTRAL, got, weights_of(gradients), weights_of(moe), x)
 
 
+def test_linen_on_an_explicit_mesh_in_context():
+    mesh = mesh_of((2, 2), ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2)
+    moe = ep_flax.linen.MoE(
+        DEEPSEEK, group_of(DEEPSEEK, mesh), placement=ep_flax.Placement(fsdp="fsdp")
+    )
+    x = tokens_of(SHAPE)
+
+    def of_params(params, state, x):
+        out, stats = moe.apply({"params": params} | state, x)
+        return jnp.sum(jnp.sin(out)) + stats.balance_loss, (out, stats)
+
+    with jax.set_mesh(mesh):
+        boxed = dict(jax.jit(moe.init)(jax.random.key(0), x))
+        params = boxed.pop("params")
+        assert jax.typeof(params["w_up"].value).sharding.spec == P("ep", "fsdp", None)
+        step = jax.jit(jax.value_and_grad(of_params, has_aux=True))
+        placed = jax.device_put(x, NamedSharding(mesh, P(("fsdp", "ep"))))
+        got, gradients = step(params, boxed, placed)
+    weights = jax.device_get(nn.unbox(params) | nn.unbox(boxed)[ep_flax.linen.STATE])
+    assert_matches_oracle(DEEPSEEK, got, nn.unbox(gradients), weights, x)
+
+
 def test_inside_a_shard_map_over_other_axes_only():
     """Partial-manual code around the layer; JAX 0.10 cannot differentiate such a nest."""
     mesh = mesh_of((2, 4), ("stage", "ep"))

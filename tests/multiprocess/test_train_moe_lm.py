@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import children
+import numpy as np
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -56,7 +57,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     assert any("compiling" in line for line in lines[: lines.index(_only(lines, "first step"))])
     assert re.search(r"step +16/16 .*dropped +\d+\.\d+%.*0 s left", _only(lines, "16/16"))
     assert re.search(r"\d\.\d+% of pairs dropped", done.stdout)
-    at = lines.index(_only(lines, "wrote these lines"))
+    at = lines.index(_only(lines, "then the model writes"))
     samples = "\n".join(lines[at + 1 : -1])
     assert samples.count("[0] | ") >= 2  # one prompt on each rank
     assert "| import " in samples and "| def " in samples
@@ -92,6 +93,17 @@ def test_a_number_of_ranks_that_does_not_divide_is_refused(tmp_path):
     done = _train(tmp_path, "--oracle", launch="-n 1 -D 3")
     assert done.returncode == 1
     assert "expected a multiple of the 3 devices" in done.stderr
+
+
+def test_what_the_model_writes_cannot_steer_a_terminal(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from moe_lm import text_data
+
+    tokens, lengths = text_data.prompts(5, 8)
+    assert tokens.shape == (5, 8) and lengths.tolist()[:2] == [4, 7]
+    assert text_data.readable(tokens[0]) == "def"
+    written = np.frombuffer(b"a\x1b[2J\xff\tb\n c\n\n\0rest", np.uint8).astype(np.int32)
+    assert text_data.readable(written) == "a?[2J\ufffd?b\n c"
 
 
 class TestCompare:
