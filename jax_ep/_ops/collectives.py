@@ -1,9 +1,9 @@
 """What implementation="xla" moves between ranks: every bit arrives, in pieces of limited size.
 
 Floats narrower than f32 travel as unsigned integers. XLA:CPU widens bf16 for every collective and
-narrows it again, which makes signalling NaNs quiet. And XLA may move or drop a cast that stands
-before a collective: then f32 is sent where bf16 was asked for, or nothing is rounded. Of f32 no
-platform changes a bit, so it goes as it is: on TPUs, each turn into integers is a copy.
+narrows it again, which makes signalling NaNs quiet, and XLA:GPU may gather f32 and cast to bf16
+then. Of f32 no platform changes a bit, so it goes as it is: on TPUs each turn into integers is a
+copy. (Where only products read the rows, XLA:TPU may gather bf16, to which these round them.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._ops.call import Call
 
-# Of the result of one collective, on one device.
+# Of the result of one collective, on one device. libtpu 0.0.42 aborts at exchanges of 2 GiB.
 MAX_BYTES = 2**30
 
 
