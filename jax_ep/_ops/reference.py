@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
-from jax_ep._ops import planning, sharding
+from jax_ep._ops import collectives, planning, sharding
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 from jax_ep._types import PlanArrays, Route
@@ -44,7 +44,7 @@ def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
     group = call.group
     ranks, experts, tokens, top_k = group.num_ranks, group.experts_per_rank, *topk_idx.shape
     me = sharding.rank_index(group)
-    ids = _gather(call, topk_idx)
+    ids = collectives.gather(call, topk_idx)
     routing = planning.route(call, ids)
 
     owner = jnp.minimum(routing.expert, group.config.num_experts - 1) // experts
@@ -96,9 +96,9 @@ def _dispatch(
     valid, token, k = _sources(call, recv_src)
     recv_x = recv_weights = dots = None
     if x is not None:
-        bits, dtype = _as_bits(x)  # a plain move must not quieten a signalling NaN
+        bits, dtype = collectives.as_bits(x)  # a plain move must not quieten a signalling NaN
         moved = jnp.where(valid[:, None], _take(_gather_rows(call, bits), token), 0)
-        recv_x = rows = _from_bits(moved.astype(bits.dtype), dtype)
+        recv_x = rows = collectives.from_bits(moved.astype(bits.dtype), dtype)
         if y is not None:
             product = rows.astype(jnp.float32) * y.astype(jnp.float32)
             dots = jnp.where(valid, jnp.sum(product, axis=-1), 0.0)
@@ -152,7 +152,7 @@ def _combine(
         partial = _rank_partials(call, y, row_weights, valid, token)
         if group.partials == "dtype":
             partial = partial.astype(call.dtype)
-        arrived = _exchange(call, partial.reshape(ranks, tokens, call.hidden))
+        arrived = collectives.exchange(call, partial.reshape(ranks, tokens, call.hidden))
         present = jnp.any(dest[None] == lax.iota(jnp.int32, ranks)[:, None, None], axis=-1)
         out = _sum_over_ranks(call, arrived, present)
     if pair_scalars is not None:
@@ -163,7 +163,7 @@ def _combine(
             index = jnp.where(valid, token * top_k + k, pairs)
             by_pair = jnp.zeros((pairs,), jnp.float32).at[index].set(pair_scalars, mode="drop")
             by_pair = by_pair.reshape(ranks, tokens, top_k)
-        returned = _exchange(call, by_pair)
+        returned = collectives.exchange(call, by_pair)
         chosen = jnp.take_along_axis(returned, jnp.minimum(dest, ranks - 1)[None], axis=0)[0]
         pair_scalars_out = jnp.where(dest < ranks, chosen, 0.0)
     return {"out": out, "pair_scalars_out": pair_scalars_out}
@@ -291,33 +291,9 @@ def _take(array: jax.Array, rows: jax.Array) -> jax.Array:
     return array.at[rows].get(mode="promise_in_bounds")
 
 
-def _as_bits(array: jax.Array) -> tuple[jax.Array, Any]:
-    """Floats as unsigned ints, so that no collective touches a NaN's payload."""
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        return array, array.dtype
-    width = jnp.dtype(array.dtype).itemsize * 8
-    return lax.bitcast_convert_type(array, jnp.dtype(f"uint{width}")), array.dtype
-
-
-def _from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
-
-
-def _gather(call: Call, array: jax.Array) -> jax.Array:
-    """[N, ...]: every rank's array."""
-    bits, dtype = _as_bits(array)
-    return _from_bits(_jax_compat.all_gather(bits, call.group.axes), dtype)
-
-
 def _gather_rows(call: Call, array: jax.Array) -> jax.Array:
     """[N*T, ...]: every rank's rows, by rank."""
     if call.num_tokens == 0:
         return array
-    everyones = _gather(call, array)
+    everyones = collectives.gather(call, array)
     return everyones.reshape(-1, *array.shape[1:])
-
-
-def _exchange(call: Call, array: jax.Array) -> jax.Array:
-    """[N, ...]: element d goes to rank d; the result holds what rank s sent at s."""
-    bits, dtype = _as_bits(array)
-    return _from_bits(_jax_compat.all_to_all(bits, call.group.axes), dtype)
