@@ -9,7 +9,11 @@
 namespace jax_ep {
 
 GpuSession::GpuSession(GpuOptions options, const gpu::GpuApi* api)
-    : options_(std::move(options)), api_(api), failure_(std::make_unique<FailureLatch>()) {}
+    : options_(std::move(options)),
+      api_(api),
+      failure_(std::make_unique<FailureLatch>()),
+      exception_(Internal("group " + this->options().name +
+                          ": the watch of its GPUs met an exception (out of memory?)")) {}
 
 GpuSession::~GpuSession() {
   if (lifecycle_.is_forked()) {

@@ -38,10 +38,6 @@ struct MonitorOptions {
   std::function<void()> check = {};
 };
 
-// "group NAME: rank 3 closed it: its program ended", or "... closed the group while ...".
-Status PeerHasLeft(const std::string& group_name, const std::string& rank_name,
-                   Departure departure);
-
 // What a rank says of the failure that the one of that name has shown it: "group NAME: rank 3
 // failed first: CAUSE". The name of the group and "failed first" stand there once, however many
 // ranks passed the failure on.
@@ -68,12 +64,15 @@ class Monitor {
  private:
   struct Watched;
   Monitor(MonitorOptions options, FailureLatch* failure);
-  void Loop();
+  void Loop() noexcept;
+  void Round(std::chrono::steady_clock::time_point now);
   void Publish();  // own failure -> mates
   void Check(Watched& watched, std::chrono::steady_clock::time_point now);
 
   const MonitorOptions options_;
   FailureLatch* const failure_;
+  Status exception_;              // made while there was memory
+  std::vector<Watched> watched_;  // of the thread, from its start on
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
   std::atomic<bool> has_left_{false};

@@ -3,6 +3,7 @@
 # No XLA, no Python.
 SESSION = [
     "continuation_watch.cc",
+    "departure.cc",
     "executor.cc",
     "gpu_library.cc",
     "gpu_network.cc",

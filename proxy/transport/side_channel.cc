@@ -202,32 +202,44 @@ struct SideListener::Connection {
   size_t num_sent = 0;
 };
 
-void SideListener::Run() {
+void SideListener::Run() noexcept {
   std::vector<Connection> connections;
-  std::vector<pollfd> waited;
-  bool may_accept = true;
-  while (true) {
-    waited.assign({{.fd = stop_fd_, .events = POLLIN, .revents = 0},
-                   {.fd = may_accept ? listener_ : -1, .events = POLLIN, .revents = 0}});
-    auto limit = std::chrono::nanoseconds(may_accept ? kSideServeTime : kAcceptNap);
-    for (const Connection& connection : connections) {
-      const bool sends = connection.state == Connection::State::kAnswer;
-      waited.push_back({.fd = connection.socket.fd(),
-                        .events = static_cast<short>(sends ? POLLOUT : POLLIN),
-                        .revents = 0});
-      limit = std::min(limit, connection.deadline.remaining());
+  bool goes_on = true;
+  while (goes_on) {
+    try {
+      goes_on = RunOnce(&connections);
+    } catch (...) {
+      // No memory. Those that are connected are told by the end of their connections.
+      LogError("a listener for peers met an exception (out of memory?); it drops its connections");
+      connections.clear();
+      pollfd stop{.fd = stop_fd_, .events = POLLIN, .revents = 0};
+      goes_on = poll(&stop, 1, static_cast<int>(kAcceptNap.count())) == 0;
     }
-    const auto limit_ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
-    if (poll(waited.data(), waited.size(), static_cast<int>(limit_ms)) < 0 && errno != EINTR) {
-      return;
-    }
-    if ((waited[0].revents & POLLIN) != 0) return;
-    std::erase_if(connections, [this](Connection& connection) {
-      return !Advance(&connection) || connection.deadline.expired();
-    });
-    may_accept = AcceptAll(&connections);
-    num_open_.store(connections.size(), std::memory_order_relaxed);
   }
+}
+
+bool SideListener::RunOnce(std::vector<Connection>* connections) {
+  std::vector<pollfd> waited{{.fd = stop_fd_, .events = POLLIN, .revents = 0},
+                             {.fd = may_accept_ ? listener_ : -1, .events = POLLIN, .revents = 0}};
+  auto limit = std::chrono::nanoseconds(may_accept_ ? kSideServeTime : kAcceptNap);
+  for (const Connection& connection : *connections) {
+    const bool sends = connection.state == Connection::State::kAnswer;
+    waited.push_back({.fd = connection.socket.fd(),
+                      .events = static_cast<short>(sends ? POLLOUT : POLLIN),
+                      .revents = 0});
+    limit = std::min(limit, connection.deadline.remaining());
+  }
+  const auto limit_ms = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
+  if (poll(waited.data(), waited.size(), static_cast<int>(limit_ms)) < 0 && errno != EINTR) {
+    return false;
+  }
+  if ((waited[0].revents & POLLIN) != 0) return false;
+  std::erase_if(*connections, [this](Connection& connection) {
+    return !Advance(&connection) || connection.deadline.expired();
+  });
+  may_accept_ = AcceptAll(connections);
+  num_open_.store(connections->size(), std::memory_order_relaxed);
+  return true;
 }
 
 bool SideListener::AcceptAll(std::vector<Connection>* connections) {
