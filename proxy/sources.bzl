@@ -24,6 +24,7 @@ PROXY = [
     "transport/ofi.cc",
     "transport/ofi_library.cc",
     "transport/ofi_rail.cc",
+    "transport/ofi_transport.cc",
     "transport/open_library.cc",
     "transport/registry.cc",
     "transport/shm.cc",
@@ -31,5 +32,6 @@ PROXY = [
     "transport/verbs.cc",
     "transport/verbs_library.cc",
     "transport/verbs_rail.cc",
+    "transport/verbs_transport.cc",
     "transport/waker.cc",
 ]
