@@ -18,7 +18,6 @@
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
 #include "proxy/base/log.h"
-#include "proxy/transport/sent_queue.h"
 #include "proxy/transport/waker.h"
 #include "proxy/transport/write_bounds.h"
 
@@ -162,7 +161,6 @@ class OfiTransport : public Transport {
     JAX_EP_RETURN_IF_ERROR(bounds_.Check(request));
     Peer& peer = peers_[request.peer];
     if (peer.is_gone) return Unavailable("ofi: " + peer.why_gone);
-    if (sent_.full()) return Full();
     const size_t index = next_rail_;
     next_rail_ = index + 1 == rails_.size() ? 0 : index + 1;
     OfiRail::Write write{.to = peer.addresses[index],
@@ -179,8 +177,7 @@ class OfiTransport : public Transport {
       write.remote_offset = request.remote_offset;
       write.length_bytes = request.length_bytes;
     }
-    bool is_done = false;
-    const ssize_t rc = rails_[index]->Post(write, &is_done);
+    const ssize_t rc = rails_[index]->Post(write);
     if (rc == -FI_EAGAIN) return Full();
     if (rc != 0) {
       const std::string what = library_.Describe("posting a write", rc);
@@ -190,7 +187,6 @@ class OfiTransport : public Transport {
       MarkGone(peer, what);
       return Unavailable("ofi: " + peer.why_gone);
     }
-    if (is_done) sent_.Push(request.token);
     return Status::Ok();
   }
 
@@ -199,7 +195,7 @@ class OfiTransport : public Transport {
   Result<bool> Flush(uint64_t /*token*/) override { return true; }
 
   Result<size_t> Poll(std::span<TransportEvent> events) override {
-    size_t count = sent_.PopInto(events);
+    size_t count = 0;
     for (size_t i = 0; i < rails_.size() && count < events.size(); ++i) {
       OfiRail& rail = *rails_[first_polled_rail_];
       first_polled_rail_ = first_polled_rail_ + 1 == rails_.size() ? 0 : first_polled_rail_ + 1;
@@ -309,8 +305,7 @@ class OfiTransport : public Transport {
     const std::string what = rail.DescribeError(error);
     if (operation == nullptr || operation->is_receive) {
       // What a stranger sent, with a wrong key or too long, or a connection that broke. It must not
-      // end the group; the receive is posted again. Injected writes have no operation either: they
-      // fail with their connection, which the next write or the peer's silence tells.
+      // end the group; the receive is posted again.
       num_foreign_errors_.store(num_foreign_errors_.load(std::memory_order_relaxed) + 1,
                                 std::memory_order_relaxed);
       LogDebug("ofi: " + what);
@@ -336,7 +331,6 @@ class OfiTransport : public Transport {
   const std::vector<std::unique_ptr<OfiRail>> rails_;
   std::vector<std::vector<OfiLocal>> regions_;  // by handle and rail
   std::vector<Peer> peers_;
-  SentQueue sent_;  // of writes that needed no completion
   size_t next_rail_ = 0;
   size_t first_polled_rail_ = 0;
   std::atomic<uint64_t> num_foreign_errors_{0};  // in TakeError
