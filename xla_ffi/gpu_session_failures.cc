@@ -4,6 +4,7 @@
 
 #include "proxy/base/log.h"
 #include "xla_ffi/gpu_member.h"
+#include "xla_ffi/members.h"
 
 namespace jax_ep {
 namespace {
@@ -153,10 +154,8 @@ std::optional<Departed> GpuSession::DepartedMateOf(const Member& member) const {
 }
 
 std::optional<Departed> GpuSession::FindDepartedMate(int64_t device) const {
-  for (const auto& member : members_) {
-    if (member->id.device_ordinal == device) return DepartedMateOf(*member);
-  }
-  return std::nullopt;
+  const Member* const member = FindMemberOn(members_, device);
+  return member == nullptr ? std::nullopt : DepartedMateOf(*member);
 }
 
 }  // namespace jax_ep

@@ -26,14 +26,14 @@ struct MonitorOptions {
     ControlBlock* control = nullptr;
     uint32_t team = 0;
   };
-  std::vector<Own> own;
+  std::vector<Own> own = {};
   struct Peer {  // a node-mate of another process
     uint32_t team = 0;
     uint32_t rank = 0;
     uint64_t pid = 0;
     ControlBlock* control = nullptr;
   };
-  std::vector<Peer> peers;
+  std::vector<Peer> peers = {};
   // Called with every heartbeat while the group works: latches what it finds. May be empty.
   std::function<void()> check = {};
 };

@@ -13,8 +13,10 @@ SESSION = [
     "gpu_session_memory.cc",
     "monitor.cc",
     "order.cc",
+    "rank_records.cc",
     "session.cc",
     "session_close.cc",
+    "session_connect.cc",
     "session_options.cc",
     "worker_pool.cc",
 ]

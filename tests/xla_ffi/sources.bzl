@@ -6,6 +6,7 @@ TESTS = [
     "epoch_test.cc",
     "executor_test.cc",
     "monitor_test.cc",
+    "rank_records_test.cc",
     "session_options_test.cc",
     "session_test.cc",
     "site_test.cc",
