@@ -29,6 +29,8 @@ PROXY = [
     "transport/registry.cc",
     "transport/shm.cc",
     "transport/side_channel.cc",
+    "transport/side_listener.cc",
+    "transport/side_socket.cc",
     "transport/verbs.cc",
     "transport/verbs_library.cc",
     "transport/verbs_rail.cc",
