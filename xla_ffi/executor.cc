@@ -21,9 +21,8 @@ Executor::Executor(std::unique_ptr<Rank> rank, std::unique_ptr<AgreedOrder> orde
                    ContinuationWatch* watch)
     : rank_(std::move(rank)),
       order_(std::move(order)),
-      exception_(Internal("group " + rank_->group_name + ": a call on " +
-                          rank_->NameOf(rank_->rank) +
-                          " ended with an exception (out of memory?)")),
+      exception_(Internal("group " + rank_->group_name + ": the executor of " +
+                          rank_->NameOf(rank_->rank) + " met an exception (out of memory?)")),
       watch_(watch) {}
 
 Result<std::unique_ptr<Executor>> Executor::Create(std::unique_ptr<Rank> rank,
@@ -162,7 +161,7 @@ bool Executor::CompleteAndSit(Call call, Status status) {
 
 // ---- Calls -----------------------------------------------------------------------------------
 
-std::optional<Call> Executor::TakeNext() {
+std::optional<Call> Executor::TakeNext() noexcept try {
   // Peek even with an empty queue: a node leader passes announcements on to its mates here.
   std::optional<OrderEntry> entry = order_->Peek();
   if (!entry.has_value() && order_->can_announce()) {
@@ -191,9 +190,12 @@ std::optional<Call> Executor::TakeNext() {
   num_taken_.fetch_add(1, std::memory_order_relaxed);
   num_queued_.fetch_sub(1, std::memory_order_relaxed);
   return taken;
+} catch (...) {
+  FailByException();
+  return std::nullopt;
 }
 
-void Executor::CheckOverdue() {
+void Executor::CheckOverdue() noexcept try {
   std::string message;
   {
     std::lock_guard lock(queue_mutex_);
@@ -213,16 +215,20 @@ void Executor::CheckOverdue() {
                          " executed); is every process running the same program?";
   }
   rank_->failure->Set(DeadlineExceeded(std::move(message)));
+} catch (...) {
+  FailByException();
 }
 
 void Executor::FailQueued(const Status& reason) {
-  std::deque<Call> failed;
-  {
-    std::lock_guard lock(queue_mutex_);
-    failed.swap(queue_);
-    num_queued_.store(0, std::memory_order_relaxed);
+  std::unique_lock lock(queue_mutex_);
+  while (!queue_.empty()) {
+    const Call call = std::move(queue_.front());
+    queue_.pop_front();
+    num_queued_.fetch_sub(1, std::memory_order_relaxed);
+    lock.unlock();
+    call.complete(reason);
+    lock.lock();
   }
-  for (Call& call : failed) call.complete(reason);
 }
 
 std::optional<Call> Executor::WaitForCall() {
@@ -264,9 +270,13 @@ std::optional<Call> Executor::WaitForCall() {
 }
 
 Status Executor::RunCall(Call& call) noexcept try { return call.run(*rank_); } catch (...) {
-  // Its peers wait for this call. A mate may have said already that it ended too early.
-  if (!rank_->failure->Set(std::move(exception_))) LogError("a call ran out of memory");
+  FailByException();
   return Status(StatusCode::kInternal, "out of memory");
+}
+
+void Executor::FailByException() noexcept {
+  // A mate may have said already that this rank's call ended too early.
+  if (!rank_->failure->Set(std::move(exception_))) LogError("an executor met an exception");
 }
 
 void Executor::ExecuteWhileSeated() {

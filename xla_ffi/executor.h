@@ -82,14 +82,15 @@ class Executor {
   void ExecuteWhileSeated();
   // The next call in the agreed order, if it is known (or this rank may announce one) and has
   // arrived.
-  std::optional<Call> TakeNext();
+  std::optional<Call> TakeNext() noexcept;
   // Waits for the next call; empty when there is something else to look at first.
   std::optional<Call> WaitForCall();
   // Latches an error if a queued call has waited longer than the group's timeout for its turn.
-  void CheckOverdue();
+  void CheckOverdue() noexcept;
   void FailQueued(const Status& reason);  // at the end only
-  // Runs it on this rank; what it throws fails the group.
   Status RunCall(Call& call) noexcept;
+  // What the functions above throw fails the group: its ranks wait for this one.
+  void FailByException() noexcept;
   // Leaves the seat, runs the continuation, tries to sit down again.
   bool CompleteAndSit(Call call, Status status);
   bool TrySit();

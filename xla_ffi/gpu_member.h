@@ -3,8 +3,10 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -37,6 +39,9 @@ struct GpuSession::Member {
   std::vector<MonitorOptions::Peer> watched;
   gpu::RankHandle* handle = nullptr;
   std::atomic<uint64_t> launches{0};  // relaxed: a statistic
+  // Of the watch: when it saw that a mate has left, and whether the kernels were told to end.
+  std::optional<std::chrono::steady_clock::time_point> left_at;
+  bool is_aborted = false;
 
   int device() const { return static_cast<int>(id.device_ordinal); }
   ControlBlock* control_block() { return reinterpret_cast<ControlBlock*>(control.bytes().data()); }

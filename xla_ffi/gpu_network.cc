@@ -7,6 +7,7 @@
 #include "proxy/base/env.h"
 #include "proxy/base/topology.h"
 #include "proxy/command_ring.h"
+#include "xla_ffi/members.h"
 
 namespace jax_ep {
 namespace {
@@ -156,11 +157,9 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
     const std::string who = "group " + options_.name + ": the network stage of " +
                             options_.NameOf(member.id.team, peer);
     const uint32_t peer_node = peer / shape.node_size;
-    const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
-      return other->id.team == member.id.team && other->id.rank == peer;
-    });
-    if (peer_node == node && mate != members_.end()) {
-      member.stages.push_back((*mate)->stage.bytes().data());
+    const Member* const mate = FindMember(members_, member.id.team, peer);
+    if (peer_node == node && mate != nullptr) {
+      member.stages.push_back(mate->stage.bytes().data());
       continue;
     }
     const auto found = blobs.find({member.id.team, peer});

@@ -5,11 +5,16 @@
 
 #include "xla_ffi/gpu_library.h"
 #include "xla_ffi/gpu_member.h"
+#include "xla_ffi/members.h"
 
 namespace jax_ep {
 
 GpuSession::GpuSession(GpuOptions options, const gpu::GpuApi* api)
-    : options_(std::move(options)), api_(api), failure_(std::make_unique<FailureLatch>()) {}
+    : options_(std::move(options)),
+      api_(api),
+      failure_(std::make_unique<FailureLatch>()),
+      exception_(Internal("group " + this->options().name +
+                          ": the watch of its GPUs met an exception (out of memory?)")) {}
 
 GpuSession::~GpuSession() {
   if (lifecycle_.is_forked()) {
@@ -93,25 +98,17 @@ Status GpuSession::Start() {
     }
     return Status::Ok();
   }));
-  MonitorOptions monitor{.group_name = options().name,
-                         .num_teams = options().IdOf(0).num_teams,
-                         .peer_timeout = options().peer_timeout};
-  for (const auto& member : members_) {
-    monitor.own.push_back({.control = member->control_block(), .team = member->id.team});
-    monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
-  }
-  JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
+  JAX_EP_ASSIGN_OR_RETURN(monitor_,
+                          Monitor::Create(MonitorOptionsFor(options(), members_), failure_.get()));
   JAX_EP_ASSIGN_OR_RETURN(watch_, StartThread("jax_ep gpu", [this] { WatchStatus(); }));
   return Status::Ok();
 }
 
 gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {
-  for (const auto& member : members_) {
-    if (member->id.device_ordinal != device) continue;
-    member->launches.fetch_add(1, std::memory_order_relaxed);
-    return member->handle;
-  }
-  return nullptr;
+  Member* const member = FindMemberOn(members_, device);
+  if (member == nullptr) return nullptr;
+  member->launches.fetch_add(1, std::memory_order_relaxed);
+  return member->handle;
 }
 
 uint64_t GpuSession::heap_bytes() const {

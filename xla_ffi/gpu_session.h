@@ -19,6 +19,7 @@
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/memory/device_memory.h"
 #include "proxy/base/shared_memory.h"
+#include "xla_ffi/departure.h"
 #include "xla_ffi/gpu_network.h"
 #include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
@@ -74,13 +75,10 @@ class GpuSession {
   // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
   // Under a lease.
   gpu::RankHandle* TakeHandle(int64_t device);
-  // A mate that has closed the group: no call that begins here can end any more. (The done of a
-  // start may: its mates had what they needed before they left.) Under a lease.
-  struct Departed {
-    int64_t blamed;  // RankOfTeam
-    Status status;   // the error of a call that needs it
-  };
-  std::optional<Departed> FindDeparted() const;
+  // A mate of the rank on `device` that has closed the group: no call that begins on that rank can
+  // end any more. (The done of a start may: its mates had what they needed before they left.) Under
+  // a lease.
+  std::optional<Departed> FindDepartedMate(int64_t device) const;
   const gpu::GpuApi& api() const { return *api_; }
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
@@ -116,13 +114,17 @@ class GpuSession {
   std::string DataPath() const;                        // under a lease
   void Free();
   void Abandon();
-  void WatchStatus();
+  void WatchStatus() noexcept;
+  void LatchDeviceFailures();
+  void EndVainWaits(Member& member) const;
+  std::optional<Departed> DepartedMateOf(const Member& member) const;
   std::string Describe(const Member& member) const;
   int64_t BlamedFor(const Member& member) const;  // of that failure: a rank, or kNobody
 
   const GpuOptions options_;
   const gpu::GpuApi* const api_;
   std::unique_ptr<FailureLatch> failure_;
+  Status exception_;  // of the watch, made while there was memory
   std::vector<std::unique_ptr<Member>> members_;
   std::unique_ptr<GpuNetwork> network_;  // null in a group of one node
   std::string unmapped_arena_;

@@ -1,8 +1,10 @@
 // Failures of a GpuSession: what kernels and mates report becomes the session's, and in words.
 #include <optional>
+#include <utility>
 
 #include "proxy/base/log.h"
 #include "xla_ffi/gpu_member.h"
+#include "xla_ffi/members.h"
 
 namespace jax_ep {
 namespace {
@@ -47,29 +49,37 @@ const char* Name(gpu::Operation operation) {
 }  // namespace
 
 // Device failures become the session's, the session's (a dead process, say) end the kernels' waits.
-void GpuSession::WatchStatus() {
-  bool aborted = false;
-  std::optional<std::chrono::steady_clock::time_point> left_at;
+void GpuSession::WatchStatus() noexcept {
   std::unique_lock lock(watch_mutex_);
   while (!stopping_) {
-    for (const auto& member : members_) {
-      if (failure_->failed()) break;
-      if (member->status->failed.load(std::memory_order_acquire) != 0 &&
-          failure_->Set(Unavailable(Describe(*member)), BlamedFor(*member))) {
-        LogError(failure_->status().message());
-      }
+    try {
+      LatchDeviceFailures();
+    } catch (...) {
+      failure_->Set(std::move(exception_));
     }
-    const auto now = std::chrono::steady_clock::now();
-    if (!left_at.has_value() && FindDeparted().has_value()) left_at = now;
-    // Ends waits for a rank that has left; without such a wait nothing fails.
-    const bool waits_in_vain = left_at.has_value() && now - *left_at > kDepartureGrace;
-    if (!aborted && (failure_->failed() || waits_in_vain)) {
-      for (const auto& member : members_) {
-        member->status->abort.store(1, std::memory_order_release);
-      }
-      aborted = true;
-    }
+    for (const auto& member : members_) EndVainWaits(*member);
     watch_wake_.wait_for(lock, kWatchPeriod);
+  }
+}
+
+void GpuSession::EndVainWaits(Member& member) const {
+  if (member.is_aborted) return;
+  const auto now = std::chrono::steady_clock::now();
+  if (!member.left_at.has_value() && FindDeparted(member.watched) != nullptr) member.left_at = now;
+  // Ends waits for a rank that has left; without such a wait nothing fails.
+  const bool waits_in_vain = member.left_at.has_value() && now - *member.left_at > kDepartureGrace;
+  if (!failure_->failed() && !waits_in_vain) return;
+  member.status->abort.store(1, std::memory_order_release);
+  member.is_aborted = true;
+}
+
+void GpuSession::LatchDeviceFailures() {
+  for (const auto& member : members_) {
+    if (failure_->failed()) return;
+    if (member->status->failed.load(std::memory_order_acquire) != 0 &&
+        failure_->Set(Unavailable(Describe(*member)), BlamedFor(*member))) {
+      LogError(failure_->message());
+    }
   }
 }
 
@@ -89,7 +99,9 @@ std::string GpuSession::Describe(const Member& member) const {
     case gpu::FailureKind::kPeerFailed:
       return text + ": " + peer + " failed first; its own message says why";
     case gpu::FailureKind::kAborted:
-      if (const auto left = FindDeparted(); left.has_value()) return left->status.message();
+      if (const auto left = DepartedMateOf(member); left.has_value()) {
+        return left->status.message();
+      }
       return text + " was ended because the group had failed";
     case gpu::FailureKind::kBusy:
       return text +
@@ -130,22 +142,20 @@ int64_t GpuSession::BlamedFor(const Member& member) const {
   if (static_cast<gpu::FailureKind>(member.status->kind) != gpu::FailureKind::kAborted) {
     return FailureLatch::kNobody;  // a late rank is named, and blamed by nobody
   }
-  const auto left = FindDeparted();
+  const auto left = DepartedMateOf(member);
   return left.has_value() ? left->blamed : FailureLatch::kNobody;
 }
 
-std::optional<GpuSession::Departed> GpuSession::FindDeparted() const {
-  for (const auto& member : members_) {
-    for (const MonitorOptions::Peer& mate : member->watched) {
-      // Acquire pairs with the release in Monitor::Leave.
-      if (mate.control->state.load(std::memory_order_acquire) != MemberState::kClosed) continue;
-      return Departed{
-          .blamed = RankOfTeam(mate.team, mate.rank),
-          .status = PeerHasLeft(options().name, options().NameOf(mate.team, mate.rank),
-                                mate.control->departure.load(std::memory_order_relaxed))};
-    }
-  }
-  return std::nullopt;
+std::optional<Departed> GpuSession::DepartedMateOf(const Member& member) const {
+  const MonitorOptions::Peer* const mate = FindDeparted(member.watched);
+  if (mate == nullptr) return std::nullopt;
+  return PeerHasLeft(options().name, options().IdOf(mate->team), mate->rank,
+                     mate->control->departure.load(std::memory_order_relaxed));
+}
+
+std::optional<Departed> GpuSession::FindDepartedMate(int64_t device) const {
+  const Member* const member = FindMemberOn(members_, device);
+  return member == nullptr ? std::nullopt : DepartedMateOf(*member);
 }
 
 }  // namespace jax_ep

@@ -1,18 +1,13 @@
 // Memory of a GpuSession: its own heaps, and those of other processes, mapped here.
 #include <unistd.h>
 
-#include <algorithm>
 #include <utility>
 
-#include "proxy/base/blob.h"
 #include "xla_ffi/gpu_member.h"
+#include "xla_ffi/members.h"
+#include "xla_ffi/rank_records.h"
 
 namespace jax_ep {
-namespace {
-
-constexpr uint64_t kBlobVersion = 2;
-
-}  // namespace
 
 Status GpuSession::AllocateMember(size_t index) {
   const gpu::DeviceMemoryApi& memory = *api_->memory;
@@ -69,21 +64,12 @@ Status GpuSession::AllocateMember(size_t index) {
 }
 
 std::string GpuSession::LocalBlob() const {
-  BlobWriter blob;
-  blob.U64(kBlobVersion);
-  blob.U64(static_cast<uint64_t>(getpid()));
-  blob.U64(members_.size());
-  for (size_t i = 0; i < members_.size(); ++i) {
-    const Member& member = *members_[i];
-    blob.U64(member.id.team);
-    blob.U64(member.id.rank);
-    blob.U64(member.heap.bytes);
-    blob.U64(member.heap.kept_bytes);
-    blob.U64(member.arena.bytes);
-    blob.Text(member.control.Export());
-    blob.Text(network_ == nullptr ? std::string() : network_->LocalBlob(i));
-  }
-  return blob.Take();
+  return WriteRankRecords(options(), [this](size_t index, BlobWriter& record) {
+    const Member& member = *members_[index];
+    record.U64(member.heap.bytes).U64(member.heap.kept_bytes).U64(member.arena.bytes);
+    record.Text(member.control.Export());
+    record.Text(network_ == nullptr ? std::string() : network_->LocalBlob(index));
+  });
 }
 
 Result<std::vector<int>> GpuSession::ExportFds() const {
@@ -114,37 +100,25 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
   std::map<std::pair<uint32_t, uint32_t>, std::string> network_blobs;
   for (const auto& [process, blob] : blobs) {
     if (process == options().process_index) continue;
-    const std::string who =
-        "group " + options().name + ": the bootstrap record of process " + std::to_string(process);
-    BlobReader reader(blob);
-    if (reader.U64() != kBlobVersion) {
-      return InvalidArgument(who + " is of another version; install the same jax_ep everywhere");
-    }
-    const uint64_t pid = reader.U64();
-    const uint64_t num_ranks = reader.U64();
     const auto descriptors = fds.find(process);
     size_t next = 0;
     const auto take_fd = [&](uint64_t bytes) {
       if (bytes == 0 || descriptors == fds.end() || next >= descriptors->second.size()) return -1;
       return descriptors->second[next++];
     };
-    for (uint64_t i = 0; i < num_ranks && reader.ok(); ++i) {
-      const auto team = static_cast<uint32_t>(reader.U64());
-      const auto rank = static_cast<uint32_t>(reader.U64());
-      PeerRecord record{.pid = pid};
-      record.heap_bytes = reader.U64();
-      record.kept_bytes = reader.U64();
-      record.arena_bytes = reader.U64();
-      record.control_export = std::string(reader.Text());
-      network_blobs[{team, rank}] = std::string(reader.Text());
+    JAX_EP_RETURN_IF_ERROR(ReadRankRecords(options(), process, blob, [&](const RankRecord& peer) {
+      PeerRecord record;
+      record.pid = peer.pid;
+      record.heap_bytes = peer.record.U64();
+      record.kept_bytes = peer.record.U64();
+      record.arena_bytes = peer.record.U64();
+      record.control_export = std::string(peer.record.Text());
+      network_blobs[{peer.team, peer.rank}] = std::string(peer.record.Text());
       record.heap_fds = {take_fd(record.kept_bytes),
                          take_fd(record.heap_bytes - record.kept_bytes)};
       record.arena_fd = take_fd(record.arena_bytes);
-      records[{team, rank}] = std::move(record);
-    }
-    if (!reader.finished()) {
-      return InvalidArgument(who + " is malformed; install the same jax_ep everywhere");
-    }
+      records[{peer.team, peer.rank}] = std::move(record);
+    }));
   }
   return OnOwnThread([&]() -> Status {
     JAX_EP_RETURN_IF_ERROR(DrainDevices());
@@ -166,13 +140,9 @@ Status GpuSession::ConnectMember(
     const uint32_t peer = node_begin + local;
     const std::string who =
         "group " + options().name + ": memory of " + options().NameOf(member.id.team, peer);
-    const auto mate = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
-      return other->id.team == member.id.team && other->id.rank == peer;
-    });
-    if (mate != members_.end()) {
-      member.peers[local] = {.heap = (*mate)->heap.base,
-                             .arena = (*mate)->arena.base,
-                             .arena_bytes = (*mate)->arena.bytes};
+    if (const Member* const mate = FindMember(members_, member.id.team, peer)) {
+      member.peers[local] = {
+          .heap = mate->heap.base, .arena = mate->arena.base, .arena_bytes = mate->arena.bytes};
       continue;
     }
     const auto found = records.find({member.id.team, peer});

@@ -48,7 +48,9 @@ struct GpuPlatform {
     if (!lease) return ToFfiError(GroupIsClosed(name));
     if (!std::string_view(operation).starts_with("dispatch_done") &&
         !std::string_view(operation).starts_with("combine_done")) {
-      if (auto left = group.FindDeparted()) group.failure().Set(left->status, left->blamed);
+      if (auto left = group.FindDepartedMate(context.device)) {
+        group.failure().Set(std::move(left->status), left->blamed);
+      }
     }
     if (group.failure().failed()) return ToFfiError(group.failure().status());
     gpu::RankHandle* rank = group.TakeHandle(context.device);

@@ -30,14 +30,6 @@ constexpr std::string_view kFailedFirst = " failed first: ";
 
 }  // namespace
 
-Status PeerHasLeft(const std::string& group_name, const std::string& rank_name,
-                   Departure departure) {
-  const std::string who = "group " + group_name + ": " + rank_name;
-  return FailedPrecondition(departure == Departure::kProgramEnded
-                                ? who + " closed it: its program ended"
-                                : who + " closed the group while this process still used it");
-}
-
 std::string ShownFailure(const std::string& group_name, std::string_view message, size_t limit) {
   const std::string prefix = "group " + group_name + ": ";
   if (message.starts_with(prefix)) message.remove_prefix(prefix.size());
@@ -68,7 +60,12 @@ struct Monitor::Watched {
 };
 
 Monitor::Monitor(MonitorOptions options, FailureLatch* failure)
-    : options_(std::move(options)), failure_(failure) {}
+    : options_(std::move(options)),
+      failure_(failure),
+      exception_(Internal("group " + options_.group_name +
+                          ": the monitor met an exception (out of memory?)")) {
+  for (const MonitorOptions::Peer& peer : options_.peers) watched_.push_back({.peer = peer});
+}
 
 Result<std::unique_ptr<Monitor>> Monitor::Create(MonitorOptions options, FailureLatch* failure) {
   std::unique_ptr<Monitor> monitor(new Monitor(std::move(options), failure));
@@ -101,9 +98,9 @@ void Monitor::Stop() {
 
 void Monitor::Publish() {
   if (published_ || has_left_.load(std::memory_order_acquire) || !failure_->failed()) return;
-  published_ = true;
   const std::string text =
-      ShownFailure(options_.group_name, failure_->status().message(), kFailureTextBytes - 1);
+      ShownFailure(options_.group_name, failure_->message(), kFailureTextBytes - 1);
+  published_ = true;
   for (const auto& [control, team] : options_.own) {
     control->blamed_rank_plus_1 = FailureLatch::Told(failure_->blamed_rank(), team, kOtherTeam);
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
@@ -156,13 +153,19 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
   }
 }
 
-void Monitor::Loop() {
+void Monitor::Round(std::chrono::steady_clock::time_point now) {
+  if (!failure_->failed()) {
+    for (Watched& entry : watched_) Check(entry, now);
+    if (options_.check) options_.check();
+  }
+  Publish();
+}
+
+void Monitor::Loop() noexcept {
   const auto start = std::chrono::steady_clock::now();
-  std::vector<Watched> watched;
-  for (const MonitorOptions::Peer& peer : options_.peers) {
-    Watched entry{.peer = peer, .last_change = start};
-    entry.pidfd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0));
-    watched.push_back(entry);
+  for (Watched& entry : watched_) {
+    entry.last_change = start;
+    entry.pidfd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(entry.peer.pid), 0));
   }
   const auto period =
       std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout, kMaxBeatPeriod);
@@ -172,11 +175,12 @@ void Monitor::Loop() {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
     }
     const auto before = std::chrono::steady_clock::now();
-    if (!failure_->failed()) {
-      for (Watched& entry : watched) Check(entry, before);
-      if (options_.check) options_.check();
+    try {
+      Round(before);
+    } catch (...) {
+      // Heartbeats go on, and the next rounds show the mates what happened.
+      failure_->Set(std::move(exception_));
     }
-    Publish();
     if (failure_->failed()) {
       for (const auto& [control, team] : options_.own) control->doorbell.Ring();
     }
@@ -187,10 +191,10 @@ void Monitor::Loop() {
     // to blame for what it did not see: give them a fresh start.
     const auto after = std::chrono::steady_clock::now();
     if (after - before > options_.peer_timeout / 2) {
-      for (Watched& entry : watched) entry.last_change = after;
+      for (Watched& entry : watched_) entry.last_change = after;
     }
   }
-  for (const Watched& entry : watched) {
+  for (const Watched& entry : watched_) {
     if (entry.pidfd >= 0) close(entry.pidfd);
   }
 }

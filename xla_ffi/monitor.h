@@ -26,21 +26,17 @@ struct MonitorOptions {
     ControlBlock* control = nullptr;
     uint32_t team = 0;
   };
-  std::vector<Own> own;
+  std::vector<Own> own = {};
   struct Peer {  // a node-mate of another process
     uint32_t team = 0;
     uint32_t rank = 0;
     uint64_t pid = 0;
     ControlBlock* control = nullptr;
   };
-  std::vector<Peer> peers;
+  std::vector<Peer> peers = {};
   // Called with every heartbeat while the group works: latches what it finds. May be empty.
   std::function<void()> check = {};
 };
-
-// "group NAME: rank 3 closed it: its program ended", or "... closed the group while ...".
-Status PeerHasLeft(const std::string& group_name, const std::string& rank_name,
-                   Departure departure);
 
 // What a rank says of the failure that the one of that name has shown it: "group NAME: rank 3
 // failed first: CAUSE". The name of the group and "failed first" stand there once, however many
@@ -68,12 +64,15 @@ class Monitor {
  private:
   struct Watched;
   Monitor(MonitorOptions options, FailureLatch* failure);
-  void Loop();
+  void Loop() noexcept;
+  void Round(std::chrono::steady_clock::time_point now);
   void Publish();  // own failure -> mates
   void Check(Watched& watched, std::chrono::steady_clock::time_point now);
 
   const MonitorOptions options_;
   FailureLatch* const failure_;
+  Status exception_;              // made while there was memory
+  std::vector<Watched> watched_;  // of the thread, from its start on
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
   std::atomic<bool> has_left_{false};

@@ -1,30 +1,20 @@
 #include "xla_ffi/session.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "proxy/abi/command.h"
-#include "proxy/base/blob.h"
 #include "proxy/base/env.h"
+#include "xla_ffi/members.h"
 #include "xla_ffi/session_member.h"
 
 namespace jax_ep {
 namespace {
-
-constexpr uint64_t kBlobVersion = 2;
 
 double Seconds(std::chrono::nanoseconds time) {
   return std::chrono::duration<double>(time).count();
 }
 
 }  // namespace
-
-struct Session::PeerRecord {
-  uint64_t pid = 0;
-  std::string heap_export;
-  std::string endpoint_blob;
-};
 
 Session::Session(SessionOptions options)
     : options_(std::move(options)),
@@ -92,7 +82,7 @@ Status Session::AllocateMembers() {
                                       return reinterpret_cast<std::atomic<uint64_t>*>(
                                           heap + layout.flag_offset(channel, source));
                                     },
-                                .doorbell = &member->control()->doorbell,
+                                .doorbell = &member->control_block()->doorbell,
                                 .ring_slots = env.ring_slots,
                                 .place = PlaceOf(options_, local)}));
       rank->ring = proxy_->ring(member->endpoint);
@@ -104,109 +94,14 @@ Status Session::AllocateMembers() {
   return Status::Ok();
 }
 
-std::string Session::LocalBlob() const {
-  BlobWriter blob;
-  blob.U64(kBlobVersion);
-  blob.U64(static_cast<uint64_t>(getpid()));
-  blob.U64(members_.size());
-  for (const auto& member : members_) {
-    blob.U64(member->id.team);
-    blob.U64(member->id.rank);
-    blob.Text(member->heap.Export());
-    blob.Text(member->endpoint < 0 ? std::string() : proxy_->LocalBlob(member->endpoint));
-  }
-  return blob.Take();
-}
-
-Status Session::Connect(const std::map<uint32_t, std::string>& blobs) {
-  PeerRecords records;
-  for (const auto& [process, blob] : blobs) {
-    BlobReader reader(blob);
-    const uint64_t version = reader.U64();
-    if (version != kBlobVersion) {
-      return InvalidArgument("group " + options_.name + ": process " + std::to_string(process) +
-                             " speaks bootstrap version " + std::to_string(version) +
-                             ", this one " + std::to_string(kBlobVersion) +
-                             "; install the same jax_ep everywhere");
-    }
-    const uint64_t pid = reader.U64();
-    const uint64_t num_ranks = reader.U64();
-    for (uint64_t i = 0; i < num_ranks && reader.ok(); ++i) {
-      const auto team = static_cast<uint32_t>(reader.U64());
-      const auto rank = static_cast<uint32_t>(reader.U64());
-      std::string heap_export(reader.Text());
-      records[{team, rank}] = {.pid = pid,
-                               .heap_export = std::move(heap_export),
-                               .endpoint_blob = std::string(reader.Text())};
-    }
-    if (!reader.finished()) {
-      return InvalidArgument("group " + options_.name + ": the bootstrap record of process " +
-                             std::to_string(process) +
-                             " is malformed; install the same jax_ep everywhere");
-    }
-  }
-  for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
-  return Status::Ok();
-}
-
-Status Session::ConnectMember(Member& member, const PeerRecords& records) {
-  const GroupShape& shape = options_.shape;
-  Rank& rank = *member.rank;
-  const Deadline deadline = Deadline::After(options_.timeout);
-  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-    const bool is_mate = peer / shape.node_size == rank.node();
-    const bool is_local = process_of(member.id.team, peer) == options_.process_index;
-    if (is_mate && is_local) {
-      const auto it = std::find_if(members_.begin(), members_.end(), [&](const auto& other) {
-        return other->id.team == member.id.team && other->id.rank == peer;
-      });
-      if (it == members_.end()) {
-        return Internal("group " + options_.name + ": " + options_.NameOf(member.id.team, peer) +
-                        " should live in this process and does not");
-      }
-      rank.heaps[peer] = (*it)->heap.bytes().data();
-      rank.in_process[peer] = true;
-      continue;
-    }
-    const auto record = records.find({member.id.team, peer});
-    if (record == records.end()) {
-      return InvalidArgument("group " + options_.name + ": process " +
-                             std::to_string(process_of(member.id.team, peer)) +
-                             " published nothing about " + options_.NameOf(member.id.team, peer));
-    }
-    if (is_mate) {
-      JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap, SharedMemory::Import(record->second.heap_export));
-      if (heap.bytes().size() < layout_.total_bytes) {
-        return InvalidArgument("group " + options_.name + ": the heap of " +
-                               options_.NameOf(member.id.team, peer) +
-                               " is smaller than this group's layout");
-      }
-      rank.heaps[peer] = heap.bytes().data();
-      member.watched.push_back({.team = member.id.team,
-                                .rank = peer,
-                                .pid = record->second.pid,
-                                .control = reinterpret_cast<ControlBlock*>(heap.bytes().data())});
-      member.imported.push_back(std::move(heap));
-    } else {
-      JAX_EP_RETURN_IF_ERROR(
-          proxy_->Connect(member.endpoint, peer, record->second.endpoint_blob, deadline));
-    }
-  }
-  return Status::Ok();
-}
-
 Status Session::Start() {
   if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(proxy_->Start());
   JAX_EP_ASSIGN_OR_RETURN(watch_, ContinuationWatch::Create());
-  MonitorOptions monitor{.group_name = options_.name,
-                         .num_teams = options_.IdOf(0).num_teams,
-                         .peer_timeout = options_.peer_timeout};
+  MonitorOptions monitor = MonitorOptionsFor(options_, members_);
   for (const auto& member : members_) {
     auto order = std::make_unique<AgreedOrder>(*member->rank);
     JAX_EP_ASSIGN_OR_RETURN(member->executor, Executor::Create(std::move(member->rank),
                                                                std::move(order), watch_.get()));
-    monitor.own.push_back({.control = member->control(), .team = member->id.team});
-    monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
   monitor.check = [this] { CheckFarewells(); };
   JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
@@ -258,7 +153,7 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       const auto* flag = flag_of(member->heap.bytes().data(), peer);
       const WaitResult result = WaitUntil(
-          member->control()->doorbell,
+          member->control_block()->doorbell,
           [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
           rank.heaps[peer] == nullptr ? rank.proxy : nullptr);
       if (result == WaitResult::kFailed) return failure_->status();
@@ -273,10 +168,8 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
 }
 
 Executor* Session::FindExecutor(int64_t device_ordinal) {
-  for (const auto& member : members_) {
-    if (member->id.device_ordinal == device_ordinal) return member->executor.get();
-  }
-  return nullptr;
+  const Member* const member = FindMemberOn(members_, device_ordinal);
+  return member == nullptr ? nullptr : member->executor.get();
 }
 
 const LocalRank* Session::FindLocalRank(int64_t device_ordinal) const {

@@ -3,6 +3,7 @@
 #include <thread>
 
 #include "proxy/base/log.h"
+#include "xla_ffi/departure.h"
 #include "xla_ffi/session_member.h"
 
 namespace jax_ep {
@@ -48,8 +49,8 @@ void Session::CheckFarewells() const {
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
       const Departure departure = farewell.departure.load(std::memory_order_relaxed);
-      failure_->Set(PeerHasLeft(options_.name, options_.NameOf(member->id.team, peer), departure),
-                    RankOfTeam(member->id.team, peer));
+      Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure);
+      failure_->Set(std::move(left.status), left.blamed);
       return;
     }
   }

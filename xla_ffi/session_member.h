@@ -1,4 +1,4 @@
-// What a Session has of each of its ranks; for session.cc and session_close.cc.
+// What a Session has of each of its ranks; for the files that implement it.
 #pragma once
 
 #include <memory>
@@ -18,7 +18,7 @@ struct Session::Member {
   std::unique_ptr<Rank> rank;  // until Start gives it to the executor
   std::unique_ptr<Executor> executor;
 
-  ControlBlock* control() { return reinterpret_cast<ControlBlock*>(heap.bytes().data()); }
+  ControlBlock* control_block() { return reinterpret_cast<ControlBlock*>(heap.bytes().data()); }
 };
 
 }  // namespace jax_ep

@@ -3,6 +3,7 @@
 # No XLA, no Python.
 SESSION = [
     "continuation_watch.cc",
+    "departure.cc",
     "executor.cc",
     "gpu_library.cc",
     "gpu_network.cc",
@@ -12,8 +13,10 @@ SESSION = [
     "gpu_session_memory.cc",
     "monitor.cc",
     "order.cc",
+    "rank_records.cc",
     "session.cc",
     "session_close.cc",
+    "session_connect.cc",
     "session_options.cc",
     "worker_pool.cc",
 ]

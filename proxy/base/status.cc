@@ -1,6 +1,16 @@
 #include "proxy/base/status.h"
 
+#include <new>
+
 namespace jax_ep {
+
+Status::Status(const Status& other) noexcept : code_(other.code_) {
+  try {
+    message_ = other.message_;
+  } catch (const std::bad_alloc&) {
+    message_ = "out of memory";  // short enough to need none
+  }
+}
 
 std::string_view StatusCodeName(StatusCode code) {
   switch (code) {

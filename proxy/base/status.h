@@ -27,6 +27,12 @@ class [[nodiscard]] Status {
  public:
   Status() = default;  // OK
   Status(StatusCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  // A copy that finds no memory has "out of memory" for its message: copies are made to tell
+  // everybody of a failure, which that may be.
+  Status(const Status& other) noexcept;
+  Status& operator=(const Status& other) noexcept { return *this = Status(other); }
+  Status(Status&&) = default;
+  Status& operator=(Status&&) = default;
 
   static Status Ok() { return Status(); }
   bool ok() const { return code_ == StatusCode::kOk; }

@@ -157,7 +157,7 @@ Status OfiRail::CheckSelf() {
   while (!is_sent || !has_arrived) {
     if (deadline.expired()) return failed("none came within 5 s");
     if (!is_posted) {
-      const ssize_t rc = Post(write, &is_sent);
+      const ssize_t rc = Post(write);
       if (rc != 0 && rc != -FI_EAGAIN) return failed(library_.Describe("posting", rc));
       is_posted = rc == 0;
     }
@@ -247,42 +247,33 @@ Result<OfiLocal> OfiRail::Register(std::span<std::byte> bytes, int device) {
   return local;
 }
 
-ssize_t OfiRail::Post(const Write& write, bool* is_done) {
-  *is_done = false;
-  const std::byte* from = write.local->bytes + write.local_offset;
-  const uint64_t to = write.remote.base + write.remote_offset;
-  ssize_t rc = 0;
-  if (write.length_bytes <= info_->tx_attr->inject_size && write.has_immediate &&
-      !delivery_complete_) {
-    rc = fi_inject_writedata(ep_.get(), from, write.length_bytes, write.immediate, write.to, to,
-                             write.remote.key);
-    *is_done = rc == 0;
-  } else {
-    if (free_writes_.empty()) return -FI_EAGAIN;
-    OfiOperation* const operation = free_writes_.back();
-    operation->peer = write.peer;
-    operation->token = write.token;
-    const iovec part{.iov_base = const_cast<std::byte*>(from), .iov_len = write.length_bytes};
-    const fi_rma_iov target{.addr = to, .len = write.length_bytes, .key = write.remote.key};
-    void* descriptor = write.local->descriptor;
-    const fi_msg_rma message{.msg_iov = &part,
-                             .desc = &descriptor,
-                             .iov_count = 1,
-                             .addr = write.to,
-                             .rma_iov = &target,
-                             .rma_iov_count = 1,
-                             .context = &operation->context,
-                             .data = write.immediate};
-    rc = fi_writemsg(ep_.get(), &message,
-                     FI_COMPLETION | (write.has_immediate ? FI_REMOTE_CQ_DATA : 0) |
-                         (delivery_complete_ ? FI_DELIVERY_COMPLETE : 0));
-    if (rc == 0) free_writes_.pop_back();
-  }
-  if (rc == 0) {
-    num_messages_.store(num_messages() + 1, std::memory_order_relaxed);
-    num_bytes_.store(num_bytes() + write.length_bytes, std::memory_order_relaxed);
-  }
-  return rc;
+ssize_t OfiRail::Post(const Write& write) {
+  if (free_writes_.empty()) return -FI_EAGAIN;
+  OfiOperation* const operation = free_writes_.back();
+  operation->peer = write.peer;
+  operation->token = write.token;
+  const iovec part{.iov_base = write.local->bytes + write.local_offset,
+                   .iov_len = write.length_bytes};
+  const fi_rma_iov target{.addr = write.remote.base + write.remote_offset,
+                          .len = write.length_bytes,
+                          .key = write.remote.key};
+  void* descriptor = write.local->descriptor;
+  const fi_msg_rma message{.msg_iov = &part,
+                           .desc = &descriptor,
+                           .iov_count = 1,
+                           .addr = write.to,
+                           .rma_iov = &target,
+                           .rma_iov_count = 1,
+                           .context = &operation->context,
+                           .data = write.immediate};
+  const ssize_t rc = fi_writemsg(ep_.get(), &message,
+                                 FI_COMPLETION | (write.has_immediate ? FI_REMOTE_CQ_DATA : 0) |
+                                     (delivery_complete_ ? FI_DELIVERY_COMPLETE : 0));
+  if (rc != 0) return rc;
+  free_writes_.pop_back();
+  num_messages_.store(num_messages() + 1, std::memory_order_relaxed);
+  num_bytes_.store(num_bytes() + write.length_bytes, std::memory_order_relaxed);
+  return 0;
 }
 
 ssize_t OfiRail::ReadCompletions(std::span<fi_cq_data_entry> entries) {

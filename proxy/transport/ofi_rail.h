@@ -77,9 +77,9 @@ class OfiRail {
     uint64_t immediate = 0;
     uint64_t token = 0;
   };
-  // 0 or libfabric's negative error; -FI_EAGAIN: poll and try again. *is_done: no completion will
-  // come, the source bytes are free already.
-  ssize_t Post(const Write& write, bool* is_done);
+  // 0 or libfabric's negative error; -FI_EAGAIN: poll and try again. Nothing is injected: a write
+  // without a completion would fail without its peer's name.
+  ssize_t Post(const Write& write);
 
   // As fi_cq_read, at most entries.size(); then call Finish on each operation.
   ssize_t ReadCompletions(std::span<fi_cq_data_entry> entries);

@@ -49,7 +49,9 @@ class SideListener {
   struct Connection;
 
   SideListener() = default;
-  void Run();
+  void Run() noexcept;
+  // Waits for something and handles it. False: the end.
+  bool RunOnce(std::vector<Connection>* connections);
   // False: no descriptor is left for the connection that waits.
   bool AcceptAll(std::vector<Connection>* connections);
   // Goes on as far as it can without waiting. False: it is done with.
@@ -62,6 +64,7 @@ class SideListener {
   int listener_ = -1;
   int stop_fd_ = -1;
   std::atomic<size_t> num_open_{0};
+  bool may_accept_ = true;   // on the thread, like the next
   bool has_warned_ = false;  // of a stranger
   Handler handler_;
   std::thread thread_;

@@ -1,13 +1,11 @@
 #include "proxy/transport/waker.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <string>
-#include <utility>
 
 #include "proxy/base/thread.h"
 
@@ -19,17 +17,20 @@ constexpr timespec kNap{.tv_sec = 0, .tv_nsec = 50'000};
 
 }  // namespace
 
-Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, std::vector<int> fds) {
+Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, const std::vector<int>& fds) {
   const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (stop_fd < 0) return Internal(std::string("eventfd: ") + strerror(errno));
-  std::unique_ptr<Waker> waker(new Waker(bell, std::move(fds), stop_fd));
+  std::unique_ptr<Waker> waker(new Waker(bell, fds, stop_fd));
   JAX_EP_ASSIGN_OR_RETURN(waker->thread_,
                           StartThread("jax_ep waker", [w = waker.get()] { w->Run(); }));
   return waker;
 }
 
-Waker::Waker(Doorbell* bell, std::vector<int> fds, int stop_fd)
-    : bell_(bell), fds_(std::move(fds)), stop_fd_(stop_fd) {}
+Waker::Waker(Doorbell* bell, const std::vector<int>& fds, int stop_fd)
+    : bell_(bell), has_fds_(!fds.empty()), stop_fd_(stop_fd) {
+  waited_.push_back({.fd = stop_fd, .events = POLLIN, .revents = 0});
+  for (const int fd : fds) waited_.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+}
 
 Waker::~Waker() {
   state_.store(kStopped, std::memory_order_release);
@@ -50,12 +51,10 @@ void Waker::Arm() {
 }
 
 void Waker::Run() {
-  std::vector<pollfd> waited{{.fd = stop_fd_, .events = POLLIN, .revents = 0}};
-  for (const int fd : fds_) waited.push_back({.fd = fd, .events = POLLIN, .revents = 0});
   while (true) {
     state_.wait(kIdle, std::memory_order_acquire);
     if (state_.load(std::memory_order_acquire) == kStopped) return;
-    if (ppoll(waited.data(), waited.size(), fds_.empty() ? &kNap : nullptr, nullptr) < 0 &&
+    if (ppoll(waited_.data(), waited_.size(), has_fds_ ? nullptr : &kNap, nullptr) < 0 &&
         errno != EINTR) {
       return;  // the proxy still looks every kMaxSleep
     }

@@ -2,6 +2,8 @@
 // network library signals a file descriptor, not our futex; a small thread stands between them.
 #pragma once
 
+#include <poll.h>
+
 #include <atomic>
 #include <cstdint>
 #include <thread>
@@ -19,7 +21,7 @@ class Waker {
   // Rings `bell` when one of `fds` becomes readable; with `fds` empty (the library has none) a
   // short nap after each Arm.
   // \error kResourceExhausted  no thread
-  static Result<std::unique_ptr<Waker>> Create(Doorbell* bell, std::vector<int> fds);
+  static Result<std::unique_ptr<Waker>> Create(Doorbell* bell, const std::vector<int>& fds);
   ~Waker();
   Waker(const Waker&) = delete;
   Waker& operator=(const Waker&) = delete;
@@ -32,12 +34,13 @@ class Waker {
  private:
   enum State : uint32_t { kIdle, kArmed, kStopped };
 
-  Waker(Doorbell* bell, std::vector<int> fds, int stop_fd);
-  void Run();
+  Waker(Doorbell* bell, const std::vector<int>& fds, int stop_fd);
+  void Run();  // allocates nothing
 
   Doorbell* bell_;
-  std::vector<int> fds_;
-  int stop_fd_;  // an eventfd: ends the thread's wait
+  const bool has_fds_;
+  std::vector<pollfd> waited_;  // stop_fd_, then the descriptors
+  int stop_fd_;                 // an eventfd: ends the thread's wait
   std::atomic<uint32_t> state_{kIdle};
   std::thread thread_;
 };

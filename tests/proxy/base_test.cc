@@ -18,9 +18,11 @@
 #include "proxy/base/blob.h"
 #include "proxy/base/env.h"
 #include "proxy/base/failure.h"
+#include "proxy/base/rank_name.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/peer_blob.h"
 #include "proxy/peer_watch.h"
+#include "tests/proxy/no_memory.h"
 
 namespace jax_ep {
 namespace {
@@ -63,6 +65,31 @@ TEST(FailureLatch, can_be_read_in_a_forked_child_whatever_others_did) {
     int status = 0;
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+}
+
+// Copies are made where the group has just run out of memory.
+TEST(Status, whose_copy_finds_no_memory_says_so) {
+  const Status failed = Unavailable("rank 3 is gone: its process has ended");
+  num_failing_allocations = 2;
+  const Status copy = failed;
+  Status assigned;
+  assigned = failed;
+  EXPECT_EQ(num_failing_allocations, 0);
+  for (const Status& status : {copy, assigned}) {
+    EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+    EXPECT_EQ(status.message(), "out of memory");
+  }
+  EXPECT_EQ(Status(failed).message(), failed.message());
+}
+
+TEST(RankName, says_the_team_where_there_are_several) {
+  EXPECT_EQ(RankName({}, 3), "rank 3");
+  EXPECT_EQ(RankName({.index = 1, .num_teams = 2}, 30), "rank 30 of team 1");
+  for (const char* name : {"rank 3", "rank 30 of team 12"}) EXPECT_TRUE(IsRankName(name)) << name;
+  for (const char* name : {"", "rank ", "rank 3:", "rank 3 of team ", "rank x", "rank 3 of team 1,",
+                           "a rank 3", "rank 3 (pid 7)"}) {
+    EXPECT_FALSE(IsRankName(name)) << name;
   }
 }
 

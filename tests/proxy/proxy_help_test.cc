@@ -4,24 +4,20 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <memory>
-#include <new>
 #include <thread>
 
 #include "proxy/base/proxy_port.h"
 #include "proxy/proxy.h"
 #include "proxy/transport/registry.h"
 #include "tests/proxy/gate_transport.h"
+#include "tests/proxy/no_memory.h"
 #include "tests/proxy/proxy_world.h"
 
 namespace jax_ep {
 namespace {
 
 using std::chrono::milliseconds;
-
-// The calling thread gets no memory any more.
-thread_local bool has_no_memory = false;
 
 // Sees the thread of each post.
 class WitnessTransport : public GateTransport {
@@ -40,7 +36,7 @@ class WitnessTransport : public GateTransport {
     if (std::this_thread::get_id() == seen_->main && request.length_bytes > 0) {
       ++seen_->num_posts_of_main;
       if (seen_->throw_in_posts_of_main) {
-        has_no_memory = true;
+        num_failing_allocations = INT_MAX;
         throw std::bad_alloc();
       }
       if (seen_->break_posts_of_main) return Internal("the cable is on fire");
@@ -192,7 +188,7 @@ TEST(Help, that_runs_out_of_memory_latches_it) {
   const Deadline deadline = Deadline::After(ProxyWorld::kTimeout);
   for (uint64_t epoch = 1; !world.failure(0).failed() && !deadline.expired(); ++epoch) {
     world.Push(0, Write(epoch));
-    has_no_memory = false;
+    num_failing_allocations = 0;
     std::this_thread::sleep_for(milliseconds(2));
   }
   const std::string message = world.failure(0).status().message();
@@ -214,12 +210,3 @@ TEST(Help, before_the_start_and_after_the_end_does_nothing) {
 
 }  // namespace
 }  // namespace jax_ep
-
-// Not inlined: GCC takes malloc and delete, or new and free, for a mismatch.
-[[gnu::noinline]] void* operator new(std::size_t num_bytes) {
-  void* const memory = jax_ep::has_no_memory ? nullptr : std::malloc(num_bytes);
-  if (memory == nullptr) throw std::bad_alloc();
-  return memory;
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }

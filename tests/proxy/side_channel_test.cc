@@ -141,6 +141,22 @@ TEST_F(SideChannel, of_too_many_without_the_token_the_oldest_are_closed) {
   EXPECT_LE(listener->num_open(), kMaxSideStrangers + 1);  // and the answered one, perhaps
 }
 
+// It ended the process.
+TEST_F(SideChannel, a_handler_that_throws_costs_its_connection_only) {
+  std::atomic<int> num_asked{0};
+  auto listener = SideListener::Create("127.0.0.1", [&](std::string_view) -> Result<std::string> {
+    if (num_asked.fetch_add(1) == 0) throw std::bad_alloc();
+    return std::string("answer");
+  });
+  ASSERT_TRUE(listener.ok()) << listener.status().message();
+  const std::string blob = (*listener)->Blob();
+  const Result<std::string> refused = AskPeer(blob, "question", Deadline::After(kTimeout));
+  EXPECT_FALSE(refused.ok());
+  const Result<std::string> answer = AskPeer(blob, "question", Deadline::After(kTimeout));
+  ASSERT_TRUE(answer.ok()) << answer.status().message();
+  EXPECT_EQ(*answer, "answer");
+}
+
 TEST_F(SideChannel, an_impossible_length_is_refused_before_it_is_used) {
   for (const uint64_t length : {kMaxSideMessageBytes + 1, UINT64_MAX, uint64_t{1} << 63}) {
     const std::string answer = Send(listener->port(), Token() + BlobWriter().U64(length).Take());

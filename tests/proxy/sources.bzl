@@ -10,6 +10,7 @@ TESTS = [
     "imm_test.cc",
     "inbox_test.cc",
     "loopback_test.cc",
+    "ofi_fault_test.cc",
     "ofi_stranger_test.cc",
     "ofi_test.cc",
     "progress_model_test.cc",
@@ -23,5 +24,6 @@ TESTS = [
     "shm_test.cc",
     "side_channel_test.cc",
     "topology_test.cc",
+    "verbs_fault_test.cc",
     "verbs_test.cc",
 ]

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "proxy/base/shared_memory.h"
+#include "tests/proxy/no_memory.h"
 
 namespace jax_ep {
 namespace {
@@ -183,7 +184,7 @@ TEST(Executor, a_call_that_throws_fails_the_group) {
                                       }});
   WaitFor(completed, 1);
   const std::string message = team.failure.status().message();
-  EXPECT_NE(message.find("a call on rank 1 ended with an exception"), std::string::npos) << message;
+  EXPECT_NE(message.find("the executor of rank 1 met an exception"), std::string::npos) << message;
 }
 
 TEST(Executor, a_call_that_never_comes_to_its_turn_is_overdue_after_the_timeout) {
@@ -213,6 +214,37 @@ TEST(Executor, a_call_that_never_comes_to_its_turn_is_overdue_after_the_timeout)
                      << status.message();
                  completed.fetch_add(1);
                }});
+  WaitFor(completed, 1);
+}
+
+// Its own text ended the process.
+TEST(Executor, that_has_no_memory_to_say_what_is_overdue_fails_the_group) {
+  Team team(2, /*timeout=*/std::chrono::milliseconds(300));
+  std::atomic<int> ran{0};
+  const auto call = [&ran](uint64_t site, int num_failing) {
+    return Call{.key = {.run_id = 1, .site = site},
+                .operation = "dispatch",
+                .run =
+                    [&ran, num_failing](Rank&) {
+                      num_failing_allocations = num_failing;
+                      ran.fetch_add(1);
+                      return Status::Ok();
+                    },
+                .complete = [](Status) {}};
+  };
+  team.executors[0]->Enqueue(call(1, 0));
+  team.executors[0]->Enqueue(call(2, 0));
+  WaitFor(ran, 2);
+  team.executors[1]->Enqueue(call(1, 1));
+  WaitFor(ran, 3);
+  std::atomic<int> completed{0};
+  Call overdue = call(3, 0);
+  overdue.complete = [&](Status status) {
+    EXPECT_NE(status.message().find("the executor of rank 1 met an exception"), std::string::npos)
+        << status.message();
+    completed.fetch_add(1);
+  };
+  team.executors[1]->Enqueue(std::move(overdue));
   WaitFor(completed, 1);
 }
 

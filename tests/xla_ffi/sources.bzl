@@ -2,8 +2,11 @@
 
 # One executable each.
 TESTS = [
+    "departure_test.cc",
     "epoch_test.cc",
     "executor_test.cc",
+    "monitor_test.cc",
+    "rank_records_test.cc",
     "session_options_test.cc",
     "session_test.cc",
     "site_test.cc",

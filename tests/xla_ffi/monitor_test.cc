@@ -1,0 +1,53 @@
+// What a monitor does when its own thread fails.
+#include "xla_ffi/monitor.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "proxy/base/shared_memory.h"
+#include "tests/proxy/no_memory.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr std::chrono::seconds kTimeout{20};
+
+template <typename Ready>
+void WaitFor(Ready&& ready) {
+  const Deadline deadline = Deadline::After(kTimeout);
+  while (!ready()) {
+    ASSERT_FALSE(deadline.expired());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+// It ended the process. Its mates must hear of it all the same, and not take it for dead.
+TEST(Monitor, that_runs_out_of_memory_fails_the_group_and_shows_its_mates) {
+  SharedMemory own = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
+  SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
+  auto* const control = reinterpret_cast<ControlBlock*>(own.bytes().data());
+  MonitorOptions options{.group_name = "test", .peer_timeout = kTimeout};
+  options.own.push_back({.control = control});
+  options.peers.push_back({.rank = 1,
+                           .pid = static_cast<uint64_t>(getpid()),
+                           .control = reinterpret_cast<ControlBlock*>(mate.bytes().data())});
+  options.check = [] { num_failing_allocations = 3; };  // of the next round's looks and texts
+  FailureLatch failure;
+  Result<std::unique_ptr<Monitor>> monitor = Monitor::Create(std::move(options), &failure);
+  ASSERT_TRUE(monitor.ok()) << monitor.status().message();
+  WaitFor([&] { return failure.failed(); });
+  EXPECT_EQ(failure.status().message(),
+            "group test: the monitor met an exception (out of memory?)");
+  WaitFor([&] { return control->state.load(std::memory_order_acquire) == MemberState::kFailed; });
+  EXPECT_EQ(std::string(control->failure_text), "the monitor met an exception (out of memory?)");
+  const uint64_t beat = control->heartbeat.load(std::memory_order_relaxed);
+  WaitFor([&] { return control->heartbeat.load(std::memory_order_relaxed) > beat + 1; });
+}
+
+}  // namespace
+}  // namespace jax_ep
