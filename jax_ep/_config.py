@@ -356,7 +356,7 @@ def check_sizes(operation: str, config: Config, num_ranks: int) -> None:
         if value > INT32_MAX:
             raise ValueError(
                 f"{operation}: got {name} = {value}, expected at most {INT32_MAX} "
-                "(plan codes are i32); lower max_tokens or capacity_factor, or use jax_ep.moe "
+                "(plan codes are i32); lower max_tokens, align or the capacity, or use jax_ep.moe "
                 "with chunks"
             )
 

@@ -10,12 +10,13 @@ import copy
 import dataclasses
 import weakref
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Unpack
 
 from jax_ep import _config, _mesh, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
+from jax_ep._view_config import ViewSizes
 
 Implementation = Literal["native", "xla"] | None
 
@@ -118,9 +119,13 @@ class Group:
         mode: str = self.config.mode
         if mode == "auto":
             mode += f" (ll: T <= {self.max_ll_tokens})"
+        sizes = ""
+        if self._parent is not None:
+            state += ", view"
+            sizes = f"top_k={self.config.top_k}, hidden={self.config.hidden}, "
         return (
             f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
-            f"num_experts={self.config.num_experts}, "
+            f"num_experts={self.config.num_experts}, {sizes}"
             f"implementation={self.resolved!r}, mode={mode!r}, partials={self.partials!r}, "
             f"node_size={self.node_size}, transport={self.transport!r}, "
             f"heap_bytes={self.heap_bytes}{state})"
@@ -143,11 +148,6 @@ class Group:
     def closed(self) -> bool:
         """Whether `close` was called, on the group or a view."""
         return self._whole._closed
-
-    @property
-    def is_view(self) -> bool:
-        """Whether `view` made it."""
-        return self._parent is not None
 
     @property
     def _whole(self) -> Group:
@@ -275,7 +275,7 @@ class Group:
             return "ll" if num_tokens <= _config.AUTO_LL_TOKENS else "ht"
         return chosen
 
-    def view(self, **sizes: Any) -> Group:
+    def view(self, **sizes: Unpack[ViewSizes]) -> Group:
         """This group for a layer of other sizes: the same ranks, memory and connections.
 
         The group's own Config is the upper bound, so create it with the largest of all layers.
@@ -292,7 +292,8 @@ class Group:
 
         Raises:
             ValueError: another field, a size above the group's, or sizes that no Config takes.
-            NotImplementedError: a native group on GPUs.
+            NotImplementedError: a native group on GPUs. (A view that is lowered for GPUs elsewhere
+                fails there when it runs.)
 
         Example:
             >>> config = jax_ep.Config(num_experts=8, top_k=4, hidden=64, max_tokens=128)
@@ -305,8 +306,9 @@ class Group:
                 "or implementation='xla'; create a group for each size of layer"
             )
         whole = self._whole
+        config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
         view = copy.copy(whole)
-        view.config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
+        view.config = config
         view.experts_per_rank = view.config.num_experts // view.num_ranks
         view._parent = whole
         view._handle = None  # the whole has it, and says when it was dropped

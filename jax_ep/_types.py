@@ -89,6 +89,7 @@ class InFlight:
     """A started dispatch or combine; hand it to exactly one matching done.
 
     It carries its inputs, so that gradients flow through them, and the epoch of the exchange.
+    `sizes` are those of the group or view that started it (None: saved before there were views).
     """
 
     rows: jax.Array
@@ -100,6 +101,7 @@ class InFlight:
     layout: Layout
     mode: Mode
     pad: Pad
+    sizes: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,4 +175,4 @@ def _register(cls: type, static: tuple[str, ...]) -> None:
 _register(Plan, ("layout", "mode", "max_tokens"))
 _register(Received, ())
 _register(ExchangeStats, ())
-_register(InFlight, ("kind", "layout", "mode", "pad"))
+_register(InFlight, ("kind", "layout", "mode", "pad", "sizes"))

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, TypedDict, cast
 
 from jax_ep import _config
 from jax_ep._config import Config
 
+
+class ViewSizes(TypedDict, total=False):
+    """The fields of Config that a view may have other than its group."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    align: int
+    recv_rows: int | None
+    capacity_factor: float | None
+    overflow: Literal["drop", "poison"]
+
+
 _AT_MOST = ("num_experts", "top_k", "hidden")
 _CAPACITY = ("recv_rows", "capacity_factor")
-_CHANGEABLE = (*_AT_MOST, "align", *_CAPACITY, "overflow")
 
 
-def shrink(most: Config, config: Config, num_ranks: int, sizes: dict[str, Any]) -> Config:
+def shrink(most: Config, config: Config, num_ranks: int, sizes: ViewSizes) -> Config:
     """`config` with `sizes` in place of its own, for a view of a group whose Config is `most`."""
-    for name in sizes:
-        if name not in _CHANGEABLE:
+    given = cast(dict[str, Any], sizes)
+    known = {field.name for field in dataclasses.fields(Config)}
+    for name, value in given.items():
+        if name not in ViewSizes.__annotations__:
+            fix = f"create a group for another {name}" if name in known else "correct the name"
             raise ValueError(
-                f"jax_ep.Group.view: got {name}={sizes[name]!r}, expected some of "
-                f"{', '.join(_CHANGEABLE)}; create a group for another {name}"
+                f"jax_ep.Group.view: got {name}={value!r}, expected some of "
+                f"{', '.join(ViewSizes.__annotations__)}; {fix}"
             )
-    if any(name in sizes for name in _CAPACITY):
-        sizes = dict.fromkeys(_CAPACITY) | sizes  # at most one of the two is given
-    view = dataclasses.replace(config, **sizes)
+    if any(name in given for name in _CAPACITY):
+        given = dict.fromkeys(_CAPACITY) | given  # at most one of the two is given
+    view = dataclasses.replace(config, **given)
     for name in _AT_MOST:
         if getattr(view, name) > getattr(most, name):
             raise ValueError(
@@ -31,5 +46,11 @@ def shrink(most: Config, config: Config, num_ranks: int, sizes: dict[str, Any]) 
                 f"{getattr(most, name)}, for which the group has room; create the group with the "
                 "largest of all layers"
             )
+    if view.num_experts % num_ranks:
+        raise ValueError(
+            f"jax_ep.Group.view: got num_experts={view.num_experts}, expected a multiple of the "
+            f"group's {num_ranks} ranks, at most {most.num_experts}; use "
+            f"{_config.align_up(view.num_experts, num_ranks)}"
+        )
     _config.check_sizes("jax_ep.Group.view", view, num_ranks)
     return view

@@ -1,7 +1,6 @@
 #include "xla_ffi/buffers.h"
 
 #include <cstddef>
-#include <limits>
 
 namespace jax_ep {
 
@@ -53,35 +52,6 @@ void Checker::RequireSize(const char* name, size_t have, ffi::DataType have_type
         std::to_string(num_elements) + " of type " + std::to_string(static_cast<int>(type)) +
         "; was the program compiled for another group?");
   }
-}
-
-Result<GroupShape> ShapeOfCall(const GroupShape& group, Sizes sizes) {
-  constexpr size_t kNumSizes = 4;
-  if (sizes.size() != kNumSizes) {
-    return InvalidArgument("got " + std::to_string(sizes.size()) + " sizes of a call, expected " +
-                           std::to_string(kNumSizes) + "; lower the program again");
-  }
-  const int64_t experts = sizes[0], top_k = sizes[1], align = sizes[2], hidden = sizes[3];
-  const auto fits = [](int64_t size, uint64_t most) {
-    return size >= 1 && static_cast<uint64_t>(size) <= most;
-  };
-  if (!fits(experts, group.num_experts) || experts % group.num_ranks != 0 ||
-      !fits(top_k, group.top_k) || !fits(align, std::numeric_limits<int32_t>::max()) ||
-      !fits(hidden, group.hidden)) {
-    return InvalidArgument(
-        "got a call of num_experts " + std::to_string(experts) + ", top_k " +
-        std::to_string(top_k) + ", align " + std::to_string(align) + ", hidden " +
-        std::to_string(hidden) + ", the group was created for at most " +
-        std::to_string(group.num_experts) + ", " + std::to_string(group.top_k) + ", any, " +
-        std::to_string(group.hidden) + " and " + std::to_string(group.num_ranks) +
-        " ranks; was the program compiled for another group?");
-  }
-  GroupShape shape = group;
-  shape.num_experts = static_cast<uint32_t>(experts);
-  shape.top_k = static_cast<uint32_t>(top_k);
-  shape.align = static_cast<uint32_t>(align);
-  shape.hidden = static_cast<uint64_t>(hidden);
-  return shape;
 }
 
 int64_t ExpectedRows(const GroupShape& shape, Layout layout, int64_t num_tokens, int64_t rows) {

@@ -58,12 +58,8 @@ class Checker {
   Status status_;
 };
 
-// num_experts, top_k, align and hidden of the call: its group's, or those of a view (Group.view).
+// Of a call, as ShapeOfCall takes them.
 using Sizes = xla::ffi::Span<const int64_t>;
-
-// The shape that a call works by: the group's with the call's sizes, none above the group's but
-// align, for which the heap has no room to keep.
-Result<GroupShape> ShapeOfCall(const GroupShape& group, Sizes sizes);
 
 // What every call of one operation is asked for, besides its buffers.
 struct CallKind {

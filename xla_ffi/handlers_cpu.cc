@@ -123,7 +123,7 @@ struct CpuPlatform {
       (*session)->failure().Set(status);
       return Failed(status);
     }
-    Result<GroupShape> shape = ShapeOfCall(options.shape, sizes);
+    Result<GroupShape> shape = ShapeOfCall(options, operation, {sizes.begin(), sizes.size()});
     if (!shape.ok()) return Failed(shape.status());
     auto params = make(*shape);
     if (!params.ok()) return Failed(params.status());

@@ -59,12 +59,14 @@ struct GpuPlatform {
           "group " + name + ": " + operation + " runs on GPU " + std::to_string(context.device) +
           ", which is not in the group's mesh; use the mesh that create_group got"));
     }
-    const Result<GroupShape> shape = ShapeOfCall(group.options().shape, sizes);
+    const Result<GroupShape> shape =
+        ShapeOfCall(group.options(), operation, {sizes.begin(), sizes.size()});
     if (!shape.ok()) return ToFfiError(shape.status());
     if (*shape != group.options().shape) {
-      return ToFfiError(Unimplemented("group " + name + ": " + operation +
-                                      " through a view (Group.view) is not built for GPUs; create "
-                                      "a group for this layer"));
+      return ToFfiError(Unimplemented(
+          "group " + name + ": " + operation +
+          " got a call of smaller sizes than the group's, of a view (Group.view) or of a program "
+          "for another group, which is not built for GPUs; create a group for these sizes"));
     }
     const auto params = make(*shape);
     if (!params.ok()) return ToFfiError(params.status());

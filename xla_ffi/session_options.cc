@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
+#include <type_traits>
 
 #include "proxy/abi/command.h"
 
@@ -32,6 +34,45 @@ Status CheckOptions(const SessionOptions& options) {
     }
   }
   return Status::Ok();
+}
+
+Result<GroupShape> ShapeOfCall(const SessionOptions& options, const char* operation,
+                               std::span<const int64_t> sizes) {
+  const GroupShape& group = options.shape;
+  const auto bad = [&](const std::string& what) {
+    return InvalidArgument("group " + options.name + ": " + operation + ": got a call of " + what +
+                           "; lower the program again, for this group or a view of it");
+  };
+  constexpr size_t kNumSizes = 4;
+  if (sizes.size() != kNumSizes) {
+    return bad(std::to_string(sizes.size()) + " sizes, expected " + std::to_string(kNumSizes));
+  }
+  GroupShape shape = group;
+  const auto take = [](int64_t size, auto most, auto& field) {
+    if (size < 1 || static_cast<uint64_t>(size) > most) return false;
+    field = static_cast<std::remove_reference_t<decltype(field)>>(size);
+    return true;
+  };
+  const auto at_most = [](const char* name, int64_t got, uint64_t most) {
+    return std::string(name) + " = " + std::to_string(got) + ", expected 1 to " +
+           std::to_string(most);
+  };
+  constexpr uint32_t kMaxAlign = std::numeric_limits<int32_t>::max();
+  if (!take(sizes[0], group.num_experts, shape.num_experts)) {
+    return bad(at_most("num_experts", sizes[0], group.num_experts));
+  }
+  if (shape.num_experts % group.num_ranks != 0) {
+    return bad("num_experts = " + std::to_string(shape.num_experts) + ", expected a multiple of " +
+               std::to_string(group.num_ranks));
+  }
+  if (!take(sizes[1], group.top_k, shape.top_k)) {
+    return bad(at_most("top_k", sizes[1], group.top_k));
+  }
+  if (!take(sizes[2], kMaxAlign, shape.align)) return bad(at_most("align", sizes[2], kMaxAlign));
+  if (!take(sizes[3], group.hidden, shape.hidden)) {
+    return bad(at_most("hidden", sizes[3], group.hidden));
+  }
+  return shape;
 }
 
 Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes) {

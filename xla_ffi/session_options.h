@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,6 +55,12 @@ Status CheckOptions(const SessionOptions& options);
 // `buffer_bytes`: of one rank's memory that commands between nodes name.
 // \error kInvalidArgument  they name less than that
 Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes);
+
+// The shape that a call works by. `sizes`: its num_experts, top_k, align and hidden, which are the
+// group's or those of a view (Group.view).
+// \error kInvalidArgument  the group has no room for them
+Result<GroupShape> ShapeOfCall(const SessionOptions& options, const char* operation,
+                               std::span<const int64_t> sizes);
 
 // Whether every rank of every team lives in this process.
 bool IsOneProcess(const SessionOptions& options);

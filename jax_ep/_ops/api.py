@@ -218,6 +218,7 @@ def dispatch_start(
         layout=call.layout,
         mode=call.mode,
         pad=call.pad,
+        sizes=call.sizes,
     )
 
 
@@ -293,6 +294,7 @@ def combine_start(
         layout=call.layout,
         mode=call.mode,
         pad=call.pad,
+        sizes=call.sizes,
     )
 
 

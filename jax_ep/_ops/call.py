@@ -48,6 +48,12 @@ class Call:
         return self.group.config.dtype
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """What calls of one group may differ in (Group.view), as xla_ffi/buffers.h has them."""
+        config = self.group.config
+        return (config.num_experts, config.top_k, config.align, config.hidden)
+
+    @property
     def recv_shape(self) -> tuple[int, int] | tuple[int, int, int]:
         """Shape of `Received.x`."""
         ranks = self.group.num_ranks

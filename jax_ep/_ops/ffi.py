@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _extension, _jax_compat
-from jax_ep._config import Config
 from jax_ep._ops import lowering, sharding
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import FOLLOWS, OPERATIONS, array_types
@@ -62,11 +61,6 @@ def register(platform: str) -> None:
             _registered.add(platform)
 
 
-def _sizes(config: Config) -> tuple[int, ...]:
-    """What calls of one group may differ in (Group.view), as xla_ffi/buffers.h has them."""
-    return (config.num_experts, config.top_k, config.align, config.hidden)
-
-
 def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:
     """Emits the custom call of `operation`: arrays by name in and out, as in OPERATIONS.
 
@@ -97,7 +91,7 @@ def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> d
 
     attributes = {
         "session": call.group.session_id,
-        "sizes": _sizes(call.group.config),
+        "sizes": call.sizes,
         "mode": _MODE_CODES[call.mode],
         "layout": _LAYOUT_CODES[call.layout],
         "pad": _PAD_CODES[call.pad],

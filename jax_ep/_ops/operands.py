@@ -323,6 +323,15 @@ def inflight_call(group: Group, operation: str, inflight: Any, kind: str) -> Cal
         assert inflight.plan is not None
         tokens = inflight.plan.send_slot.shape[0]
     call = make_call(group, operation, tokens, inflight.mode, inflight.layout, inflight.pad)
+    if inflight.sizes not in (None, call.sizes):
+        names = "(num_experts, top_k, align, hidden)"
+        raise fail(
+            operation,
+            f"what a {kind}_start of {names} = {inflight.sizes} returned",
+            f"in {group!r}",
+            f"one of {call.sizes}",
+            "pass both halves the same group or view",
+        )
     if inflight.plan is not None:
         _check_plan(call, operation, inflight.plan)
     return call

@@ -48,7 +48,8 @@ class Placement:
             if ours != theirs:
                 raise ValueError(
                     f"jax_ep.flax: got MoEConfig.{name}={ours} with a group of {name}={theirs}, "
-                    "expected equal values; make the group with MoEConfig.group_config()"
+                    "expected equal values; make the group with MoEConfig.group_config(), or pass "
+                    "the Group.view of one that has more"
                 )
         mesh = dict(group.mesh.shape)
         for name, axis, sizes in (

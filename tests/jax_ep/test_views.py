@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ from harness import (
     expert_outputs,
     group_of,
     inputs_of,
+    keep,
     per_rank,
     put,
     run,
 )
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
@@ -58,20 +61,53 @@ def both_ways(group: jax_ep.Group, case: Case, mode: str, layout: str) -> Any:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("whole", [WHOLE, NODES], ids=["one node", "two nodes"])
+@pytest.mark.parametrize(
+    ("whole", "way"),
+    [(WHOLE, None), (NODES, None), (WHOLE, "xla")],
+    ids=["one node", "two nodes", "xla"],
+)
 @pytest.mark.parametrize("mode", ["ht", "ll"])
-def test_a_view_is_the_group_of_its_sizes(whole: Case, layer: dict[str, Any], mode: str) -> None:
+def test_a_view_is_the_group_of_its_sizes(
+    whole: Case, way: str | None, layer: dict[str, Any], mode: str
+) -> None:
     """Plans equal the oracle's, everything that of a group made for these sizes."""
     case = dataclasses.replace(whole, **layer)
     data = inputs_of(case, "zipf")
-    view = view_of(whole, layer, None)
+    view = view_of(whole, layer, way)
     for layout in ("expert_major", "expert_batched", "rank_major"):
         got = both_ways(view, case, mode, layout)
-        expected = both_ways(group_of(case, None), case, mode, layout)
+        expected = both_ways(group_of(case, way), case, mode, layout)
         assert_plan(got[0].plan, oracle.plan(case.spec, data.ids, layout=layout, mode=mode))
         assert jax.tree.structure(got) == jax.tree.structure(expected)
         for ours, reference in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_array_equal(ours, reference)
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_a_view_in_two_teams_rematerialised(mode: str, tokens: int) -> None:
+    """Also without tokens. The scale is a second operand: XLA refuses a program without any."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    config = dataclasses.replace(WHOLE, tokens=5).config()
+    group = jax_ep.create_group(jax.sharding.Mesh(devices, ("dp", "ep")), "ep", config)
+    keep(group)
+    view = group.view(num_experts=4, top_k=2, hidden=8, align=1)
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((4 * tokens, 8)).astype(np.float32)
+    ids = rng.integers(0, 4, (4 * tokens, 2)).astype(np.int32)
+
+    def local(x: Any, ids: Any, scale: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any) -> Any:
+            recv = jax_ep.dispatch(view, x, ids, mode=mode)
+            return jax_ep.combine(view, recv.x * scale[0], recv.plan, weights=None)
+
+        return jax.grad(lambda x: (layer(x) ** 2).sum())(x)
+
+    spec = P(("dp", "ep"))
+    mapped = jax.shard_map(local, mesh=group.mesh, in_specs=(spec, spec, P()), out_specs=spec)
+    got = jax.jit(mapped)(x, ids, np.full(1, 3.0, np.float32))
+    np.testing.assert_allclose(got, 2 * (2 * 3) ** 2 * x, rtol=1e-5)  # two experts, each times 3
 
 
 def test_layers_of_many_sizes_alternate_in_one_program() -> None:
@@ -135,10 +171,11 @@ def test_a_view_shares_memory_life_and_counters() -> None:
     )
     view = group.view(top_k=1).view(hidden=4)
     assert (view.config.top_k, view.config.hidden, view.config.num_experts) == (1, 4, 4)
-    assert view.is_view and not group.is_view
+    assert "top_k=1, hidden=4" in repr(view) and ", view)" in repr(view)
+    assert "view" not in repr(group)
     assert view.heap_bytes == group.heap_bytes > 0
     assert view.memory().heap_bytes == group.memory().heap_bytes == group.heap_bytes // 2
-    assert view.memory().expert_major.recv_rows < group.memory().expert_major.recv_rows
+    assert view.memory().expert_major.recv_bytes * 2 == group.memory().expert_major.recv_bytes
     assert view.session_id == group.session_id
     run(
         view,
@@ -158,17 +195,45 @@ def test_a_view_shares_memory_life_and_counters() -> None:
         ({"top_k": 5}, "top_k=5, expected at most 4"),
         ({"hidden": 41}, "hidden=41, expected at most 40"),
         ({"num_experts": 32}, "num_experts=32, expected at most 16"),
-        ({"num_experts": 6}, "num_experts=6, expected a multiple of the group's 4 ranks"),
+        ({"num_experts": 6}, "num_experts=6, expected a multiple of the group's 4 ranks.*; use 8"),
         ({"num_experts": 2, "top_k": 3}, "top_k: got 3, expected at most num_experts=2"),
         ({"align": 0}, "align: got 0, expected an int of at least 1"),
         ({"recv_rows": 9}, "recv_rows: got 9, expected a multiple of align=4"),
-        ({"max_tokens": 4}, "max_tokens=4, expected some of num_experts, top_k, hidden, align"),
+        ({"max_tokens": 4}, "max_tokens=4, expected some of num_experts.*another max_tokens"),
+        ({"topk": 4}, "topk=4, expected some of num_experts.*correct the name"),
         ({"align": 2**30}, r"num_ranks \* recv_rows = \d+, expected at most 2147483647"),
     ],
 )
-def test_sizes_without_room_are_refused(sizes: dict[str, Any], message: str) -> None:
+@pytest.mark.filterwarnings("error::ResourceWarning")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_sizes_without_room_are_refused(
+    sizes: dict[str, Any], message: str, implementation: str
+) -> None:
+    group = group_of(WHOLE, implementation)
     with pytest.raises(ValueError, match=message):
-        group_of(WHOLE, "xla").view(**sizes)
+        group.view(**sizes)
+    gc.collect()  # what was begun must not look like a group that was dropped
+
+
+@pytest.mark.parametrize("sizes", [{"num_experts": 8}, {"top_k": 2}, {"hidden": 8}, {"align": 8}])
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_halves_of_two_views_are_refused(sizes: dict[str, Any], mode: str) -> None:
+    group = group_of(WHOLE, "xla")
+    view = group.view(**sizes)
+    data = inputs_of(WHOLE)
+    ids = data.ids[..., : view.config.top_k] % view.config.num_experts
+    x = data.x[..., : view.config.hidden]
+
+    def dispatched(x: Any, ids: Any) -> Any:
+        return jax_ep.dispatch_done(group, jax_ep.dispatch_start(view, x, ids, mode=mode)).x
+
+    def combined(x: Any, ids: Any) -> Any:
+        recv = jax_ep.dispatch(view, x, ids, mode=mode)
+        return jax_ep.combine_done(group, jax_ep.combine_start(view, recv.x, recv))
+
+    for name, function in (("dispatch", dispatched), ("combine", combined)):
+        with pytest.raises(ValueError, match=rf"got what a {name}_start of .* returned in Group"):
+            run(group, function, x, ids)
 
 
 def test_a_plan_of_other_sizes_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <initializer_list>
+#include <utility>
+
 #include "proxy/abi/command.h"
 
 namespace jax_ep {
@@ -52,6 +55,41 @@ TEST(CheckReach, refuses_what_a_command_cannot_name) {
     EXPECT_TRUE(TryPack(command).has_value());
     command.*offset += 16;
     EXPECT_FALSE(TryPack(command).has_value());
+  }
+}
+
+TEST(ShapeOfCall, takes_what_the_group_has_room_for) {
+  const SessionOptions group{
+      .name = "g",
+      .shape = {.num_ranks = 4, .num_experts = 16, .top_k = 4, .align = 8, .hidden = 40}};
+  const auto of = [&](std::initializer_list<int64_t> sizes) {
+    return ShapeOfCall(group, "plan", {sizes.begin(), sizes.size()});
+  };
+  EXPECT_EQ(*of({16, 4, 8, 40}), group.shape);
+  GroupShape smaller = group.shape;
+  smaller.num_experts = 8;
+  smaller.top_k = 1;
+  smaller.align = 128;
+  smaller.hidden = 7;
+  EXPECT_EQ(*of({8, 1, 128, 7}), smaller);
+
+  const std::pair<std::initializer_list<int64_t>, const char*> refused[] = {
+      {{16, 4, 8}, "3 sizes, expected 4"},
+      {{20, 4, 8, 40}, "num_experts = 20, expected 1 to 16"},
+      {{0, 4, 8, 40}, "num_experts = 0, expected 1 to 16"},
+      {{6, 4, 8, 40}, "num_experts = 6, expected a multiple of 4"},
+      {{16, 5, 8, 40}, "top_k = 5, expected 1 to 4"},
+      {{16, 4, 0, 40}, "align = 0, expected 1 to 2147483647"},
+      {{16, 4, int64_t{1} << 31, 40}, "align = 2147483648, expected 1 to 2147483647"},
+      {{16, 4, 8, 41}, "hidden = 41, expected 1 to 40"},
+      {{16, 4, 8, -1}, "hidden = -1, expected 1 to 40"},
+  };
+  for (const auto& [sizes, message] : refused) {
+    const Result<GroupShape> shape = of(sizes);
+    ASSERT_EQ(shape.status().code(), StatusCode::kInvalidArgument) << message;
+    EXPECT_TRUE(shape.status().message().starts_with("group g: plan: got a call of "));
+    EXPECT_NE(shape.status().message().find(message), std::string::npos)
+        << shape.status().message();
   }
 }
 
