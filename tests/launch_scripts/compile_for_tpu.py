@@ -1,7 +1,7 @@
 """Compiles programs for TPUs that are not here: `compile_for_tpu.py TOPOLOGY PROGRAM...`.
 
-It needs libtpu. For each program it prints a line of JSON: its name, the seconds it took, libtpu's
-estimate of the cycles, and the collectives of the compiled program as (name, type, bytes).
+It needs libtpu. For each program it prints a line of JSON: its name, the seconds it took, and the
+collectives of the compiled program as (name, element type, bytes).
 """
 
 from __future__ import annotations
@@ -148,7 +148,6 @@ def main() -> None:
         report = {
             "program": name,
             "seconds": round(time.monotonic() - began, 1),
-            "estimated_cycles": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text))),
             "native_calls": text.count('custom_call_target="jax_ep'),
             "collectives": collectives(text),
         }
