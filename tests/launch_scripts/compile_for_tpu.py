@@ -63,20 +63,20 @@ def dispatch(mesh: Mesh) -> Any:
     return compiled(group, received, rows, (jnp.int32, *pairs), (jnp.float32, *pairs))
 
 
-def combine(mesh: Mesh, tokens: int = 256, hidden: int = WIDTH, experts: int = EXPERTS) -> Any:
-    sizes = {"max_tokens": tokens, "hidden": hidden, "num_experts": experts}
+def combine(mesh: Mesh, **sizes: int) -> Any:
     group = group_on(mesh, dtype=jnp.bfloat16, **sizes)
+    tokens, hidden, top_k = (getattr(group.config, n) for n in ("max_tokens", "hidden", "top_k"))
 
     def summed(y: Any, ids: Any) -> Any:
         return jax_ep.combine(group, y, jax_ep.plan(group, ids))
 
     rows = (jnp.bfloat16, group.recv_rows(tokens), hidden)
-    return compiled(group, summed, rows, (jnp.int32, tokens, TOP_K))
+    return compiled(group, summed, rows, (jnp.int32, tokens, top_k))
 
 
 def large_combine(mesh: Mesh) -> Any:
     """On 64 devices the partials have 2 GiB on each: libtpu 0.0.42 aborts if they go at once."""
-    return combine(mesh, tokens=4096, hidden=2048, experts=256)
+    return combine(mesh, max_tokens=4096, hidden=2048, num_experts=256, top_k=1)
 
 
 def layer_gradient(mesh: Mesh) -> Any:
