@@ -45,6 +45,20 @@ def moe(
     plan: Plan | None = None,
     return_stats: Literal[True],
 ) -> tuple[jax.Array, ExchangeStats]: ...
+@overload
+def moe(
+    group: Group,
+    x: jax.Array,
+    topk_idx: jax.Array | None,
+    topk_weights: jax.Array | None,
+    expert_fn: ExpertFn,
+    params: Any,
+    *,
+    chunks: int = 1,
+    mode: Mode | None = None,
+    plan: Plan | None = None,
+    return_stats: bool,
+) -> jax.Array | tuple[jax.Array, ExchangeStats]: ...
 def moe(
     group: Group,
     x: jax.Array,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
-import warnings
 from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jax_ep import _jax_compat
+from jax_ep import _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 
 
@@ -56,10 +55,9 @@ class Plan:
     @property
     def group_counts(self) -> jax.Array:
         """Deprecated: `pairs_per_expert`."""
-        warnings.warn(
+        _warn.warn(
             "jax_ep.Plan.group_counts is now pairs_per_expert; ragged_dot takes group_sizes",
             DeprecationWarning,
-            stacklevel=2,
         )
         return self.pairs_per_expert
 
@@ -119,17 +117,17 @@ class ExchangeStats:
     overflow: jax.Array
 
 
-class Unsaid(enum.Enum):
-    """An argument that was left out, where None says something."""
+class NotGiven(enum.Enum):
+    """The default of an argument for which None means something else."""
 
-    UNSAID = enum.auto()
+    NOT_GIVEN = enum.auto()
 
     def __repr__(self) -> str:
         """As signatures show it."""
-        return "<unsaid>"
+        return self.name
 
 
-UNSAID = Unsaid.UNSAID
+NOT_GIVEN = NotGiven.NOT_GIVEN
 
 
 class Route(NamedTuple):

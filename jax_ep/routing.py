@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep import _config
 
@@ -199,12 +200,13 @@ def expert_load(
     Example:
         >>> load = jax_ep.routing.expert_load(ids, 8, axis="ep")
     """
-    ids = topk_idx.astype(jnp.int32)
-    counts = (ids >= 0) & (ids < num_experts)
+    # Compared in the ids' own dtype, as int32 wraps wide ids. num_experts may not fit a narrow one.
+    last = min(num_experts - 1, int(np.iinfo(topk_idx.dtype).max))
+    counts = (topk_idx >= 0) & (topk_idx <= last)
     if mask is not None:
-        _check_mask(mask, ids)
+        _check_mask(mask, topk_idx)
         counts &= mask[..., None]
-    index = jnp.where(counts, ids, num_experts).reshape(-1)
+    index = jnp.where(counts, topk_idx.astype(jnp.int32), num_experts).reshape(-1)
     load = jnp.zeros((num_experts,), jnp.int32).at[index].add(1, mode="drop")
     return load if axis is None else jax.lax.psum(load, axis)
 
@@ -222,10 +224,12 @@ def _normalized(affinity: jax.Array, ids: jax.Array, scale: float) -> jax.Array:
 
 
 def _check_mask(mask: jax.Array, tokens: jax.Array) -> None:
-    if mask.dtype != jnp.bool_ or mask.shape != tokens.shape[:-1]:
+    is_array = hasattr(mask, "dtype")
+    if not is_array or mask.dtype != jnp.bool_ or mask.shape != tokens.shape[:-1]:
+        got = f"{mask.dtype}{list(mask.shape)}" if is_array else f"of type {type(mask).__name__}"
         raise ValueError(
-            f"routing: got mask {mask.dtype}{list(mask.shape)}, expected "
-            f"bool{list(tokens.shape[:-1])}, one per token; True where the token is real"
+            f"routing: got mask {got}, expected bool{list(tokens.shape[:-1])}, one per token; pass "
+            "an array, True where the token is real"
         )
 
 

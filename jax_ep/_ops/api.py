@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import combine_arguments, ffi, operands, sharding, vjp
-from jax_ep._ops.call import Call
-from jax_ep._types import UNSAID, InFlight, Plan, PlanArrays, Received, Unsaid
+from jax_ep._ops import combine_arguments, ffi, operands, results, sharding, vjp
+from jax_ep._types import NOT_GIVEN, InFlight, NotGiven, Plan, Received
 
 
 def plan(
@@ -40,7 +38,7 @@ def plan(
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
     (ids,) = operands.vary(call, ids)
-    return _as_plan(call, vjp.plan(call, ids))
+    return results.as_plan(call, vjp.plan(call, ids))
 
 
 def dispatch(
@@ -89,7 +87,7 @@ def dispatch(
     else:
         arrays = vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    return _make_received(call, arrays, recv_x, recv_weights)
+    return results.make_received(call, arrays, recv_x, recv_weights)
 
 
 @overload
@@ -97,7 +95,7 @@ def combine(
     group: Group,
     y: jax.Array,
     recv: Received | Plan | None = None,
-    weights: jax.Array | Unsaid | None = UNSAID,
+    weights: jax.Array | NotGiven | None = NOT_GIVEN,
     *,
     return_weights: Literal[False] = False,
     plan: Plan | None = None,
@@ -107,16 +105,26 @@ def combine(
     group: Group,
     y: jax.Array,
     recv: Received | Plan | None = None,
-    weights: jax.Array | Unsaid | None = UNSAID,
+    weights: jax.Array | NotGiven | None = NOT_GIVEN,
     *,
     return_weights: Literal[True],
     plan: Plan | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def combine(
     group: Group,
     y: jax.Array,
     recv: Received | Plan | None = None,
-    weights: jax.Array | Unsaid | None = UNSAID,
+    weights: jax.Array | NotGiven | None = NOT_GIVEN,
+    *,
+    return_weights: bool,
+    plan: Plan | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def combine(
+    group: Group,
+    y: jax.Array,
+    recv: Received | Plan | None = None,
+    weights: jax.Array | NotGiven | None = NOT_GIVEN,
     *,
     return_weights: bool = False,
     plan: Plan | None = None,
@@ -130,9 +138,10 @@ def combine(
             alone: y is already weighted and summed over the rank's experts). Or a `Plan`, with
             `weights`.
         weights: instead of those of `recv`: floats per row (f32[R]), or per (token, k) [T, K]
-            (costs an exchange of weights), or None for a plain sum. In rank_major None.
+            (costs an exchange of weights), or None for a plain sum. In rank_major nothing is
+            weighted: None, or with return_weights the [N, T, K] to return.
         return_weights: also return the rows' weights to the (token, k) they belong to. In
-            rank_major these are `Received.weights`, or `weights` [N, T, K], which scale nothing.
+            rank_major these are `Received.weights`, or `weights`.
         plan: deprecated: pass it as `recv`.
 
     Returns:
@@ -156,9 +165,9 @@ def combine(
         out, returned = vjp.combine_weighted(call, rows, row_weights, scalars, arrays.route())
     assert out is not None
     if not return_weights:
-        return _finish(call, out, arrays)
+        return results.finish(call, arrays, out)
     assert returned is not None
-    return _finish(call, out, arrays), _poison(call, arrays, returned)
+    return results.finish(call, arrays, out), results.finish(call, arrays, returned)
 
 
 def dispatch_start(
@@ -207,7 +216,7 @@ def dispatch_start(
         carried = None
     else:
         epoch = vjp.dispatch_start(call, rows, weights, arrays.route())
-        carried = _as_plan(call, arrays)
+        carried = results.as_plan(call, arrays)
     return InFlight(
         rows=rows,
         weights=weights,
@@ -249,14 +258,14 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
         assert inflight.plan is not None
         arrays = operands.plan_arrays(plan)._replace(overflow=inflight.plan.overflow)
         recv_x, recv_weights = vjp.dispatch_done(call, rows, weights, arrays.route(), epoch)
-    return _make_received(call, arrays, recv_x, recv_weights)
+    return results.make_received(call, arrays, recv_x, recv_weights)
 
 
 def combine_start(
     group: Group,
     y: jax.Array,
     recv: Received | Plan | None = None,
-    weights: jax.Array | Unsaid | None = UNSAID,
+    weights: jax.Array | NotGiven | None = NOT_GIVEN,
     *,
     plan: Plan | None = None,
 ) -> InFlight:
@@ -288,7 +297,7 @@ def combine_start(
         rows=rows,
         weights=row_weights,
         topk_idx=None,
-        plan=_as_plan(call, arrays),
+        plan=results.as_plan(call, arrays),
         epoch=vjp.combine_start(call, rows, row_weights, arrays.route()),
         kind="combine",
         layout=call.layout,
@@ -320,7 +329,7 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
     rows, row_weights, route, epoch = operands.vary(
         call, inflight.rows, inflight.weights, arrays.route(), inflight.epoch
     )
-    return _finish(call, vjp.combine_done(call, rows, row_weights, route, epoch), arrays)
+    return results.finish(call, arrays, vjp.combine_done(call, rows, row_weights, route, epoch))
 
 
 def wait(tree: Any) -> Any:
@@ -359,41 +368,3 @@ def export_checks() -> list[Any]:
         >>> jax.export.export(step, disabled_checks=jax_ep.export_checks())
     """
     return [_jax_compat.export_custom_call_check(target) for target in ffi.TARGETS.values()]
-
-
-def _as_plan(call: Call, arrays: PlanArrays) -> Plan:
-    return Plan(
-        **arrays._asdict(),
-        layout=call.layout,
-        mode=call.mode,
-        max_tokens=call.group.config.max_tokens,
-    )
-
-
-def _make_received(
-    call: Call, arrays: PlanArrays, recv_x: jax.Array | None, recv_weights: jax.Array | None
-) -> Received:
-    assert recv_x is not None
-    recv_x, recv_weights = _poison(call, arrays, (recv_x, recv_weights))
-    recv_x = _jax_compat.checkpoint_name(recv_x, "jax_ep_recv").reshape(call.recv_shape)
-    if recv_weights is not None:
-        recv_weights = _jax_compat.checkpoint_name(recv_weights, "jax_ep_recv")
-    return Received(
-        x=recv_x,
-        weights=recv_weights,
-        group_sizes=arrays.group_sizes,
-        plan=_as_plan(call, arrays),
-        topk_idx=arrays.recv_topk_idx,
-    )
-
-
-def _finish(call: Call, out: jax.Array, arrays: PlanArrays) -> jax.Array:
-    return _jax_compat.checkpoint_name(_poison(call, arrays, out), "jax_ep_out")
-
-
-def _poison(call: Call, arrays: PlanArrays, values: Any) -> Any:
-    """With overflow="poison", NaN everywhere if any rank dropped; times 1 keeps the bits."""
-    if call.group.config.overflow != "poison":
-        return values
-    factor = jnp.where(arrays.overflow > 0, jnp.float32(jnp.nan), jnp.float32(1))
-    return jax.tree.map(lambda value: value * factor.astype(value.dtype), values)

@@ -1,4 +1,4 @@
-"""What combine takes besides y: a Received, or a Plan whose weights are said."""
+"""What combine takes besides y: a Received, or a Plan and weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_ep import _warn
 from jax_ep._ops.operands import fail
-from jax_ep._types import UNSAID, Plan, Received
+from jax_ep._types import NOT_GIVEN, Plan, Received
 
 
 def resolve(
@@ -26,7 +26,7 @@ def resolve(
             DeprecationWarning,
         )
     if isinstance(recv, Received):
-        if weights is UNSAID:  # rank_major: y is already weighted, so they can only be returned
+        if weights is NOT_GIVEN:  # rank_major: y is already weighted, so they can only be returned
             is_used = recv.plan.layout != "rank_major" or return_weights
             weights = recv.weights if is_used else None
         return recv.plan, weights
@@ -38,11 +38,12 @@ def resolve(
             "jax_ep.Received or jax_ep.Plan",
             "pass what dispatch returned",
         )
-    if weights is UNSAID:
-        weights = None
+    if weights is not NOT_GIVEN:
+        return recv, weights
+    if recv.layout != "rank_major":  # where those of a Received would not be used either
         _warn.warn(
             f"jax_ep.{operation}: got a Plan and no weights=, so that the router's weights are not "
             "used; pass recv instead of recv.plan to use them, or weights=None for a plain sum",
             DeprecationWarning,
         )
-    return recv, weights
+    return recv, None

@@ -118,11 +118,8 @@ class Layer:
                 f"jax_ep.flax.MoE: got x of shape {list(x.shape)}, expected [..., T, "
                 f"hidden={self.config.hidden}]; reshape it"
             )
-        if mask is not None and (mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]):
-            raise ValueError(
-                f"jax_ep.flax.MoE: got mask {mask.dtype}{list(mask.shape)}, expected "
-                f"bool{list(x.shape[:-1])}, x without hidden; True where the token is real"
-            )
+        if mask is not None:
+            _check_mask(mask, x)
         manual = _manual_axes()
         if manual & set(self.group.axes):
             return self._local(weights, x, mask, mode=mode, stat_axes=())
@@ -269,6 +266,16 @@ class Layer:
         if axes:
             num_dropped = lax.psum(num_dropped, axes)
         return MoEStats(balance, load, num_dropped)
+
+
+def _check_mask(mask: Any, x: jax.Array) -> None:
+    is_array = hasattr(mask, "dtype")
+    if not is_array or mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]:
+        got = f"{mask.dtype}{list(mask.shape)}" if is_array else f"of type {type(mask).__name__}"
+        raise ValueError(
+            f"jax_ep.flax.MoE: got mask {got}, expected bool{list(x.shape[:-1])}, x without "
+            "hidden; pass an array, True where the token is real"
+        )
 
 
 def _manual_axes() -> frozenset[str]:

@@ -105,3 +105,5 @@ def test_a_mask_that_does_not_fit_is_refused():
         moe(tokens_of(SHAPE), mask=jnp.ones(4, bool))
     with pytest.raises(ValueError, match=r"got mask int32\[4, 6\], expected bool\[4, 6\]"):
         moe(tokens_of(SHAPE), mask=jnp.ones((4, 6), jnp.int32))
+    with pytest.raises(ValueError, match=r"got mask of type list, expected bool\[4, 6\]"):
+        moe(tokens_of(SHAPE), mask=MASK.tolist())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
+import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -88,6 +91,22 @@ def test_rank_major_rows_are_summed_by_the_caller(way: Way, implementation: str)
     assert_same_bits(*run(group, layer, inputs.x, inputs.ids, inputs.weights))
 
 
+# There a plan alone is all that combine reads, so nothing is forgotten.
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_major_plan_needs_no_weights(way: Way) -> None:
+    case = Case(ranks=2, tokens=5, layout="rank_major")
+    group = group_of(case, "xla")
+    inputs = inputs_of(case)
+
+    def layer(x: Array, ids: Array, w: Array) -> Any:
+        recv = jax_ep.dispatch(group, x, ids, w, layout="rank_major")
+        return way(group, recv.x, recv), way(group, recv.x, recv.plan)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert_same_bits(*run(group, layer, inputs.x, inputs.ids, inputs.weights))
+
+
 @pytest.mark.parametrize("name", ["combine", "combine_start"])
 def test_a_plan_without_weights_said_warns_at_the_callers_line(name: str) -> None:
     group = group_of(SMALL, "xla")
@@ -104,9 +123,14 @@ def test_a_plan_without_weights_said_warns_at_the_callers_line(name: str) -> Non
     with pytest.warns(DeprecationWarning) as caught:
         silent, keyword, said = run(group, layer, inputs.x, inputs.ids, inputs.weights)
     assert [warning.filename for warning in caught] == [__file__] * 2
-    unsaid, named = (str(warning.message) for warning in caught)
-    assert unsaid.startswith(f"jax_ep.{name}: got a Plan and no weights=")
-    assert "pass recv" in unsaid and "weights=None" in unsaid
+    lines = [linecache.getline(__file__, warning.lineno).strip() for warning in caught]
+    assert lines == [
+        "silent = done(call(group, recv.x, recv.plan))",
+        "keyword = done(call(group, recv.x, plan=recv.plan, weights=None))",
+    ]
+    left_out, named = (str(warning.message) for warning in caught)
+    assert left_out.startswith(f"jax_ep.{name}: got a Plan and no weights=")
+    assert "pass recv" in left_out and "weights=None" in left_out
     assert named.startswith(f"jax_ep.{name}: got plan=")
     assert_same_bits(silent, said)
     assert_same_bits(keyword, said)
@@ -224,6 +248,47 @@ def test_second_order_through_returned_weights(implementation: str) -> None:
 
     got = run(group, layer, inputs.x, inputs.ids, inputs.weights)
     np.testing.assert_allclose(got, 96 * inputs.weights**5, rtol=1e-4)  # of sum (4 w^3)^2
+
+
+def test_saving_out_saves_the_returned_weights(native: str) -> None:
+    group = group_of(SMALL, native)
+    inputs = inputs_of(SMALL)
+
+    def combines(*names: str) -> int:
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+        def body(x: Array, ids: Array, w: Array) -> Array:
+            recv = jax_ep.dispatch(group, x, ids, w)
+            out, returned = jax_ep.combine(group, recv.x, recv, return_weights=True)
+            # The gradients of both need both: combine's results, not only its operands.
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(returned))
+
+        def loss(x: Array, w: Array, ids: Array) -> Array:
+            return jax.checkpoint(lambda x, w: body(x, ids, w), policy=policy)(x, w)
+
+        def step(x: Array, ids: Array, w: Array) -> Any:
+            return jax.value_and_grad(loss, argnums=(0, 1))(x, w, ids)
+
+        args = put(group, (inputs.x, inputs.ids, inputs.weights))
+        return per_rank(group, step).lower(*args).as_text().count("@jax_ep_combine(")
+
+    assert combines("jax_ep_out") == combines() - 1
+
+
+# Else mypy refuses a flag that is known only when the program runs.
+@pytest.mark.parametrize(
+    ("function", "flag"), [(jax_ep.combine, "return_weights"), (jax_ep.moe, "return_stats")]
+)
+def test_the_types_of_a_flag_that_adds_a_result(function: Any, flag: str) -> None:
+    overloads = typing.get_overloads(function)
+    flags = [inspect.signature(each).parameters[flag].annotation for each in overloads]
+    assert flags == ["Literal[False]", "Literal[True]", "bool"]
+    either = inspect.signature(overloads[-1]).return_annotation
+    assert either == inspect.signature(function).return_annotation
+
+
+def test_signatures_show_what_is_not_given() -> None:
+    assert "= NOT_GIVEN," in str(inspect.signature(jax_ep.combine))
 
 
 REFUSED = {

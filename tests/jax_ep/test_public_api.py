@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 import re
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def test_group_counts_has_a_name_that_nobody_takes_for_group_sizes() -> None:
     with pytest.warns(DeprecationWarning, match="now pairs_per_expert") as caught:
         assert plan.group_counts is plan.pairs_per_expert
     assert caught[0].filename == __file__
+    assert "plan.group_counts" in linecache.getline(__file__, caught[0].lineno)
 
 
 def test_importing_queries_no_device_and_no_extra_package() -> None:

@@ -150,6 +150,15 @@ def test_expert_load_counts_only_experts_that_exist() -> None:
     assert routing.expert_load(ids.astype(jnp.uint8), 256).sum() == 8  # 256 is no uint8
 
 
+# Ids were cast to int32 first, which made experts of ids of 2**32 and more.
+def test_expert_load_counts_no_id_that_int32_wraps() -> None:
+    with jax.enable_x64(True):
+        ids = jnp.array([[2**32, 2**32 + 3], [1, -(2**32)], [3, 2**31]], jnp.int64)
+        assert ids.dtype == jnp.int64
+        load = routing.expert_load(ids, 4)
+    assert load.tolist() == [0, 1, 0, 1] and load.dtype == jnp.int32
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -164,6 +173,10 @@ def test_expert_load_counts_only_experts_that_exist() -> None:
         (
             lambda x: routing.load_balancing_loss(x, x, mask=jnp.ones(13)),
             r"got mask float32\[13\], expected bool\[13\]",
+        ),
+        (
+            lambda x: routing.topk_softmax(x, 2, mask=[True] * 13),
+            r"got mask of type list, expected bool\[13\]",
         ),
     ],
 )
