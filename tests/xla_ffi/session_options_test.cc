@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include <initializer_list>
 #include <utility>
+#include <vector>
 
 #include "proxy/abi/command.h"
 
@@ -62,8 +62,8 @@ TEST(ShapeOfCall, takes_what_the_group_has_room_for) {
   const SessionOptions group{
       .name = "g",
       .shape = {.num_ranks = 4, .num_experts = 16, .top_k = 4, .align = 8, .hidden = 40}};
-  const auto of = [&](std::initializer_list<int64_t> sizes) {
-    return ShapeOfCall(group, "plan", {sizes.begin(), sizes.size()});
+  const auto of = [&](const std::vector<int64_t>& sizes) {
+    return ShapeOfCall(group, "plan", sizes);
   };
   EXPECT_EQ(*of({16, 4, 8, 40}), group.shape);
   GroupShape smaller = group.shape;
@@ -73,7 +73,7 @@ TEST(ShapeOfCall, takes_what_the_group_has_room_for) {
   smaller.hidden = 7;
   EXPECT_EQ(*of({8, 1, 128, 7}), smaller);
 
-  const std::pair<std::initializer_list<int64_t>, const char*> refused[] = {
+  const std::pair<std::vector<int64_t>, const char*> refused[] = {
       {{16, 4, 8}, "3 sizes, expected 4"},
       {{20, 4, 8, 40}, "num_experts = 20, expected 1 to 16"},
       {{0, 4, 8, 40}, "num_experts = 0, expected 1 to 16"},
