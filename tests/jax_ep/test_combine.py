@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import linecache
-import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -273,22 +271,6 @@ def test_saving_out_saves_the_returned_weights(native: str) -> None:
         return per_rank(group, step).lower(*args).as_text().count("@jax_ep_combine(")
 
     assert combines("jax_ep_out") == combines() - 1
-
-
-# Else mypy refuses a flag that is known only when the program runs.
-@pytest.mark.parametrize(
-    ("function", "flag"), [(jax_ep.combine, "return_weights"), (jax_ep.moe, "return_stats")]
-)
-def test_the_types_of_a_flag_that_adds_a_result(function: Any, flag: str) -> None:
-    overloads = typing.get_overloads(function)
-    flags = [inspect.signature(each).parameters[flag].annotation for each in overloads]
-    assert flags == ["Literal[False]", "Literal[True]", "bool"]
-    either = inspect.signature(overloads[-1]).return_annotation
-    assert either == inspect.signature(function).return_annotation
-
-
-def test_signatures_show_what_is_not_given() -> None:
-    assert "= NOT_GIVEN," in str(inspect.signature(jax_ep.combine))
 
 
 REFUSED = {

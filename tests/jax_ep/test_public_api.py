@@ -7,7 +7,7 @@ import linecache
 import re
 import subprocess
 import sys
-from typing import get_args
+from typing import Any, get_args, get_overloads
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +79,22 @@ def test_the_choices_are_literals() -> None:
     assert get_args(jax_ep.Mode) == ("ht", "ll")
     assert get_args(jax_ep.Layout) == ("expert_major", "expert_batched", "rank_major")
     assert get_args(jax_ep.Pad) == ("zero", "undefined")
+
+
+# Else mypy refuses a flag that is known only when the program runs.
+@pytest.mark.parametrize(
+    ("function", "flag"), [(jax_ep.combine, "return_weights"), (jax_ep.moe, "return_stats")]
+)
+def test_the_types_of_a_flag_that_adds_a_result(function: Any, flag: str) -> None:
+    overloads = get_overloads(function)
+    flags = [inspect.signature(each).parameters[flag].annotation for each in overloads]
+    assert flags == ["Literal[False]", "Literal[True]", "bool"]
+    either = inspect.signature(overloads[-1]).return_annotation
+    assert either == inspect.signature(function).return_annotation
+
+
+def test_signatures_show_what_is_not_given() -> None:
+    assert "= NOT_GIVEN," in str(inspect.signature(jax_ep.combine))
 
 
 def test_group_counts_has_a_name_that_nobody_takes_for_group_sizes() -> None:
