@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             launch_options = LaunchOptions(
                 num_processes=options.n,
-                command=options.script if options.module is None else options.module,
+                # argparse takes -mNAME for the module alone, and leaves what follows to the script.
+                command=(options.module or []) + options.script,
                 is_module=options.module is not None,
                 devices_per_process=options.devices_per_process,
                 gpus_per_process=options.gpus_per_process,

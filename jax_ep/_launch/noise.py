@@ -11,7 +11,9 @@ _HARMLESS = re.compile(
     rb"\[Gloo\] Rank \d+ is connected to (?P<found>\d+) peer ranks\. "
     rb"Expected number of connected peer ranks is : (?P=found)\s*"
     rb"|[IW]\d{4} \S+ +\d+ coordination_service\.cc:\d+\] (\[\d+\] )?"
-    rb"Using experimental recoverable task feature\..*"
+    rb"Using experimental recoverable task feature\. The default shutdown barrier will only block "
+    rb"non-recoverable tasks\. If a synchronized shutdown is desired, the user / library should "
+    rb"invoke `WaitAtBarrier` explicitly at the end of the program\.\s*"
     rb"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR\s*"
 )
 

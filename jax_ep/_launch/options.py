@@ -51,7 +51,7 @@ class LaunchOptions:
                 "expected a script, or -m and a module, after the options; got neither"
             )
         name = self.command[0]
-        if self.is_module and not all(part.isidentifier() for part in name.split(".")):
+        if self.is_module and (not all(name.split(".")) or "/" in name or name.endswith(".py")):
             raise ValueError(f"-m: {name!r} is not the name of a module, such as package.module")
         if not self.is_module and not Path(name).is_file():
             raise ValueError(f"script: {name!r} is not a file")

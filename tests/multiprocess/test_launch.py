@@ -150,6 +150,16 @@ class TestRunning:
         assert "ValueError: mine" in done.stderr and "job.py" in done.stderr
         assert "runpy" not in done.stderr and "child.py" not in done.stderr
         assert run("package").stdout.count("package.job package helper") == 2
+        glued = subprocess.run(
+            [*command[:-1], "-mpackage.job", "steps"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=_environment(),
+            cwd=tmp_path,
+            check=False,
+        )
+        assert glued.stdout.count("['steps']") == 2, glued.stderr
         done = run("package.nothing")
         assert done.returncode == 1
         assert "No module named" in done.stderr and "package.nothing" in done.stderr
@@ -374,7 +384,9 @@ class TestBadInput:
             (["-n", "2", "--bind-to", "socket", __file__], "--bind-to"),
             (["-n", "2"], "expected a script"),
             (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),
-            (["-n", "2", "-m"], "-m"),
+            (["-n", "2", "-m"], "expected a script, or -m and a module"),
+            (["-n", "2", "-m", "job.py"], "'job.py' is not the name of a module"),
+            (["-n", "2", "-m", "package..job"], "'package..job' is not the name of a module"),
             (["-n", "2", "-m", "some/path.py"], "'some/path.py' is not the name of a module"),
             ([__file__], "-n"),
         ],

@@ -15,7 +15,8 @@ GLOO = "[Gloo] Rank 1 is connected to 3 peer ranks. Expected number of connected
 RECOVERABLE = (
     "W1123 13:43:08.691411   18041 coordination_service.cc:185] [6401385159354579470] Using "
     "experimental recoverable task feature. The default shutdown barrier will only block "
-    "non-recoverable tasks."
+    "non-recoverable tasks. If a synchronized shutdown is desired, the user / library should "
+    "invoke `WaitAtBarrier` explicitly at the end of the program."
 )
 EARLY = "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR"
 
@@ -24,6 +25,7 @@ EARLY = "WARNING: All log messages before absl::InitializeLog() is called are wr
 def test_known_lines_are_noise(line: str) -> None:
     assert noise.is_harmless(line.encode())
     assert not noise.is_harmless(f"user: {line}".encode())
+    assert not noise.is_harmless(f"{line} FATAL: disk full".encode())
 
 
 @pytest.mark.parametrize(
