@@ -82,8 +82,8 @@ def moe(
         expert_fn: `expert_fn(params, rows[R, H], group_sizes i32[E_l]) -> [R, H]` in Config.dtype,
             rows in expert_major order; rows beyond the sizes are zero and their results ignored.
         params: this rank's expert parameters, handed to expert_fn.
-        chunks: > 1 splits the tokens, padded with -1 rows, and scans over the chunks with a
-            checkpointed body: R is R(T / chunks) and memory that of one chunk.
+        chunks: > 1 (at most T) splits the tokens, padded with -1 rows, and scans over the chunks
+            with a checkpointed body: R is R(T / chunks) and memory that of one chunk.
         mode: "ht" or "ll"; None: Config.mode, by the tokens of a chunk.
         plan: a plan in expert_major to follow instead of topk_idx; with chunks=1 only.
         return_stats: also return an `ExchangeStats`.
@@ -131,6 +131,7 @@ def moe(
             "jax_ep.moe: got neither topk_idx nor a plan, expected exactly one; pass one of them"
         )
 
+    chunks = min(chunks, num_tokens)
     chunk_tokens = -(-num_tokens // chunks)
     missing = chunk_tokens * chunks - num_tokens
 

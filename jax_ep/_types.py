@@ -87,7 +87,7 @@ class InFlight:
     """A started dispatch or combine; hand it to exactly one matching done.
 
     It carries its inputs, so that gradients flow through them, and the epoch of the exchange.
-    `sizes` are those of the group or view that started it (None: saved before there were views).
+    `maker` is the group or view that started it (None: saved before that was kept).
     """
 
     rows: jax.Array
@@ -99,7 +99,7 @@ class InFlight:
     layout: Layout
     mode: Mode
     pad: Pad
-    sizes: tuple[int, ...] | None = None
+    maker: tuple[int | str, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,4 +173,4 @@ def _register(cls: type, static: tuple[str, ...]) -> None:
 _register(Plan, ("layout", "mode", "max_tokens"))
 _register(Received, ())
 _register(ExchangeStats, ())
-_register(InFlight, ("kind", "layout", "mode", "pad", "sizes"))
+_register(InFlight, ("kind", "layout", "mode", "pad", "maker"))

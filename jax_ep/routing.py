@@ -153,7 +153,8 @@ def load_balancing_loss(
         probabilities: floats [T, E], router probabilities.
         topk_idx: integers [T, K]; negative slots do not count.
         mask: bool[T], True where the token is real, or None if all are. A token that is not counts
-            in neither f nor p; its ids alone, -1, would leave it in p.
+            in neither f nor p; its ids alone, -1, would leave it in p. Its gradient is 0 here, but
+            a softmax of yours makes NaN of NaN logits in the backward: zero these before it.
         axis: mesh axes of the enclosing shard_map to take f and p over: each real token counts
             once, however many a rank has.
 
@@ -195,11 +196,19 @@ def expert_load(
         i32[E].
 
     Raises:
-        ValueError: mask does not fit.
+        ValueError: ids are no integers, num_experts is no count, or mask does not fit.
 
     Example:
         >>> load = jax_ep.routing.expert_load(ids, 8, axis="ep")
     """
+    if not _config.is_count(num_experts):
+        raise ValueError(
+            f"routing: got num_experts={num_experts!r}, expected an int of at least 1; pass E"
+        )
+    if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
+        raise ValueError(
+            f"routing: got topk_idx {topk_idx.dtype}, expected integers; pass what a gate returned"
+        )
     # Compared in the ids' own dtype, as int32 wraps wide ids. num_experts may not fit a narrow one.
     last = min(num_experts - 1, int(np.iinfo(topk_idx.dtype).max))
     counts = (topk_idx >= 0) & (topk_idx <= last)

@@ -227,7 +227,7 @@ def dispatch_start(
         layout=call.layout,
         mode=call.mode,
         pad=call.pad,
-        sizes=call.sizes,
+        maker=call.maker,
     )
 
 
@@ -303,7 +303,7 @@ def combine_start(
         layout=call.layout,
         mode=call.mode,
         pad=call.pad,
-        sizes=call.sizes,
+        maker=call.maker,
     )
 
 

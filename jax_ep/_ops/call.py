@@ -54,6 +54,12 @@ class Call:
         return (config.num_experts, config.top_k, config.align, config.hidden)
 
     @property
+    def maker(self) -> tuple[int | str, ...]:
+        """Which group or view of it made the call, equal on all processes and in every run."""
+        group = self.group
+        return (group.session_id, *self.sizes, self.rows, group.config.overflow)
+
+    @property
     def recv_shape(self) -> tuple[int, int] | tuple[int, int, int]:
         """Shape of `Received.x`."""
         ranks = self.group.num_ranks

@@ -491,3 +491,9 @@ jax.effects_barrier()
     )
     assert done.returncode != 0
     assert "jax_ep.plan: got expert id 77 in topk_idx, expected ids below" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [(3, "nonsense"), (-5,), (8.5,), ("8",), (True,)])
+def test_receive_rows_of_what_is_no_call(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"Group.recv_rows: got num_tokens=.* expected an int"):
+        group_of(Case(ranks=2), "xla").recv_rows(*arguments)

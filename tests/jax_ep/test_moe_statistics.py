@@ -131,3 +131,17 @@ def test_neither_ids_nor_a_plan(chunks: int) -> None:
 
     with pytest.raises(ValueError, match="got neither"):
         run(group, layer, inputs_of(CASE).x)
+
+
+def test_more_chunks_than_tokens_are_as_many_as_tokens() -> None:
+    case = Case(ranks=2, tokens=3)
+    group = group_of(case, "xla")
+    data = inputs_of(case)
+
+    def layer(chunks: int) -> Any:
+        def body(x: Any, ids: Any, w: Any) -> Any:
+            return jax_ep.moe(group, x, ids, w, lambda _, rows, sizes: rows, None, chunks=chunks)
+
+        return run(group, body, data.x, data.ids, data.weights)
+
+    np.testing.assert_array_equal(layer(10**6), layer(3))

@@ -204,3 +204,14 @@ def test_generators_make_what_they_say(kind: str) -> None:
     assert facts[kind]()
     with pytest.raises(ValueError, match="got kind='odd'"):
         make_routing("odd", **sizes)
+
+
+@pytest.mark.parametrize("num_experts", [0, -3, True, "8", 2.0])
+def test_expert_load_refuses_what_is_no_count(num_experts):
+    with pytest.raises(ValueError, match="got num_experts="):
+        routing.expert_load(jnp.zeros((2, 1), jnp.int32), num_experts)
+
+
+def test_expert_load_refuses_ids_that_are_no_integers():
+    with pytest.raises(ValueError, match="got topk_idx float32, expected integers"):
+        routing.expert_load(jnp.zeros((2, 1)), 4)

@@ -215,7 +215,17 @@ def test_sizes_without_room_are_refused(
     gc.collect()  # what was begun must not look like a group that was dropped
 
 
-@pytest.mark.parametrize("sizes", [{"num_experts": 8}, {"top_k": 2}, {"hidden": 8}, {"align": 8}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_experts": 8},
+        {"top_k": 2},
+        {"hidden": 8},
+        {"align": 8},
+        {"recv_rows": 16},
+        {"overflow": "poison"},
+    ],
+)
 @pytest.mark.parametrize("mode", ["ht", "ll"])
 def test_halves_of_two_views_are_refused(sizes: dict[str, Any], mode: str) -> None:
     group = group_of(WHOLE, "xla")
@@ -232,8 +242,22 @@ def test_halves_of_two_views_are_refused(sizes: dict[str, Any], mode: str) -> No
         return jax_ep.combine_done(group, jax_ep.combine_start(view, recv.x, recv))
 
     for name, function in (("dispatch", dispatched), ("combine", combined)):
-        with pytest.raises(ValueError, match=rf"got what a {name}_start of .* returned in Group"):
+        with pytest.raises(ValueError, match=rf"got what a {name}_start returned of another group"):
             run(group, function, x, ids)
+
+
+def test_halves_of_two_equal_groups_are_refused() -> None:
+    first, second = (
+        jax_ep.create_group(group_of(WHOLE, "xla").mesh, "ep", WHOLE.config(), "xla")
+        for _ in range(2)
+    )
+    data = inputs_of(WHOLE)
+
+    def mixed(x: Any, ids: Any) -> Any:
+        return jax_ep.dispatch_done(second, jax_ep.dispatch_start(first, x, ids)).x
+
+    with pytest.raises(ValueError, match="of another group or view"):
+        run(first, mixed, data.x, data.ids)
 
 
 def test_a_plan_of_other_sizes_is_refused() -> None:
