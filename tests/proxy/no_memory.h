@@ -13,12 +13,17 @@ inline thread_local int num_failing_allocations = 0;
 
 }  // namespace jax_ep
 
-// Not inlined: GCC takes malloc and delete, or new and free, for a mismatch.
-[[gnu::noinline]] void* operator new(std::size_t num_bytes) {
+// Not inlined: GCC takes malloc and delete, or new and free, for a mismatch. The form that does not
+// throw is replaced, too: under AddressSanitizer it would be the sanitizer's own, and its memory
+// not for this delete.
+[[gnu::noinline]] void* operator new(std::size_t num_bytes, const std::nothrow_t&) noexcept {
   int& num_failing = jax_ep::num_failing_allocations;
   const bool fails = num_failing > 0;
   if (fails && num_failing != INT_MAX) --num_failing;
-  void* const memory = fails ? nullptr : std::malloc(num_bytes);
+  return fails ? nullptr : std::malloc(num_bytes);
+}
+[[gnu::noinline]] void* operator new(std::size_t num_bytes) {
+  void* const memory = operator new(num_bytes, std::nothrow);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
