@@ -1,7 +1,12 @@
 """Exchanges on this machine's GPUs, one process, inside jit; prints one JSON line per case.
 
-Times are of one call in a `lax.scan` of many, over all GPUs: the slowest rank decides. Every
-method's round trip is checked (identity experts: every token comes back) before it is timed.
+Times are of one call in a `lax.scan` of many, over all GPUs: the slowest rank decides. A step of
+the scan is UNROLL calls, and the time of a scan that calls nothing is taken off: XLA's loop costs
+the host more than a short call takes (15.6 us an iteration, two H200, jax 0.11.2). Where the calls
+hide that time, up to an eighth of it is taken off too much; `loop_us` has what was. `pair` is a
+dispatch and the combine of its rows, one behind the other. Every method's round trip is checked
+(identity experts: every token comes back) before it is timed.
+
 jax_ep's dispatch gives rows grouped by expert; the baselines stop when the rows are with their
 owner, in the order of their sources, which spares them that grouping.
 """
@@ -30,7 +35,7 @@ parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
 parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 parser.add_argument("--routing", default="uniform", choices=["uniform", "zipf"])
 parser.add_argument("--methods", nargs="+", default=["jax_ep", "dense", "ragged", "all_gather"])
-parser.add_argument("--calls", type=int, default=50, help="calls inside one scan")
+parser.add_argument("--calls", type=int, default=48, help="calls inside one scan")
 parser.add_argument("--seconds", type=float, default=1.0, help="stops repeats beyond 3")
 parser.add_argument("--ragged-calls", type=int, default=0, help="of the slow one; 0: by mode")
 parser.add_argument("--repeats", type=int, default=7)
@@ -38,6 +43,7 @@ parser.add_argument("--ragged-name", default="ragged", help="its name in the res
 parser.add_argument("--ranks", type=int, default=0, help="0: every GPU")
 args = parser.parse_args()
 
+UNROLL = 8
 N = args.ranks or jax.device_count()
 spec = SPECS[args.spec]
 mesh = Mesh(np.array(jax.devices()[:N]), ("ep",))
@@ -90,7 +96,7 @@ def looped(body, calls):
             held, _ = lax.optimization_barrier((arrays, carry))
             return touch(body(*held)), None
 
-        return lax.scan(step, jnp.float32(0), None, length=calls)[0]
+        return lax.scan(step, jnp.float32(0), None, length=calls, unroll=min(UNROLL, calls))[0]
 
     return per_rank(run)
 
@@ -106,6 +112,14 @@ def measure(run, calls, *arrays):
         run(*arrays).block_until_ready()
         seconds.append((time.perf_counter() - start) / calls)
     return float(np.median(seconds)) * 1e6
+
+
+def pair_of(method):
+    def pair(x, idx, weights):
+        rows, state = method.dispatch(x, idx, weights)
+        return method.combine(rows, state, weights)
+
+    return pair
 
 
 def calls_of(name):
@@ -134,6 +148,8 @@ def compile_all(methods, arrays):
         programs[name, "combine once"] = per_rank(method.combine), there
         programs[name, "dispatch"] = looped(method.dispatch, calls), arrays
         programs[name, "combine"] = looped(method.combine, calls), there
+        programs[name, "pair"] = looped(pair_of(method), calls), arrays
+        programs[name, "nothing"] = looped(lambda *held: held, calls), arrays
         if name == "jax_ep":
             programs[name, "plan"] = looped(method.plan, calls), arrays[1:2]
     lowered = [program.lower(*operands) for program, operands in programs.values()]
@@ -204,6 +220,7 @@ def report(tokens):
         "remote_bytes_per_rank": remote * spec.hidden * dtype.itemsize,
         "calls_per_scan": {name: calls_of(name) for name in args.methods},
         "us": {},
+        "loop_us": {},  # a call's share of an empty scan, taken off already
     }
     with jax_ep.create_group(mesh, "ep", config) as group:
         programs = compile_all(methods_for(sizes, group), (x, idx, weights))
@@ -212,14 +229,18 @@ def report(tokens):
             out = programs[name, "combine once"](rows, state, weights)
             error = float(largest_difference(out, x))
             assert error < 0.1, f"{name} returned wrong rows: {error}"
-            operands = {"dispatch": (x, idx, weights), "combine": (rows, state, weights)}
+            arrays = (x, idx, weights)
+            operands = {"dispatch": arrays, "combine": (rows, state, weights), "pair": arrays}
             if name == "jax_ep":
                 operands["plan"] = (idx,)
+            calls = calls_of(name)
+            loop = measure(programs[name, "nothing"], calls, *arrays)
             shown = args.ragged_name if name == "ragged" else name
             result["us"][shown] = {
-                what: measure(programs[name, what], calls_of(name), *arrays)
-                for what, arrays in operands.items()
+                what: measure(programs[name, what], calls, *held) - loop
+                for what, held in operands.items()
             }
+            result["loop_us"][shown] = loop
             del rows, state, out, operands  # the next method's are as large
         jax_ep.wait(x)
     print("RESULT " + json.dumps(result), flush=True)

@@ -43,7 +43,7 @@ def layers(results, path):
     """
     bars = [
         (
-            f"{name}\n{result['routing']} T={result['tokens']}\n{result['sms']} SMs",
+            f"{name}\n{result['routing']} T={result['tokens']}\n{result['sms'] or '24 to 64'} SMs",
             result["gemms_us"],
             us,
         )

@@ -35,7 +35,7 @@ CAPTURED = (
     "--xla_gpu_graph_min_graph_size=1"
 )
 FLAGS = {"ht": "", "ll": CAPTURED}
-SMS = int(os.environ.get("JAX_EP_GPU_SMS", 24))
+SMS = int(os.environ.get("JAX_EP_GPU_SMS", 0))  # 0: each call chooses
 EXCHANGE, LAYER = "gpu_worker.py", "gpu_layer_worker.py"
 
 

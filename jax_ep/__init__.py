@@ -1,10 +1,10 @@
 """Expert-parallel dispatch and combine for JAX (docs/semantics.md has shapes and math)."""
 
-from pkgutil import extend_path
-from typing import TYPE_CHECKING, Any
+import pkgutil as _pkgutil
+import typing as _typing
 
 # In a checkout this folder shadows the installed package, which holds the compiled jax_ep._core.
-__path__ = extend_path(__path__, __name__)
+__path__ = _pkgutil.extend_path(__path__, __name__)
 
 from jax_ep import routing as routing
 from jax_ep._config import FP8 as FP8
@@ -34,7 +34,7 @@ from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
 from jax_ep._types import Received as Received
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from jax_ep._launch.initialize import initialize as initialize
 
 __all__ = [
@@ -68,10 +68,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Imports `initialize` on first use; most programs in one process never need it."""
     if name == "initialize":
         from jax_ep._launch.initialize import initialize
 
         return initialize
     raise AttributeError(f"module 'jax_ep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """All names, also those that are imported on first use."""
+    return sorted({*globals(), *__all__})

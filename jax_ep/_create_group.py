@@ -26,7 +26,8 @@ def create_group(
 
     Args:
         mesh: a `jax.sharding.Mesh`. With an `AbstractMesh`, or devices that this job does not own,
-            the group is lowering-only: nothing is allocated and running it raises.
+            the group is lowering-only: nothing is allocated, and running it raises unless
+            `implementation` is "xla".
         axis: an axis name, or a tuple of names (ranks are row-major over it). Every other mesh axis
             gives an independent group.
         config: sizes and limits.
@@ -93,7 +94,7 @@ def create_group(
             exchange.fail(error)
         raise
     if not owned or process == min(device.process_index for device in mesh.devices.flat):
-        _log.info(_summary(group))
+        _log.info(lambda: _summary(group))
     return group
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import weakref
 from types import TracebackType
 from typing import Any, Literal, Protocol, Unpack
@@ -26,14 +27,19 @@ class Health:
     """State of a group as this process sees it.
 
     Args:
-        ok: no failure was latched.
-        message: the first cause of a failure, or "".
-        details: anything else that the implementation reports.
+        ok: the group can be used: `Group.check` would not raise.
+        message: what it would raise: the first cause of a failure, else that the group is closed.
+        details: pairs of name and value: "closed", and what else the implementation reports.
     """
 
     ok: bool
     message: str = ""
     details: tuple[tuple[str, Any], ...] = ()
+
+
+def closed_message(name: str) -> str:
+    """What is wrong with a closed group that had no failure."""
+    return f"group {name} is closed; create a new one"
 
 
 class Handle(Protocol):
@@ -111,6 +117,7 @@ class Group:
         self.local_ranks = local_ranks  # whose devices belong to this process, over all teams
         self._handle: Handle | None = None
         self._closed = False
+        self._pid = os.getpid()
         self._parent: Group | None = None  # of a view: what create_group made
 
     def __repr__(self) -> str:
@@ -300,19 +307,12 @@ class Group:
 
         Raises:
             ValueError: another field, a size above the group's, or sizes that no Config takes.
-            NotImplementedError: a native group on GPUs. (A view that is lowered for GPUs elsewhere
-                fails there when it runs.)
 
         Example:
             >>> config = jax_ep.Config(num_experts=8, top_k=4, hidden=64, max_tokens=128)
             >>> group = jax_ep.create_group(mesh, "ep", config)
             >>> narrow = group.view(num_experts=4, top_k=1, hidden=32)
         """
-        if self.native and self.platform == "gpu":
-            raise NotImplementedError(
-                f"jax_ep.Group.view: got a native group on GPUs ({self!r}), expected one on CPUs "
-                "or implementation='xla'; create a group for each size of layer"
-            )
         whole = self._whole
         config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
         view = copy.copy(whole)
@@ -330,6 +330,8 @@ class Group:
         """
         if self._native is not None:
             self._native.check()
+        elif self.closed:
+            raise RuntimeError(closed_message(self.name))
 
     def stats(self) -> dict[str, Any]:
         """Counters since creation, as a dict of plain values."""
@@ -341,10 +343,11 @@ class Group:
         return head if self._native is None else head | self._native.stats()
 
     def health(self) -> Health:
-        """State of the group as this process sees it."""
-        if self._native is None:
-            return Health(ok=True)
-        return self._native.health()
+        """State of the group as this process sees it; not ok once it has failed or is closed."""
+        if self._native is not None:
+            return self._native.health()
+        message = closed_message(self.name) if self.closed else ""
+        return Health(ok=not message, message=message, details=(("closed", self.closed),))
 
     def dump_state(self) -> str:
         """Everything that the group knows about itself, for a bug report."""
@@ -373,6 +376,8 @@ class Group:
         _open_groups.add(self)
 
     def _close(self, *, program_ended: bool) -> None:
+        if os.getpid() != self._whole._pid:  # a forked child's, of its parent's group
+            return
         self._whole._closed = True
         if self._native is not None:
             self._native.close(program_ended=program_ended)

@@ -58,7 +58,8 @@ struct Rank {
   FailureLatch* failure = nullptr;
   std::chrono::nanoseconds timeout{};  // Config.timeout_s: bound of each operation's waits
   ParallelFor parallel_for;
-  bool uses_huge_pages = true;  // hint for large results (cpu/huge_pages.h)
+  bool uses_huge_pages = true;       // hint for large results (cpu/huge_pages.h)
+  bool refuses_invalid_ids = false;  // a plan that meets expert ids >= E fails the group
   RankCounters* counters = nullptr;
   // Epochs of the newest call of each kind that this rank has begun / finished (0 = none).
   struct Epochs {

@@ -8,40 +8,6 @@
 
 namespace jax_ep {
 
-std::string_view ChannelName(Channel channel) {
-  switch (channel) {
-    case Channel::kOrder:
-      return "order";
-    case Channel::kPlan:
-      return "plan";
-    case Channel::kPlanDone:
-      return "plan_done";
-    case Channel::kDispatch:
-      return "dispatch";
-    case Channel::kDispatchDone:
-      return "dispatch_done";
-    case Channel::kReduce:
-      return "reduce";
-    case Channel::kCombine:
-      return "combine";
-    case Channel::kCombineDone:
-      return "combine_done";
-    case Channel::kLlDispatch:
-      return "ll_dispatch";
-    case Channel::kLlDispatchDone:
-      return "ll_dispatch_done";
-    case Channel::kLlCombine:
-      return "ll_combine";
-    case Channel::kLlCombineDone:
-      return "ll_combine_done";
-    case Channel::kReduceDone:
-      return "reduce_done";
-    case Channel::kBarrier:
-      return "barrier";
-  }
-  return "unused";
-}
-
 namespace {
 
 std::string CommandText(uint64_t payload_word, uint64_t commit_word) {

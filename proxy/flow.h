@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <optional>
-#include <string_view>
 
 #include "proxy/abi/channel.h"
 #include "proxy/abi/command.h"
@@ -12,8 +11,6 @@
 #include "proxy/stats.h"
 
 namespace jax_ep {
-
-std::string_view ChannelName(Channel channel);
 
 // Commands of a flow that wait for its window or for the transport. When they are full, the ring
 // that they come from is popped no further: order inside a flow holds, other flows of the ring go

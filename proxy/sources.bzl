@@ -19,6 +19,7 @@ PROXY = [
     "transport/choose_nics.cc",
     "transport/faulty.cc",
     "transport/faulty_spec.cc",
+    "transport/faulty_writes.cc",
     "transport/interfaces.cc",
     "transport/loopback.cc",
     "transport/ofi.cc",

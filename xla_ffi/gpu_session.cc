@@ -18,7 +18,7 @@ GpuSession::GpuSession(GpuOptions options, const gpu::GpuApi* api)
 
 GpuSession::~GpuSession() {
   if (lifecycle_.is_forked()) {
-    Abandon();
+    Leak(members_, watch_, network_, monitor_);
   } else {
     Close();
   }
@@ -111,6 +111,10 @@ gpu::RankHandle* GpuSession::TakeHandle(int64_t device) {
   return member->handle;
 }
 
+const LocalRank& GpuSession::LocalRankOn(int64_t device) const {
+  return FindMemberOn(members_, device)->id;
+}
+
 uint64_t GpuSession::heap_bytes() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   return lease ? HeapBytes() : 0;
@@ -170,9 +174,8 @@ std::vector<FlowStats> GpuSession::flow_stats() const {
 
 std::string GpuSession::DumpState() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  std::string out = "group " + options().name + " on GPUs: " + (lease ? "running" : "closed");
-  if (failure_->failed()) out += ", FAILED: " + failure_->status().message();
-  out += "\n";
+  std::string out =
+      StateLine(options().name + " on GPUs", lease ? "running" : "closed", FailureText());
   out += "  closed groups of this process keep " + std::to_string(api_->memory->retired_bytes()) +
          " bytes of device memory\n";
   if (!lease) return out;

@@ -34,7 +34,7 @@ struct GpuOptions {
   std::vector<uint64_t> live_pointers;
   uint64_t min_arena_bytes = 0;  // a smaller range is one of many and not worth exporting
   bool require_arena = false;    // JAX_EP_ZERO_COPY=1: no arena is an error
-  uint32_t max_sms = 24;
+  uint32_t max_sms = 0;          // as in gpu::RankConfig
   bool use_tma = true;
 };
 
@@ -75,6 +75,8 @@ class GpuSession {
   // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
   // Under a lease.
   gpu::RankHandle* TakeHandle(int64_t device);
+  // Of a device that TakeHandle has a handle for.
+  const LocalRank& LocalRankOn(int64_t device) const;
   // A mate of the rank on `device` that has closed the group: no call that begins on that rank can
   // end any more. (The done of a start may: its mates had what they needed before they left.) Under
   // a lease.
@@ -83,7 +85,8 @@ class GpuSession {
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
   // From here on any thread, at any time: after Close what was true at its begin.
-  std::string FailureText() const { return failure_->status().message(); }
+  // With what a kernel has found whose results can be read: the watch may look later.
+  std::string FailureText() const;
   // Of this process's ranks together: device, and pinned stages; 0 after Close.
   uint64_t heap_bytes() const;
   // "in place", with a count of launches that staged all the same, or "staged: REASON" if any local
@@ -113,9 +116,9 @@ class GpuSession {
   uint64_t HeapBytes() const;                          // under a lease
   std::string DataPath() const;                        // under a lease
   void Free();
-  void Abandon();
   void WatchStatus() noexcept;
-  void LatchDeviceFailures();
+  void LatchDeviceFailures() const;
+  static bool IsCause(const Member& member);  // of a failed one: not that it heard of a failure
   void EndVainWaits(Member& member) const;
   std::optional<Departed> DepartedMateOf(const Member& member) const;
   std::string Describe(const Member& member) const;

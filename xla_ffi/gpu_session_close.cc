@@ -22,14 +22,6 @@ void GpuSession::Close(Departure departure) {
   lifecycle_.EndClose();
 }
 
-// A child has neither the threads nor the devices of its parent: it must not touch them.
-void GpuSession::Abandon() {
-  (void)new std::vector<std::unique_ptr<Member>>(std::move(members_));
-  (void)new std::thread(std::move(watch_));
-  (void)network_.release();
-  (void)monitor_.release();
-}
-
 void GpuSession::Free() {
   const Status drained = OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {
@@ -43,6 +35,7 @@ void GpuSession::Free() {
   }
   watch_wake_.notify_all();
   if (watch_.joinable()) watch_.join();
+  if (drained.ok()) LatchDeviceFailures();  // of the last kernels
   if (network_ != nullptr) network_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();
   if (!drained.ok()) {

@@ -1,4 +1,5 @@
 // Failures of a GpuSession: what kernels and mates report becomes the session's, and in words.
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -73,13 +74,30 @@ void GpuSession::EndVainWaits(Member& member) const {
   member.is_aborted = true;
 }
 
-void GpuSession::LatchDeviceFailures() {
-  for (const auto& member : members_) {
-    if (failure_->failed()) return;
-    if (member->status->failed.load(std::memory_order_acquire) != 0 &&
-        failure_->Set(Unavailable(Describe(*member)), BlamedFor(*member))) {
-      LogError(failure_->message());
-    }
+bool GpuSession::IsCause(const Member& member) {
+  const auto kind = static_cast<gpu::FailureKind>(member.status->kind);
+  return kind != gpu::FailureKind::kPeerFailed && kind != gpu::FailureKind::kAborted;
+}
+
+std::string GpuSession::FailureText() const {
+  if (const Lifecycle::Lease lease = lifecycle_.Enter()) LatchDeviceFailures();
+  return failure_->status().message();
+}
+
+void GpuSession::LatchDeviceFailures() const {
+  const auto find = [&](auto&& wanted) -> const Member* {
+    const auto it = std::find_if(members_.begin(), members_.end(), [&](const auto& member) {
+      return member->status->failed.load(std::memory_order_acquire) != 0 && wanted(*member);
+    });
+    return it == members_.end() ? nullptr : it->get();
+  };
+  const Member* first = find([](const Member&) { return true; });
+  if (first == nullptr || failure_->failed()) return;
+  // That rank may only have heard of another's failure. A cause is written before anybody hears of
+  // it, so that it is found by now.
+  if (const Member* cause = find(&IsCause); cause != nullptr) first = cause;
+  if (failure_->Set(Unavailable(Describe(*first)), BlamedFor(*first))) {
+    LogError(failure_->message());
   }
 }
 
@@ -122,7 +140,9 @@ std::string GpuSession::Describe(const Member& member) const {
              "epoch " +
              std::to_string(status.actual) + ", expected " + std::to_string(status.expected);
     case gpu::FailureKind::kInvalidId:
-      return text + " got expert id(s) of num_experts or more (JAX_EP_DEBUG=1); fix the router";
+      return text + " got " + std::to_string(status.actual) +
+             " expert id(s) of num_experts or more, expected ids below (negative: no expert); fix "
+             "the router, or unset JAX_EP_DEBUG to have them dropped and counted";
     case gpu::FailureKind::kRingFull:
       return text + ": this rank's proxy took no command for " + std::to_string(seconds) +
              " s; its network is stuck (dump_state says where)";
@@ -132,6 +152,10 @@ std::string GpuSession::Describe(const Member& member) const {
              "jax_ep, please report it";
     case gpu::FailureKind::kNotLaunched:
       return text + ": one of its kernels could not be launched; the error of that call says why";
+    case gpu::FailureKind::kWrongPosition:
+      return "group " + options().name + ": call number " + std::to_string(status.epoch) + " on " +
+             options().NameOf(member.id) +
+             WrongPositionText(options(), member.id, static_cast<int64_t>(status.actual));
     case gpu::FailureKind::kNone:
       break;
   }
@@ -139,8 +163,14 @@ std::string GpuSession::Describe(const Member& member) const {
 }
 
 int64_t GpuSession::BlamedFor(const Member& member) const {
-  if (static_cast<gpu::FailureKind>(member.status->kind) != gpu::FailureKind::kAborted) {
-    return FailureLatch::kNobody;  // a late rank is named, and blamed by nobody
+  switch (static_cast<gpu::FailureKind>(member.status->kind)) {
+    case gpu::FailureKind::kInvalidId:
+    case gpu::FailureKind::kWrongPosition:
+      return RankOfTeam(member.id.team, member.id.rank);  // its own program's fault
+    case gpu::FailureKind::kAborted:
+      break;
+    default:
+      return FailureLatch::kNobody;  // a late rank is named, and blamed by nobody
   }
   const auto left = DepartedMateOf(member);
   return left.has_value() ? left->blamed : FailureLatch::kNobody;

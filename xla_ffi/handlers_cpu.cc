@@ -55,17 +55,6 @@ Status Start(Rank& rank, const Params& params, int32_t* epoch_out,
   return status;
 }
 
-// Debug mode: a call that met expert ids >= num_experts fails, after it has done its part for the
-// other ranks, so that the group stays usable.
-Status FailOnInvalidIds(const Rank& rank, uint64_t found, const char* operation) {
-  if (found == 0) return Status::Ok();
-  return InvalidArgument("group " + rank.group_name + ": " + operation + " on " +
-                         rank.NameOf(rank.rank) + " got " + std::to_string(found) +
-                         " expert id(s) of " + std::to_string(rank.shape.num_experts) +
-                         " or more, expected ids below num_experts (negative: no expert); fix the "
-                         "router, or unset JAX_EP_DEBUG to have them dropped and counted");
-}
-
 // A program that was lowered without its devices (abstract meshes, jax.export) may run on any order
 // of them: rows would go to other ranks than it means.
 Status CheckPosition(const Session& session, int32_t device, const Arg& position,
@@ -75,19 +64,11 @@ Status CheckPosition(const Session& session, int32_t device, const Arg& position
   check.Require("position", position, kI32, 1);
   JAX_EP_RETURN_IF_ERROR(check.status());
   const int64_t got = In<int32_t>(position)[0];
+  const SessionOptions& options = session.options();
   const LocalRank& local = *session.FindLocalRank(device);
-  const int64_t num_ranks = session.options().shape.num_ranks;
-  const int64_t expected = local.team * num_ranks + local.rank;
-  if (got == expected) return Status::Ok();
-  const auto name = [&](int64_t place) {
-    return session.options().NameOf(static_cast<uint32_t>(place / num_ranks),
-                                    static_cast<uint32_t>(place % num_ranks));
-  };
-  return InvalidArgument("group " + session.options().name + ": " + operation +
-                         " got a program in which device " + std::to_string(device) + " is " +
-                         name(got) + ", expected " + name(expected) +
-                         " as in the group's mesh; call the program with arrays over that mesh "
-                         "(its devices in the same order), or create a group for this order");
+  if (got == PositionOf(options, local)) return Status::Ok();
+  return InvalidArgument("group " + options.name + ": " + operation +
+                         WrongPositionText(options, local, got));
 }
 
 struct CpuPlatform {
@@ -103,12 +84,15 @@ struct CpuPlatform {
     const SessionOptions& options = (*session)->options();
     const Lifecycle::Lease lease = (*session)->Enter();
     if (!lease) return Failed(GroupIsClosed(options.name));
+    // For what only some ranks of a program may meet: the others would wait for this one.
+    const auto fail_group = [&](const Status& status) {
+      (*session)->failure().Set(status);
+      return Failed(status);
+    };
     Executor* executor = (*session)->FindExecutor(context.device);
     if (executor == nullptr) {
-      return Failed(FailedPrecondition(
-          "group " + options.name + ": " + operation + " runs on device " +
-          std::to_string(context.device) +
-          ", which is not in the group's mesh; use the mesh that create_group got"));
+      return fail_group(
+          OutsideOfMesh(options, operation, "device " + std::to_string(context.device)));
     }
     const bool is_local = (*session)->IsTeamLocal(context.device);
     if (!is_local && !site.has_key()) {
@@ -119,9 +103,7 @@ struct CpuPlatform {
     }
     if (Status status = CheckPosition(**session, context.device, position, operation);
         !status.ok()) {
-      // Some ranks may stand where they should, and would wait for this one.
-      (*session)->failure().Set(status);
-      return Failed(status);
+      return fail_group(status);
     }
     Result<GroupShape> shape = ShapeOfCall(options, operation, {sizes.begin(), sizes.size()});
     if (!shape.ok()) return Failed(shape.status());
@@ -129,28 +111,22 @@ struct CpuPlatform {
     if (!params.ok()) return Failed(params.status());
     ffi::Promise promise;
     ffi::Future future(promise);
-    executor->Enqueue(Call{.key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
-                                   .site = is_local ? site.unique : site.shared},
-                           .operation = operation,
-                           .run = [run, shape = *shape, params = std::move(params.value()),
-                                   operation, debug = options.debug](Rank& rank) -> Status {
-                             rank.TakeSizes(shape);
-                             const auto& invalid_ids = rank.counters->invalid_ids;
-                             const uint64_t before = invalid_ids.load(std::memory_order_relaxed);
-                             JAX_EP_RETURN_IF_ERROR(run(rank, params));
-                             if (!debug) return Status::Ok();
-                             const uint64_t found =
-                                 invalid_ids.load(std::memory_order_relaxed) - before;
-                             return FailOnInvalidIds(rank, found, operation);
-                           },
-                           .complete =
-                               [promise](Status status) mutable {
-                                 if (status.ok()) {
-                                   promise.SetAvailable();
-                                 } else {
-                                   promise.SetError(ToFfiError(status));
-                                 }
-                               }});
+    executor->Enqueue(Call{
+        .key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
+                .site = is_local ? site.unique : site.shared},
+        .operation = operation,
+        .run = [run, shape = *shape, params = std::move(params.value())](Rank& rank) -> Status {
+          rank.TakeSizes(shape);
+          return run(rank, params);
+        },
+        .complete =
+            [promise](Status status) mutable {
+              if (status.ok()) {
+                promise.SetAvailable();
+              } else {
+                promise.SetError(ToFfiError(status));
+              }
+            }});
     return future;
   }
 

@@ -29,6 +29,7 @@ struct GpuContext {
 struct Target {
   const gpu::GpuApi& api;
   gpu::RankHandle* rank;
+  const GroupShape* shape;  // of the call
   gpu::Stream stream;
 };
 
@@ -38,7 +39,7 @@ struct GpuPlatform {
 
   template <typename Make, typename Run>
   static Outcome Submit(const Context& context, int64_t session_id, Sizes sizes,
-                        const Arg& /*position*/, const char* operation, Make make, Run run) {
+                        const Arg& position, const char* operation, Make make, Run run) {
     Result<std::shared_ptr<GpuSession>> session =
         SessionTable<GpuSession>::Instance().Find(session_id);
     if (!session.ok()) return ToFfiError(session.status());
@@ -55,22 +56,27 @@ struct GpuPlatform {
     if (group.failure().failed()) return ToFfiError(group.failure().status());
     gpu::RankHandle* rank = group.TakeHandle(context.device);
     if (rank == nullptr) {
-      return ToFfiError(FailedPrecondition(
-          "group " + name + ": " + operation + " runs on GPU " + std::to_string(context.device) +
-          ", which is not in the group's mesh; use the mesh that create_group got"));
+      const Status status =
+          OutsideOfMesh(group.options(), operation, "GPU " + std::to_string(context.device));
+      group.failure().Set(status);  // its other ranks would wait for this one
+      return ToFfiError(status);
     }
     const Result<GroupShape> shape =
         ShapeOfCall(group.options(), operation, {sizes.begin(), sizes.size()});
     if (!shape.ok()) return ToFfiError(shape.status());
-    if (*shape != group.options().shape) {
-      return ToFfiError(Unimplemented(
-          "group " + name + ": " + operation +
-          " got a call of smaller sizes than the group's, of a view (Group.view) or of a program "
-          "for another group, which is not built for GPUs; create a group for these sizes"));
-    }
     const auto params = make(*shape);
     if (!params.ok()) return ToFfiError(params.status());
-    const char* error = run(Target{group.api(), rank, context.stream}, *params);
+    const Target target{group.api(), rank, &*shape, context.stream};
+    const char* error = nullptr;
+    if (position.element_count() != 0) {
+      Checker check(operation);
+      check.Require("position", position, kI32, 1);
+      if (!check.status().ok()) return ToFfiError(check.status());
+      const int64_t expected = PositionOf(group.options(), group.LocalRankOn(context.device));
+      error = target.api.check_position(rank, In<int32_t>(position).data(),
+                                        static_cast<int32_t>(expected), context.stream);
+    }
+    if (error == nullptr) error = run(target, *params);
     if (error == nullptr) return ffi::Error::Success();
     return ToFfiError(Internal("group " + name + ": " + operation + " on GPU " +
                                std::to_string(context.device) + ": " + error));
@@ -78,59 +84,59 @@ struct GpuPlatform {
 
   struct RunPlan {
     const char* operator()(const Target& t, const PlanParams& p) const {
-      return t.api.plan(t.rank, &p, t.stream);
+      return t.api.plan(t.rank, t.shape, &p, t.stream);
     }
   };
   struct RunDispatch {
     const char* operator()(const Target& t, const DispatchParams& p) const {
-      return t.api.dispatch(t.rank, &p, t.stream);
+      return t.api.dispatch(t.rank, t.shape, &p, t.stream);
     }
   };
   struct RunLlDispatch {
     const char* operator()(const Target& t, const LlDispatchParams& p) const {
-      return t.api.ll_dispatch(t.rank, &p, t.stream);
+      return t.api.ll_dispatch(t.rank, t.shape, &p, t.stream);
     }
   };
   struct RunCombine {
     const char* operator()(const Target& t, const CombineParams& p) const {
-      return t.api.combine(t.rank, &p, t.stream);
+      return t.api.combine(t.rank, t.shape, &p, t.stream);
     }
   };
   // In the halves `epoch` is a word of device memory.
   struct StartDispatch {
     int32_t* epoch;
     const char* operator()(const Target& t, const DispatchParams& p) const {
-      return t.api.dispatch_start(t.rank, &p, epoch, t.stream);
+      return t.api.dispatch_start(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
   struct FinishDispatch {
     const int32_t* epoch;
     const char* operator()(const Target& t, const DispatchParams& p) const {
-      return t.api.dispatch_done(t.rank, &p, epoch, t.stream);
+      return t.api.dispatch_done(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
   struct StartLlDispatch {
     int32_t* epoch;
     const char* operator()(const Target& t, const LlDispatchParams& p) const {
-      return t.api.ll_dispatch_start(t.rank, &p, epoch, t.stream);
+      return t.api.ll_dispatch_start(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
   struct FinishLlDispatch {
     const int32_t* epoch;
     const char* operator()(const Target& t, const LlDispatchParams& p) const {
-      return t.api.ll_dispatch_done(t.rank, &p, epoch, t.stream);
+      return t.api.ll_dispatch_done(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
   struct StartCombine {
     int32_t* epoch;
     const char* operator()(const Target& t, const CombineParams& p) const {
-      return t.api.combine_start(t.rank, &p, epoch, t.stream);
+      return t.api.combine_start(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
   struct FinishCombine {
     const int32_t* epoch;
     const char* operator()(const Target& t, const CombineParams& p) const {
-      return t.api.combine_done(t.rank, &p, epoch, t.stream);
+      return t.api.combine_done(t.rank, t.shape, &p, epoch, t.stream);
     }
   };
 };

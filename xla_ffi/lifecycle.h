@@ -17,6 +17,7 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "proxy/base/status.h"
@@ -26,6 +27,21 @@ namespace jax_ep {
 inline Status GroupIsClosed(const std::string& name) {
   return FailedPrecondition("group " + name +
                             " is closed; create a new one with jax_ep.create_group");
+}
+
+// The first line of a session's DumpState. `failure` may be "".
+inline std::string StateLine(const std::string& group, std::string_view state,
+                             std::string_view failure) {
+  std::string line = "group " + group + ": " + std::string(state);
+  if (!failure.empty()) line += ", FAILED: " + std::string(failure);
+  return line + "\n";
+}
+
+// For the destructor of a session in a forked child: `owned` are never destroyed. Their threads are
+// the parent's, there is nothing to join, and their memory is not for the child to touch.
+template <typename... Owned>
+void Leak(Owned&... owned) {
+  (..., (void)new Owned(std::move(owned)));
 }
 
 // Thread rule: any thread may call anything; Seal and EndClose: who got true from BeginClose.

@@ -112,7 +112,7 @@ class PySessionOf {
     if (session_->lifecycle().is_forked()) return;
     AwaitPeers([&] {
       session_->Close(program_ended ? Departure::kProgramEnded : Departure::kClosed);
-      SessionTable<S>::Instance().Remove(session_->options().session_id);
+      SessionTable<S>::Instance().Remove(*session_);
       return Status::Ok();
     });
   }

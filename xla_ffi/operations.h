@@ -6,7 +6,7 @@
 //   template <typename Make, typename Run>
 //   static Outcome Submit(const Context&, int64_t session_id, Sizes sizes, const Arg& position,
 //                         const char* operation, Make make, Run run)
-//       finds the session, looks at `position` if it can, calls make(shape of the call) ->
+//       finds the session, compares `position`, calls make(shape of the call) ->
 //       Result<Params> and runs `run` with the parameters, now or later; a failure of either
 //       becomes the outcome.
 //   struct RunPlan, RunDispatch, RunLlDispatch, RunCombine, StartDispatch, FinishDispatch, ...

@@ -58,6 +58,7 @@ Status Session::AllocateMembers() {
     rank->timeout = options_.timeout;
     rank->counters = &counters;
     rank->uses_huge_pages = options_.huge_pages;
+    rank->refuses_invalid_ids = options_.debug;
     rank->parallel_for = [pool = member->pool.get()](
                              int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
       pool->Run(num_items, body);
@@ -215,10 +216,9 @@ std::vector<FlowStats> Session::flow_stats() const {
 
 std::string Session::DumpState() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  std::string out = "group " + options_.name + ": ";
-  out += !lease ? "closed" : is_leaving_.load(std::memory_order_relaxed) ? "closing" : "running";
-  if (const std::string failure = FailureText(); !failure.empty()) out += ", FAILED: " + failure;
-  out += "\n";
+  std::string_view state = lease ? "running" : "closed";
+  if (lease && is_leaving_.load(std::memory_order_relaxed)) state = "closing";
+  std::string out = StateLine(options_.name, state, FailureText());
   if (!lease) return out;
   for (const auto& member : members_) {
     out += "  " + options_.NameOf(member->id);

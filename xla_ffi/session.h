@@ -90,7 +90,6 @@ class Session {
   Status SayGoodbye(Departure departure);
   // For the monitor: fails the group if a call needs a rank that has said good-bye.
   void CheckFarewells() const;
-  void Abandon();
   uint32_t process_of(uint32_t team, uint32_t rank) const {
     return options_.team_processes[team][rank];
   }

@@ -16,18 +16,10 @@ constexpr std::chrono::milliseconds kDrainPeriod{1};
 
 Session::~Session() {
   if (lifecycle_.is_forked()) {
-    Abandon();
+    Leak(members_, watch_, proxy_, monitor_);
   } else {
     Close();
   }
-}
-
-// The threads are the parent's: there is nothing to join, and the memory is not for us to touch.
-void Session::Abandon() {
-  (void)new std::vector<std::unique_ptr<Member>>(std::move(members_));
-  (void)watch_.release();
-  (void)proxy_.release();
-  (void)monitor_.release();
 }
 
 Farewell& Session::FarewellOf(std::byte* heap, uint32_t source) const {

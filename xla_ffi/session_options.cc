@@ -93,6 +93,27 @@ bool IsOneProcess(const SessionOptions& options) {
   return true;
 }
 
+int64_t PositionOf(const SessionOptions& options, const LocalRank& local) {
+  return int64_t{local.team} * options.shape.num_ranks + local.rank;
+}
+
+Status OutsideOfMesh(const SessionOptions& options, const char* operation,
+                     const std::string& device) {
+  return FailedPrecondition("group " + options.name + ": " + operation + " runs on " + device +
+                            ", which is not in the group's mesh; use the mesh that create_group "
+                            "got");
+}
+
+std::string WrongPositionText(const SessionOptions& options, const LocalRank& local, int64_t got) {
+  const int64_t num_ranks = options.shape.num_ranks;
+  return " got a program in which device " + std::to_string(local.device_ordinal) + " is " +
+         options.NameOf(static_cast<uint32_t>(got / num_ranks),
+                        static_cast<uint32_t>(got % num_ranks)) +
+         ", expected " + options.NameOf(local) +
+         " as in the group's mesh; call the program with arrays over that mesh (its devices in the "
+         "same order), or create a group for this order";
+}
+
 ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env) {
   return {.group_name = options.name,
           .transport = options.transport,

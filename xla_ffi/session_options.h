@@ -39,7 +39,7 @@ struct SessionOptions {
   std::chrono::nanoseconds peer_timeout{};
   int threads_per_rank = 1;
   bool huge_pages = true;  // hint for large results on CPU (kernels/cpu/huge_pages.h)
-  bool debug = false;      // expert ids out of range fail the call that has them
+  bool debug = false;      // expert ids out of range fail the group
 
   TeamId IdOf(uint32_t team) const {
     return {.index = team, .num_teams = static_cast<uint32_t>(team_processes.size())};
@@ -64,6 +64,16 @@ Result<GroupShape> ShapeOfCall(const SessionOptions& options, const char* operat
 
 // Whether every rank of every team lives in this process.
 bool IsOneProcess(const SessionOptions& options);
+
+// Where the group has a rank, as programs say it: team * N + rank (`position` in signatures.h).
+int64_t PositionOf(const SessionOptions& options, const LocalRank& local);
+
+// A program runs on a device that the group does not have. `device` is how the platform names it.
+Status OutsideOfMesh(const SessionOptions& options, const char* operation,
+                     const std::string& device);
+
+// The end of an error's text: a program holds the rank's device to stand at `got`.
+std::string WrongPositionText(const SessionOptions& options, const LocalRank& local, int64_t got);
 
 // What every proxy of the session is made with.
 ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env);

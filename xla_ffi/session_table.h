@@ -25,20 +25,23 @@ class SessionTable {
   Status Add(std::shared_ptr<S> session) {
     std::lock_guard lock(mutex_);
     const int64_t id = session->options().session_id;
-    if (!sessions_.emplace(id, session).second) {
-      return FailedPrecondition("group " + session->options().name +
-                                " exists already in this process");
+    if (const auto [it, is_new] = sessions_.emplace(id, session); !is_new) {
+      return FailedPrecondition("group " + session->options().name + ": got the id of group " +
+                                it->second->options().name +
+                                ", which is open in this process; create equal groups in the same "
+                                "order on every process, from one thread at a time");
     }
     closed_.erase(id);
     return Status::Ok();
   }
 
-  // Keeps a tombstone, so that a late execution gets "group NAME is closed".
-  void Remove(int64_t session_id) {
+  // Keeps a tombstone, so that a late execution gets "group NAME is closed". Nothing, if `session`
+  // was not added, whoever else has its id.
+  void Remove(const S& session) {
     std::lock_guard lock(mutex_);
-    const auto it = sessions_.find(session_id);
-    if (it == sessions_.end()) return;
-    closed_[session_id] = it->second->options().name;
+    const auto it = sessions_.find(session.options().session_id);
+    if (it == sessions_.end() || it->second.get() != &session) return;
+    closed_[it->first] = session.options().name;
     sessions_.erase(it);
   }
 

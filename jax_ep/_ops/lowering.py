@@ -19,14 +19,13 @@ def check(mesh: jax.sharding.Mesh | None, group: Group) -> bool:
         group: the operation's.
 
     Returns:
-        Whether the handler must compare positions instead, as the devices are not known yet. On
-        GPUs it cannot: a position would be a word of device memory.
+        Whether the handler must compare positions instead, as the devices are not known yet.
     """
     if not group.native:
         return False
     _refuse_stored_programs(group)
     if mesh is None:
-        return group.platform == "cpu"
+        return True
     expected = _mesh.teams(group.mesh, group.axes)
     got = _mesh.teams(mesh, group.axes)
     if {tuple(team) for team in got} == {tuple(team) for team in expected}:

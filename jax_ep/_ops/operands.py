@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep import _config, _env
+from jax_ep import _config
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
 from jax_ep._ops import primitive, sharding, vjp
@@ -20,7 +20,9 @@ from jax_ep._types import InFlight, Plan, PlanArrays
 
 
 def fail(operation: str, what: str, got: object, expected: object, fix: str) -> ValueError:
-    return ValueError(f"jax_ep.{operation}: got {what} {got}, expected {expected}; {fix}")
+    """`got` is "" where `what` says all."""
+    found = f"{what} {got}".rstrip()
+    return ValueError(f"jax_ep.{operation}: got {found}, expected {expected}; {fix}")
 
 
 def _describe(array: Any) -> str:
@@ -50,27 +52,14 @@ def check_ids(group: Group, operation: str, topk_idx: Any) -> jax.Array:
             f"[T, top_k={config.top_k}]",
             "pass the local tokens' expert ids, padded with -1",
         )
-    ids = jnp.asarray(topk_idx)
+    # Before JAX makes int32 of what NumPy has in 64 bits, which wraps.
+    on_host = not isinstance(topk_idx, jax.Array)
+    ids: Any = np.asarray(topk_idx) if on_host else topk_idx
     limits = np.iinfo(ids.dtype)
     if limits.max > _config.INT32_MAX:
-        ids = jnp.clip(ids, max=config.num_experts)
-        if limits.min < 0:
-            ids = jnp.clip(ids, min=-1)
-    ids = ids.astype(jnp.int32)
-    if _env.flag("JAX_EP_DEBUG"):
-        jax.debug.callback(
-            _raise_invalid_ids, jnp.max(ids, initial=-1), config.num_experts, operation
-        )
-    return ids
-
-
-def _raise_invalid_ids(largest: Any, num_experts: Any, operation: str) -> None:
-    if int(largest) >= int(num_experts):
-        raise ValueError(
-            f"jax_ep.{operation}: got expert id {int(largest)} in topk_idx, expected ids below "
-            f"num_experts={int(num_experts)} (negative for no expert); correct the router "
-            "(JAX_EP_DEBUG is set; without it the pair is dropped and counted)"
-        )
+        clip: Any = np.clip if on_host else jnp.clip
+        ids = clip(ids, -1 if limits.min < 0 else 0, config.num_experts)
+    return jnp.asarray(ids.astype(np.int32))
 
 
 def make_call(
@@ -87,7 +76,7 @@ def make_call(
         ("pad", pad, _config.PADS),
     ):
         if value not in choices:
-            raise fail(operation, f"{name}=", repr(value), f"one of {choices}", "use one of these")
+            raise fail(operation, f"{name}={value!r}", "", f"one of {choices}", "use one of these")
     if num_tokens > group.config.max_tokens:
         raise fail(
             operation,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
-from jax_ep._ops import collectives, planning, sharding
+from jax_ep._ops import collectives, invalid_ids, planning, sharding
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 from jax_ep._types import PlanArrays, Route
@@ -44,7 +44,7 @@ def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
     group = call.group
     ranks, experts, tokens, top_k = group.num_ranks, group.experts_per_rank, *topk_idx.shape
     me = sharding.rank_index(group)
-    ids = collectives.gather(call, topk_idx)
+    ids = invalid_ids.refuse(call, collectives.gather(call, topk_idx))
     routing = planning.route(call, ids)
 
     owner = jnp.minimum(routing.expert, group.config.num_experts - 1) // experts
@@ -97,6 +97,7 @@ def _dispatch(
     recv_x = recv_weights = dots = None
     if x is not None:
         bits, dtype = collectives.as_bits(x)  # a plain move must not quieten a signalling NaN
+        bits = invalid_ids.after(recv_src, bits)
         moved = jnp.where(valid[:, None], _take(_gather_rows(call, bits), token), 0)
         recv_x = rows = collectives.from_bits(moved.astype(bits.dtype), dtype)
         if y is not None:
@@ -106,7 +107,7 @@ def _dispatch(
             scaled = (rows.astype(jnp.float32) * row_weights[:, None]).astype(call.dtype)
             recv_x = jnp.where(valid[:, None], scaled, jnp.zeros((), call.dtype))
     if weights is not None:
-        everyones = _gather_rows(call, weights)
+        everyones = _gather_rows(call, invalid_ids.after(recv_src, weights))
         if recv_topk_idx is not None:
             shape = recv_topk_idx.shape
             recv_weights = jnp.where(recv_topk_idx >= 0, everyones.reshape(shape), 0.0)

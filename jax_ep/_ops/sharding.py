@@ -22,6 +22,13 @@ def position(group: Group) -> jax.Array:
     return lax.axis_index((*others, *group.axes)).reshape(1)
 
 
+def loose_axes() -> list[str]:
+    """Axes of size > 1 of the mesh around a call that are not Manual there."""
+    mesh = _jax_compat.context_mesh()
+    manual = _jax_compat.manual_axes(mesh)
+    return [name for name, size in mesh.shape.items() if size > 1 and name not in manual]
+
+
 def check_call(group: Group, operation: str) -> None:
     """Raises unless `operation` may be traced here: open group, its axis, its mesh, Manual axes."""
     if group.closed:
@@ -48,8 +55,7 @@ def check_call(group: Group, operation: str) -> None:
         )
     if group.implementation == "xla":
         return
-    loose = [name for name, size in mesh.shape.items() if size > 1 and name not in manual]
-    if loose:
+    if loose := loose_axes():
         raise ValueError(
             f"jax_ep.{operation}: mesh axis {loose[0]!r} of size {mesh.shape[loose[0]]} is not "
             "Manual where the op is called, expected every axis of size > 1 to be (XLA would "

@@ -16,8 +16,6 @@ import numpy as np
 from jax_ep import _env, _extension, _memory
 from jax_ep._runtime import bootstrap, descriptors
 
-DEFAULT_SMS = 24  # blocks of ht kernels: the rest belongs to the model's own kernels
-
 
 def load_library() -> None:
     """Loads the GPU library, which needs no GPU.
@@ -64,7 +62,7 @@ def start(
         live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),
         min_arena_bytes=_min_arena_bytes(devices[0]),
         require_arena=zero_copy is True,
-        max_sms=_env.positive_int("JAX_EP_GPU_SMS") or DEFAULT_SMS,
+        max_sms=_env.positive_int("JAX_EP_GPU_SMS") or 0,  # 0: by need, call by call
         use_tma=_env.flag("JAX_EP_GPU_TMA") is not False,
     )
     try:

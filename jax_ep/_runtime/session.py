@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from jax_ep import _config
-from jax_ep._group import Group, Health
+from jax_ep._group import Group, Health, closed_message
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.topology import Layout
 
@@ -104,18 +104,20 @@ class NativeSession:
 
     def check(self) -> None:
         """Raises RuntimeError with the first failure if there is one, or if it is closed."""
-        text = str(self._session.failure_text())
-        if text:
-            raise RuntimeError(text)
-        if self._closed:
-            raise RuntimeError(f"group {self.name} is closed; create a new one")
+        if message := self._trouble():
+            raise RuntimeError(message)
+
+    def _trouble(self) -> str:
+        """The first failure, else that it is closed, else nothing."""
+        failure = str(self._session.failure_text())
+        return failure or (closed_message(self.name) if self._closed else "")
 
     def health(self) -> Health:
         """State of the group as this process sees it."""
-        text = str(self._session.failure_text())
+        message = self._trouble()
         return Health(
-            ok=not text,
-            message=text,
+            ok=not message,
+            message=message,
             details=(
                 ("closed", self._closed),
                 ("transport", self.transport),

@@ -194,6 +194,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
   set_ = slot.set;
   *epoch = op_.epoch();
+  if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op_, plan_->topk_idx));
   FindTargets();
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, slot.reusable_at));
 

@@ -107,6 +107,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   if (const std::string wrong = CheckPlanParams(shape, params); !wrong.empty()) {
     return op.Invalid(wrong);
   }
+  JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op, params.topk_idx));
   const auto set = static_cast<uint32_t>(op.epoch() % shape.depth);
   if (op.epoch() > shape.depth) {
     JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlanDone, op.epoch() - shape.depth));

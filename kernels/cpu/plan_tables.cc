@@ -69,6 +69,23 @@ LocalDrops SortPairs(const GroupShape& shape, Layout layout, std::span<const int
   return drops;
 }
 
+Status RefuseInvalidIds(Operation& op, std::span<const int32_t> topk_idx) {
+  Rank& rank = op.rank();
+  if (!rank.refuses_invalid_ids) return Status::Ok();
+  const auto limit = static_cast<int32_t>(rank.shape.num_experts);
+  const auto found = std::count_if(topk_idx.begin(), topk_idx.end(),
+                                   [limit](int32_t expert) { return expert >= limit; });
+  if (found == 0) return Status::Ok();
+  if (rank.counters != nullptr) {
+    rank.counters->invalid_ids.fetch_add(static_cast<uint64_t>(found), std::memory_order_relaxed);
+  }
+  return op.Fail(
+      InvalidArgument("got " + std::to_string(found) + " expert id(s) of " + std::to_string(limit) +
+                      " or more, expected ids below num_experts (negative: no expert); fix the "
+                      "router, or unset JAX_EP_DEBUG to have them dropped and counted"),
+      RankOfTeam(rank.team.index, rank.rank));
+}
+
 bool IsRoutingInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
                       const SourceRouting& source) {
   int64_t sum = 0;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/cpu/sync.h"
 #include "kernels/launch.h"
 
 namespace jax_ep {
@@ -28,6 +29,11 @@ std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* coun
 // Sorts the pairs of topk_idx [T * K] by (expert, token, k): counts [E], and codes t * K + k.
 LocalDrops SortPairs(const GroupShape& shape, Layout layout, std::span<const int32_t> topk_idx,
                      int32_t* counts, int32_t* codes);
+
+// Fails the group if the rank refuses invalid ids (Rank::refuses_invalid_ids) and `topk_idx` has
+// any. To be called before the rank tells its peers anything: then none of them gets beyond this
+// call, and into a wait for a rank whose program has ended (a collective of XLA's, for instance).
+Status RefuseInvalidIds(Operation& op, std::span<const int32_t> topk_idx);
 
 // One rank's contribution to a plan.
 struct SourceRouting {

@@ -13,40 +13,6 @@ namespace {
 // How long a producer sleeps between tries on a full ring, after kYieldRounds yields.
 constexpr std::chrono::microseconds kRingFullSleep{50};
 
-std::string_view ChannelName(Channel channel) {
-  switch (channel) {
-    case Channel::kOrder:
-      return "order";
-    case Channel::kPlan:
-      return "plan";
-    case Channel::kPlanDone:
-      return "plan-done";
-    case Channel::kDispatch:
-      return "dispatch";
-    case Channel::kDispatchDone:
-      return "dispatch-done";
-    case Channel::kReduce:
-      return "reduce";
-    case Channel::kCombine:
-      return "combine";
-    case Channel::kCombineDone:
-      return "combine-done";
-    case Channel::kLlDispatch:
-      return "ll-dispatch";
-    case Channel::kLlDispatchDone:
-      return "ll-dispatch-done";
-    case Channel::kLlCombine:
-      return "ll-combine";
-    case Channel::kLlCombineDone:
-      return "ll-combine-done";
-    case Channel::kReduceDone:
-      return "reduce-done";
-    case Channel::kBarrier:
-      return "barrier";
-  }
-  return "unknown";
-}
-
 std::atomic<uint64_t>& FlagWord(const Operation& op, uint32_t mate, Channel channel,
                                 uint32_t source) {
   return *HeapAt<std::atomic<uint64_t>>(op.heap(mate), op.layout().flag_offset(channel, source));
@@ -74,9 +40,9 @@ Status Operation::CheckLatch() const {
   return Status(first.code(), Where() + ": the group has failed: " + first.message());
 }
 
-Status Operation::Fail(const Status& status) const {
+Status Operation::Fail(const Status& status, int64_t blamed) const {
   Status named(status.code(), Where() + ": " + status.message());
-  rank_.failure->Set(named);
+  rank_.failure->Set(named, blamed);
   return named;
 }
 

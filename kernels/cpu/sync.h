@@ -36,8 +36,9 @@ class Operation {
 
   // The failure that another thread latched, with this operation's name in front, or OK.
   Status CheckLatch() const;
-  // Latches `status` with this operation's name in front, and returns it.
-  Status Fail(const Status& status) const;
+  // Latches `status` with this operation's name in front, and returns it. `blamed` is as in
+  // FailureLatch::Set.
+  Status Fail(const Status& status, int64_t blamed = FailureLatch::kNobody) const;
   // A caller's mistake: Fail with kInvalidArgument.
   Status Invalid(std::string message) const;
   // What to return when the buffers that `owner` has published are gone: why the group has failed.

@@ -31,6 +31,7 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
       .stage_flag = &StageFlag,
       .create = &CreateRank,
       .destroy = &DestroyRank,
+      .check_position = &RunCheckPosition,
       .plan = &RunPlan,
       .dispatch = &RunDispatch,
       .ll_dispatch = &RunLlDispatch,

@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 5;
+inline constexpr uint32_t kAbiVersion = 6;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -46,17 +46,18 @@ struct alignas(64) RankStatus {
 
 enum class FailureKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,       // `peer` did not arrive within RankConfig.timeout_ns
-  kPeerFailed = 2,    // `peer` said that it gave up
-  kAborted = 3,       // RankStatus.abort
-  kBusy = 4,          // a second call of the group ran at the same time on this device
-  kWrongOrder = 5,    // `peer` is in another operation, or in a call of another program
-  kTooManyOpen = 6,   // more than max_in_flight starts before a done
-  kStaleEpoch = 7,    // a done's slot set holds another start by now
-  kInvalidId = 8,     // debug: an expert id was out of range
-  kRingFull = 9,      // this rank's proxy took no command within RankConfig.timeout_ns
-  kBadCommand = 10,   // a command that the proxy would refuse: a fault of this library
-  kNotLaunched = 11,  // one of the operation's kernels could not be launched; its call said why
+  kTimeout = 1,         // `peer` did not arrive within RankConfig.timeout_ns
+  kPeerFailed = 2,      // `peer` said that it gave up
+  kAborted = 3,         // RankStatus.abort
+  kBusy = 4,            // a second call of the group ran at the same time on this device
+  kWrongOrder = 5,      // `peer` is in another operation, or in a call of another program
+  kTooManyOpen = 6,     // more than max_in_flight starts before a done
+  kStaleEpoch = 7,      // a done's slot set holds another start by now
+  kInvalidId = 8,       // debug: an expert id was out of range
+  kRingFull = 9,        // this rank's proxy took no command within RankConfig.timeout_ns
+  kBadCommand = 10,     // a command that the proxy would refuse: a fault of this library
+  kNotLaunched = 11,    // one of the operation's kernels could not be launched; its call said why
+  kWrongPosition = 12,  // check_position: what it expected and saw; `operation` says nothing
 };
 
 enum class Operation : uint32_t {
@@ -109,7 +110,7 @@ struct RankConfig {
   const NetworkConfig* network = nullptr;  // null in a group of one node
   RankStatus* status = nullptr;            // pinned, mapped
   uint64_t timeout_ns = 0;                 // Config.timeout_s, bound of each wait
-  uint32_t max_sms = 24;                   // blocks of HT kernels (JAX_EP_GPU_SMS)
+  uint32_t max_sms = 0;                    // blocks of HT kernels (JAX_EP_GPU_SMS); 0: by need
   bool use_tma = true;                     // false: the path for devices without bulk copies
   // For measurements; 0: the default. Bytes of one bulk copy at most, and copies in flight per
   // warp.
@@ -147,23 +148,34 @@ struct GpuApi {
   // not be waited for: then nothing of the group may be freed.
   const char* (*destroy)(RankHandle* handle);
 
-  const char* (*plan)(RankHandle* rank, const PlanParams* params, Stream stream);
-  const char* (*dispatch)(RankHandle* rank, const DispatchParams* params, Stream stream);
-  const char* (*ll_dispatch)(RankHandle* rank, const LlDispatchParams* params, Stream stream);
-  const char* (*combine)(RankHandle* rank, const CombineParams* params, Stream stream);  // HT, LL
-  // Halves: `epoch` is a device word (i32) that start writes and done reads.
-  const char* (*dispatch_start)(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
+  // Before a call of a program that was lowered without its devices: the rank fails unless the word
+  // of device memory at `position` is `expected`.
+  const char* (*check_position)(RankHandle* rank, const int32_t* position, int32_t expected,
                                 Stream stream);
-  const char* (*dispatch_done)(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
-                               Stream stream);
-  const char* (*ll_dispatch_start)(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
-                                   Stream stream);
-  const char* (*ll_dispatch_done)(RankHandle* rank, const LlDispatchParams* params,
-                                  const int32_t* epoch, Stream stream);
-  const char* (*combine_start)(RankHandle* rank, const CombineParams* params, int32_t* epoch,
-                               Stream stream);
-  const char* (*combine_done)(RankHandle* rank, const CombineParams* params, const int32_t* epoch,
-                              Stream stream);
+  // Operations. `shape`: the group's, or of a call of a view of it (Group.view): num_experts, top_k
+  // and hidden no larger, any align. Calls of all ranks with one number must have equal shapes.
+  const char* (*plan)(RankHandle* rank, const GroupShape* shape, const PlanParams* params,
+                      Stream stream);
+  const char* (*dispatch)(RankHandle* rank, const GroupShape* shape, const DispatchParams* params,
+                          Stream stream);
+  const char* (*ll_dispatch)(RankHandle* rank, const GroupShape* shape,
+                             const LlDispatchParams* params, Stream stream);
+  const char* (*combine)(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
+                         Stream stream);  // HT, LL
+  // Halves: `epoch` is a device word (i32) that start writes and done reads.
+  const char* (*dispatch_start)(RankHandle* rank, const GroupShape* shape,
+                                const DispatchParams* params, int32_t* epoch, Stream stream);
+  const char* (*dispatch_done)(RankHandle* rank, const GroupShape* shape,
+                               const DispatchParams* params, const int32_t* epoch, Stream stream);
+  const char* (*ll_dispatch_start)(RankHandle* rank, const GroupShape* shape,
+                                   const LlDispatchParams* params, int32_t* epoch, Stream stream);
+  const char* (*ll_dispatch_done)(RankHandle* rank, const GroupShape* shape,
+                                  const LlDispatchParams* params, const int32_t* epoch,
+                                  Stream stream);
+  const char* (*combine_start)(RankHandle* rank, const GroupShape* shape,
+                               const CombineParams* params, int32_t* epoch, Stream stream);
+  const char* (*combine_done)(RankHandle* rank, const GroupShape* shape,
+                              const CombineParams* params, const int32_t* epoch, Stream stream);
 
   const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
   // Calls (not replays of graphs) whose arrays peers could not read in place, so that kernels copy

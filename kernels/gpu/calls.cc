@@ -60,14 +60,16 @@ const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& cal
                            static_cast<cudaStream_t>(stream));
 }
 
-// Runs the launcher of a call under the rank's lock: its kernels carry the call's fingerprint. If
+// Runs the launcher of a call under the rank's lock: its kernels carry the call's shape, by which
+// they read and write in the areas that the group's shape has laid out, and its fingerprint. If
 // it could launch only some kernels of the operation, the rank fails: nobody will end what they
 // have begun.
 template <typename Params, typename Launch>
-const char* Locked(RankHandle* rank, Operation operation, const Params& params, Stream stream,
-                   Launch&& launch) {
+const char* Locked(RankHandle* rank, const GroupShape& shape, Operation operation,
+                   const Params& params, Stream stream, Launch&& launch) {
   const std::lock_guard lock(rank->launching);
-  rank->device.program = FingerprintOf(operation, params.program, params.mode, params.layout,
+  rank->device.shape = shape;
+  rank->device.program = FingerprintOf(operation, shape, params.program, params.mode, params.layout,
                                        params.num_tokens, params.recv_rows);
   TakeLaunchCount();
   const char* error = launch();
@@ -81,99 +83,109 @@ const char* Locked(RankHandle* rank, Operation operation, const Params& params, 
 
 }  // namespace
 
-const char* RunPlan(RankHandle* rank, const PlanParams* params, Stream stream) {
-  return Locked(rank, Operation::kPlan, *params, stream,
+const char* RunCheckPosition(RankHandle* rank, const int32_t* position, int32_t expected,
+                             Stream stream) {
+  const std::lock_guard lock(rank->launching);
+  return LaunchCheckPosition(*rank, position, expected, static_cast<cudaStream_t>(stream));
+}
+
+const char* RunPlan(RankHandle* rank, const GroupShape* shape, const PlanParams* params,
+                    Stream stream) {
+  return Locked(rank, *shape, Operation::kPlan, *params, stream,
                 [&] { return LaunchPlan(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
-const char* RunDispatch(RankHandle* rank, const DispatchParams* params, Stream stream) {
+const char* RunDispatch(RankHandle* rank, const GroupShape* shape, const DispatchParams* params,
+                        Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatch, *params, stream, [&] {
+    return Locked(rank, *shape, Operation::kLlDispatch, *params, stream, [&] {
       return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kWhole, nullptr, nullptr,
                                       stream);
     });
   }
-  return Locked(rank, Operation::kDispatch, *params, stream, [&] {
+  return Locked(rank, *shape, Operation::kDispatch, *params, stream, [&] {
     return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
   });
 }
 
-const char* RunDispatchStart(RankHandle* rank, const DispatchParams* params, int32_t* epoch,
-                             Stream stream) {
+const char* RunDispatchStart(RankHandle* rank, const GroupShape* shape,
+                             const DispatchParams* params, int32_t* epoch, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatchStart, *params, stream, [&] {
+    return Locked(rank, *shape, Operation::kLlDispatchStart, *params, stream, [&] {
       return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kStart, nullptr, epoch,
                                       stream);
     });
   }
-  if (std::string wrong = CheckDispatchStart(rank->device.shape, *params); !wrong.empty()) {
+  if (std::string wrong = CheckDispatchStart(*shape, *params); !wrong.empty()) {
     return KeepText("dispatch_start: " + std::move(wrong));
   }
-  return Locked(rank, Operation::kDispatchStart, *params, stream, [&] {
+  return Locked(rank, *shape, Operation::kDispatchStart, *params, stream, [&] {
     return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
   });
 }
 
-const char* RunDispatchDone(RankHandle* rank, const DispatchParams* params, const int32_t* epoch,
-                            Stream stream) {
+const char* RunDispatchDone(RankHandle* rank, const GroupShape* shape, const DispatchParams* params,
+                            const int32_t* epoch, Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlDispatchDone, *params, stream, [&] {
+    return Locked(rank, *shape, Operation::kLlDispatchDone, *params, stream, [&] {
       return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kDone, epoch, nullptr,
                                       stream);
     });
   }
-  return Locked(rank, Operation::kDispatchDone, *params, stream, [&] {
+  return Locked(rank, *shape, Operation::kDispatchDone, *params, stream, [&] {
     return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
   });
 }
 
-const char* RunLlDispatch(RankHandle* rank, const LlDispatchParams* params, Stream stream) {
-  return Locked(rank, Operation::kLlDispatch, params->plan, stream, [&] {
+const char* RunLlDispatch(RankHandle* rank, const GroupShape* shape, const LlDispatchParams* params,
+                          Stream stream) {
+  return Locked(rank, *shape, Operation::kLlDispatch, params->plan, stream, [&] {
     return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kWhole,
                                     nullptr, nullptr, stream);
   });
 }
 
-const char* RunLlDispatchStart(RankHandle* rank, const LlDispatchParams* params, int32_t* epoch,
-                               Stream stream) {
-  return Locked(rank, Operation::kLlDispatchStart, params->plan, stream, [&] {
+const char* RunLlDispatchStart(RankHandle* rank, const GroupShape* shape,
+                               const LlDispatchParams* params, int32_t* epoch, Stream stream) {
+  return Locked(rank, *shape, Operation::kLlDispatchStart, params->plan, stream, [&] {
     return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kStart,
                                     nullptr, epoch, stream);
   });
 }
 
-const char* RunLlDispatchDone(RankHandle* rank, const LlDispatchParams* params,
-                              const int32_t* epoch, Stream stream) {
-  return Locked(rank, Operation::kLlDispatchDone, params->plan, stream, [&] {
+const char* RunLlDispatchDone(RankHandle* rank, const GroupShape* shape,
+                              const LlDispatchParams* params, const int32_t* epoch, Stream stream) {
+  return Locked(rank, *shape, Operation::kLlDispatchDone, params->plan, stream, [&] {
     return CheckAndLaunchLlDispatch(*rank, &params->plan, params->dispatch, CallPart::kDone, epoch,
                                     nullptr, stream);
   });
 }
 
-const char* RunCombine(RankHandle* rank, const CombineParams* params, Stream stream) {
+const char* RunCombine(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
+                       Stream stream) {
   if (params->mode == Mode::kLl) {
-    return Locked(rank, Operation::kLlCombine, *params, stream, [&] {
+    return Locked(rank, *shape, Operation::kLlCombine, *params, stream, [&] {
       return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kWhole, nullptr, nullptr, stream);
     });
   }
-  return Locked(rank, Operation::kCombine, *params, stream,
+  return Locked(rank, *shape, Operation::kCombine, *params, stream,
                 [&] { return LaunchCombine(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
-const char* RunCombineStart(RankHandle* rank, const CombineParams* params, int32_t* epoch,
-                            Stream stream) {
+const char* RunCombineStart(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
+                            int32_t* epoch, Stream stream) {
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
-  return Locked(rank, operation, *params, stream, [&] {
+  return Locked(rank, *shape, operation, *params, stream, [&] {
     return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kStart, nullptr, epoch, stream);
   });
 }
 
-const char* RunCombineDone(RankHandle* rank, const CombineParams* params, const int32_t* epoch,
-                           Stream stream) {
+const char* RunCombineDone(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
+                           const int32_t* epoch, Stream stream) {
   const Operation operation =
       params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
-  return Locked(rank, operation, *params, stream, [&] {
+  return Locked(rank, *shape, operation, *params, stream, [&] {
     return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kDone, epoch, nullptr, stream);
   });
 }

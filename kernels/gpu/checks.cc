@@ -53,6 +53,12 @@ std::string CheckConfig(const RankConfig& config) {
   if (NetLayout::Make(shape).total_bytes > kMaxHeapBytes) {
     return "the network stage has more than 1 TiB; lower max_tokens";
   }
+  const uint64_t most_pairs = (kMaxCommandBytes - sizeof(CallRecord)) / sizeof(float);
+  if (shape.num_nodes() > 1 && shape.max_tokens * shape.top_k > most_pairs) {
+    return "got max_tokens * top_k = " + std::to_string(shape.max_tokens * shape.top_k) +
+           ", between nodes at most " + std::to_string(most_pairs) +
+           " (weights travel in one command); lower max_tokens";
+  }
   if (shape.num_ranks > kMaxNodeRanks) {
     return "got " + std::to_string(shape.num_ranks) + " ranks, at most " +
            std::to_string(kMaxNodeRanks);
@@ -60,7 +66,6 @@ std::string CheckConfig(const RankConfig& config) {
   if (shape.top_k > kMaxTopK) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
   }
-  if (config.max_sms == 0) return "got max_sms 0";
   if (config.status == nullptr || config.peers == nullptr) return "no status or peers";
   return "";
 }

@@ -8,14 +8,17 @@
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/device/vendor.h"
 #include "kernels/gpu/protocol/device_rank.h"
+#include "kernels/gpu/sm_budget.h"
 
 namespace jax_ep::gpu {
 
 struct RankHandle {
   DeviceRank device;
   int device_index = 0;
-  uint32_t max_blocks = 24;  // of HT kernels
-  uint32_t ll_blocks = 64;   // of LL kernels
+  uint32_t num_sms = 0;              // of the device
+  uint32_t max_blocks = kFewestSms;  // of HT kernels
+  bool has_budget = false;           // whole calls choose theirs instead (MostBlocks)
+  uint32_t ll_blocks = 64;           // of LL kernels
   bool use_bulk_copies = false;
   uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
   uint32_t piece_bytes = 0;             // most bytes of one bulk copy
@@ -27,6 +30,9 @@ struct RankHandle {
   std::atomic<uint64_t> staged_launches{0};
 };
 
+// Blocks of a whole HT call that handles `num_rows` rows, at most.
+uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows);
+
 // Word of the device between the start and the done that a whole call is made of in mode ll where
 // there are several nodes.
 int32_t* WholeEpochOf(const RankHandle& rank);
@@ -36,6 +42,7 @@ int32_t* WholeEpochOf(const RankHandle& rank);
 const char* FindBulkCopies(bool* has_bulk_copies);
 
 const char* PrepareAbandonKernel(const RankHandle& rank);
+const char* PreparePositionKernel(const RankHandle& rank);
 const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
@@ -46,6 +53,9 @@ const char* PrepareSlotCombineKernels(const RankHandle& rank);
 
 // Ends an operation of which only the first kernels could be launched.
 const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t stream);
+// Before a call: the rank fails unless the word at `position` is `expected`.
+const char* LaunchCheckPosition(RankHandle& rank, const int32_t* position, int32_t expected,
+                                cudaStream_t stream);
 const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);
 // `epoch`: null, or that of the start whose slot set has the rows.
 const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const int32_t* epoch,

@@ -20,9 +20,9 @@ std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].
 
 const char* PrepareAllKernels(const RankHandle& rank) {
   for (const auto prepare :
-       {&PrepareAbandonKernel, &PreparePlanKernels, &PrepareEntryKernels, &PrepareDispatchKernels,
-        &PrepareCombineKernels, &PrepareDispatchStartKernels, &PrepareLlDispatchKernels,
-        &PrepareSlotCombineKernels}) {
+       {&PrepareAbandonKernel, &PreparePositionKernel, &PreparePlanKernels, &PrepareEntryKernels,
+        &PrepareDispatchKernels, &PrepareCombineKernels, &PrepareDispatchStartKernels,
+        &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   if (rank.device.shape.num_nodes() == 1) return nullptr;
@@ -87,6 +87,12 @@ class CurrentDevice {
 
 }  // namespace
 
+uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows) {
+  if (!rank.has_budget) return rank.max_blocks;
+  return std::min(rank.num_sms, SmsFor(work, rank.device.shape, static_cast<uint64_t>(num_tokens),
+                                       static_cast<uint64_t>(num_rows)));
+}
+
 int32_t* WholeEpochOf(const RankHandle& rank) {
   return reinterpret_cast<int32_t*>(OwnHeap(rank.device) + rank.device.layout.net_state +
                                     offsetof(NetState, whole_epoch));
@@ -116,10 +122,12 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   constexpr uint32_t kPieceBytes = 4096;
   constexpr uint32_t kRingSlots = 3;
   rank->device_index = config->device;
-  rank->max_blocks = std::min(config->max_sms, static_cast<uint32_t>(num_sms));
+  rank->num_sms = static_cast<uint32_t>(num_sms);
+  rank->has_budget = config->max_sms == 0;
+  const uint32_t max_sms = rank->has_budget ? kFewestSms : config->max_sms;
+  rank->max_blocks = std::min(max_sms, rank->num_sms);
   constexpr uint32_t kMostLlBlocks = 64;  // NCCL on another stream needs the rest
-  rank->ll_blocks =
-      std::min({config->max_sms * 8 / 3, kMostLlBlocks, static_cast<uint32_t>(num_sms)});
+  rank->ll_blocks = std::min({max_sms * 8 / 3, kMostLlBlocks, rank->num_sms});
   rank->use_bulk_copies = config->use_tma && has_bulk_copies;
   rank->shared_bytes_per_block = static_cast<uint32_t>(shared_bytes - kStaticSharedBytes);
   rank->piece_bytes = config->piece_bytes != 0 ? config->piece_bytes : kPieceBytes;

@@ -26,5 +26,6 @@ KERNELS_GPU = [
     "network/plan.cu",
     "network/slots.cu",
     "protocol/abandon_operation.cu",
+    "protocol/check_position.cu",
     "rank.cc",
 ]

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 namespace jax_ep {
 
@@ -27,6 +28,41 @@ enum class Channel : uint8_t {
   kBarrier = 13,        // create_group and close
 };
 inline constexpr uint32_t kNumChannels = 16;  // 6 bits in a command, 4 used
+
+// For messages.
+constexpr std::string_view ChannelName(Channel channel) {
+  switch (channel) {
+    case Channel::kOrder:
+      return "order";
+    case Channel::kPlan:
+      return "plan";
+    case Channel::kPlanDone:
+      return "plan-done";
+    case Channel::kDispatch:
+      return "dispatch";
+    case Channel::kDispatchDone:
+      return "dispatch-done";
+    case Channel::kReduce:
+      return "reduce";
+    case Channel::kCombine:
+      return "combine";
+    case Channel::kCombineDone:
+      return "combine-done";
+    case Channel::kLlDispatch:
+      return "ll-dispatch";
+    case Channel::kLlDispatchDone:
+      return "ll-dispatch-done";
+    case Channel::kLlCombine:
+      return "ll-combine";
+    case Channel::kLlCombineDone:
+      return "ll-combine-done";
+    case Channel::kReduceDone:
+      return "reduce-done";
+    case Channel::kBarrier:
+      return "barrier";
+  }
+  return "unused";
+}
 
 // Counted channels carry a slot per message and a count per epoch; arrival order is irrelevant.
 // Every other channel is sequenced: messages are committed in posting order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -143,3 +144,15 @@ def test_a_lowering_only_group_logs_its_line(
     group = jax_ep.create_group(AbstractMesh((4,), ("ep",)), "ep", config)
     line = f"INFO group ep[4]: lowering-only, ranks 4, nodes 1, transport xla, {group.memory()}"
     assert line in capfd.readouterr().err
+
+
+def test_nothing_is_computed_for_a_line_that_nobody_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def memory(self: jax_ep.Group) -> Any:
+        raise AssertionError("loads the extension")
+
+    monkeypatch.setenv("JAX_EP_LOG", "warning")
+    monkeypatch.setattr(jax_ep.Group, "memory", memory)
+    jax_ep.create_group(AbstractMesh((4,), ("ep",)), "ep", Case(ranks=4).config())
+    assert "INFO" not in capfd.readouterr().err

@@ -251,6 +251,18 @@ def test_ids_of_any_integer_type_mean_the_same(implementation: str) -> None:
     assert got.num_dropped.sum() == 1
 
 
+def test_wide_ids_of_numpy_are_out_of_range_whatever_jax_enables(implementation: str) -> None:
+    """JAX makes int32 of a NumPy int64 array where jax_enable_x64 is off, which wraps."""
+    group = group_of(Case(ranks=2, tokens=3), implementation)
+    for dtype, out_of_range in ((np.int64, [2**32 + 1, 2**31]), (np.uint64, [2**64 - 1, 2**32])):
+        ids = np.array([[0, 1], out_of_range, [2, 3]], dtype)
+        if dtype == np.int64:
+            ids[0, 1] = -(2**32) + 1  # absent
+        got = run(group, lambda t, ids=ids: jax_ep.plan(group, ids), np.zeros((2, 1), np.int32))
+        assert got.num_dropped.tolist() == [2, 2]
+        assert got.pairs_per_expert.sum() == 2 * (3 if dtype == np.int64 else 4)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_weights_of_any_float_type_travel_as_f32(dtype: Any, implementation: str) -> None:
     case = Case(ranks=2, tokens=7)

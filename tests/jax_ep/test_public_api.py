@@ -55,6 +55,15 @@ def test_the_public_names() -> None:
         jax_ep.nothing  # noqa: B018
 
 
+def test_dir_shows_the_public_names_and_no_others() -> None:
+    code = """
+import jax_ep
+print(*[name for name in dir(jax_ep) if not name.startswith("_")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert set(done.stdout.split()) == NAMES | {"block_until_ready"}  # which is deprecated
+
+
 def test_public_functions_document_themselves() -> None:
     choices = {"Layout", "Mode", "Pad"}  # Literals, which have no text
     for name in NAMES - {"BootstrapError", "routing", "initialize", "Health", "InFlight"} - choices:
@@ -152,9 +161,27 @@ def test_group_properties(implementation: str) -> None:
         group.check()
         assert jax_ep.wait({"a": jnp.ones(3)})["a"].shape == (3,)
     assert group.closed
-    if implementation == "native":
-        with pytest.raises(RuntimeError, match="is closed"):
-            group.check()
+    _expect_closed(group)
+
+
+def _expect_closed(group: jax_ep.Group) -> None:
+    """`health` and `check` agree that it cannot be used, and why."""
+    with pytest.raises(RuntimeError, match=r"^group ep.* is closed; create a new one$") as caught:
+        group.check()
+    health = group.health()
+    assert not health.ok and health.message == str(caught.value)
+    assert dict(health.details)["closed"] is True
+
+
+def test_a_closed_group_that_holds_nothing_says_so_too() -> None:
+    mesh = jax.sharding.AbstractMesh((2,), ("ep",))
+    with jax_ep.create_group(mesh, "ep", Case(ranks=2).config()) as group:
+        assert group.lowering_only
+        group.check()
+        assert group.health().ok and dict(group.health().details)["closed"] is False
+        view = group.view(top_k=1)
+    _expect_closed(group)
+    _expect_closed(view)
 
 
 # CPU groups once left this variable unread.

@@ -490,15 +490,6 @@ class Round {
   std::vector<RankArrays> arrays_;
 };
 
-// For the heaps of a group of which `view` is a view.
-GroupShape ShapeWithMoreRoom(GroupShape view) {
-  view.num_experts += 3 * view.num_ranks;
-  view.top_k += 5;
-  view.hidden += 11;
-  view.align *= 3;
-  return view;
-}
-
 }  // namespace
 
 std::string Scenario::Name() const {

@@ -3,6 +3,7 @@
 // process of its own.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -15,6 +16,16 @@
 #include "proxy/base/failure.h"
 
 namespace jax_ep::testing {
+
+// Of a group of which one with shape `view` is a view.
+inline GroupShape ShapeWithMoreRoom(GroupShape view) {
+  constexpr uint32_t kMostTopK = 64;  // on GPUs
+  view.num_experts += 3 * view.num_ranks;
+  view.top_k = std::min(view.top_k + 5, kMostTopK);
+  view.hidden += view.hidden % 8 == 0 ? 24 : 11;  // rows of 16-byte words stay such
+  view.align *= 3;
+  return view;
+}
 
 class Network;  // proxies of a team with several nodes: network.cc
 

@@ -3,8 +3,8 @@
 // slowest rank. Also the copy engines' all-to-all in the same run, which is the ceiling.
 //
 //   bench_kernels OUT.json [name=value...]   tokens hidden topk experts align rows iterations, and
-//   lists: sms=24,16 piece=4096 slots=3 tma=1; ranks=N: so many, several per GPU, whose SMs must
-//   all fit on it
+//   lists: sms=24,16 (0: by need) piece=4096 slots=3 tma=1; ranks=N: so many, several per GPU,
+//   whose SMs must all fit on it
 //
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
 // then what a host stage can carry, measured in the same run.
@@ -120,7 +120,7 @@ class Bench {
     params.out.recv_counts = b.recv_counts.span();
     params.out.num_dropped = b.words.data();
     params.out.overflow = b.words.data() + 1;
-    return Api().plan(team_->handle(r), &params, team_->stream(r));
+    return Api().plan(team_->handle(r), &shape_, &params, team_->stream(r));
   }
   const char* Dispatch(uint32_t r, bool is_backward) {
     Buffers& b = buffers_[r];
@@ -140,7 +140,7 @@ class Bench {
       params.weights = b.weights.span();
       params.recv_weights = b.recv_weights.span();
     }
-    return Api().dispatch(team_->handle(r), &params, team_->stream(r));
+    return Api().dispatch(team_->handle(r), &shape_, &params, team_->stream(r));
   }
   const char* Combine(uint32_t r) {
     Buffers& b = buffers_[r];
@@ -152,7 +152,7 @@ class Bench {
     params.y = reinterpret_cast<const std::byte*>(b.recv_x.data());
     params.row_weights = b.recv_weights.span();
     params.out = reinterpret_cast<std::byte*>(b.out.data());
-    return Api().combine(team_->handle(r), &params, team_->stream(r));
+    return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
   }
 
   // Microseconds per call: median over launches of the slowest rank's mean over a graph's calls.

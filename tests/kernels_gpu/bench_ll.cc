@@ -157,11 +157,11 @@ void Run(int64_t num_tokens, const Machine& machine) {
   };
   const auto dispatch = [&](uint32_t r) {
     const LlDispatchParams params = dispatch_params(r);
-    return Api().ll_dispatch(team.handle(r), &params, team.stream(r));
+    return Api().ll_dispatch(team.handle(r), &team.shape(), &params, team.stream(r));
   };
   const auto combine = [&](uint32_t r) {
     const CombineParams params = combine_params(r);
-    return Api().combine(team.handle(r), &params, team.stream(r));
+    return Api().combine(team.handle(r), &team.shape(), &params, team.stream(r));
   };
   const double dispatch_us = Time(team, dispatch);
   const double combine_us = Time(team, combine);
@@ -171,19 +171,19 @@ void Run(int64_t num_tokens, const Machine& machine) {
   });
   const double halves_us = Time(team, [&](uint32_t r) {
     const LlDispatchParams params = dispatch_params(r);
-    const char* error =
-        Api().ll_dispatch_start(team.handle(r), &params, epochs[r].data(), team.stream(r));
-    return error != nullptr
-               ? error
-               : Api().ll_dispatch_done(team.handle(r), &params, epochs[r].data(), team.stream(r));
+    const char* error = Api().ll_dispatch_start(team.handle(r), &team.shape(), &params,
+                                                epochs[r].data(), team.stream(r));
+    return error != nullptr ? error
+                            : Api().ll_dispatch_done(team.handle(r), &team.shape(), &params,
+                                                     epochs[r].data(), team.stream(r));
   });
   const double combine_halves_us = Time(team, [&](uint32_t r) {
     const CombineParams params = combine_params(r);
-    const char* error =
-        Api().combine_start(team.handle(r), &params, epochs[r].data(), team.stream(r));
-    return error != nullptr
-               ? error
-               : Api().combine_done(team.handle(r), &params, epochs[r].data(), team.stream(r));
+    const char* error = Api().combine_start(team.handle(r), &team.shape(), &params,
+                                            epochs[r].data(), team.stream(r));
+    return error != nullptr ? error
+                            : Api().combine_done(team.handle(r), &team.shape(), &params,
+                                                 epochs[r].data(), team.stream(r));
   });
   const double wire = static_cast<double>(most_remote) * static_cast<double>(s.shape.hidden) * 2;
   std::printf(

@@ -1,5 +1,5 @@
-// The order in which a combine adds partials gives the sums of the fixed tree, whatever ranks there
-// are, and as few waiting sums as it says. Needs no GPU.
+// The orders in which combines add partials give the sums of the fixed tree, whatever ranks there
+// are, and as few waiting sums as they say. Needs no GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,12 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/gpu/sums/tree_order.h"
+#include "kernels/gpu/sums/tree.h"
 
 namespace jax_ep {
 namespace {
 
-using gpu::team::FirstOf;
 using gpu::team::TreeOrder;
 
 // Sums as texts, neighbours in alphabetical order: additions commute.
@@ -31,23 +30,27 @@ std::string TreeSum(uint64_t present, uint32_t begin, uint32_t size) {
   return Add(left, right);
 }
 
-// Does what a summer does. Returns how many sums waited at once; 64 if the result is wrong.
-size_t MostWaiting(uint64_t present, uint32_t first) {
+// Does what a reducer of rank `own` does. Returns how many sums waited at once; 64 if the result is
+// wrong.
+size_t MostWaiting(uint64_t present, uint32_t own) {
   constexpr size_t kWrong = 64;
-  const TreeOrder order(present, first);
+  uint64_t leaves = 0;
+  for (uint32_t rank = 0; rank < 64; ++rank) leaves |= (present >> rank & 1) << (rank ^ own);
+  const TreeOrder order(leaves);
   std::vector<std::optional<uint32_t>> ranks(static_cast<size_t>(std::popcount(present)));
-  for (uint64_t left = present; left != 0; left &= left - 1) {
-    const uint32_t position = order.NumBefore(FirstOf(left));
+  for (uint32_t rank = 0; rank < 64; ++rank) {
+    if ((present >> rank & 1) == 0) continue;
+    const uint32_t position = order.NumBefore(rank ^ own);
     if (position >= ranks.size() || ranks[position].has_value()) return kWrong;
-    ranks[position] = FirstOf(left);
+    ranks[position] = rank;
   }
   std::vector<std::string> waiting;
   std::string sum;
   size_t most = 0;
   for (size_t i = 0; i < ranks.size(); ++i) {
     const std::string partial = std::to_string(*ranks[i]);
-    const uint32_t ops = i == 0 ? order.OpsOfFirst() : order.OpsOf(*ranks[i]);
-    sum = i == 0 || (ops & gpu::team::kBeginsSum) != 0 ? partial : Add(sum, partial);
+    const uint32_t ops = order.OpsAfter(*ranks[i] ^ own);
+    sum = order.Begins(*ranks[i] ^ own) ? partial : Add(sum, partial);
     if ((ops & gpu::team::kEndsSum) == 0) continue;
     for (uint32_t merges = ops >> gpu::team::kMergesShift & gpu::team::kMergesMask; merges > 0;
          --merges) {
@@ -66,10 +69,39 @@ TEST(CombineTree, AllSetsOfUpToEightRanks) {
   constexpr size_t kMost[] = {0, 0, 1, 2};  // of 2^n ranks
   for (uint64_t present = 1; present < 1u << 8; ++present) {
     const auto levels = static_cast<uint32_t>(std::bit_width(std::bit_width(present) - 1u));
-    for (uint32_t first = 0; first < 8; ++first) {
-      if ((present >> first & 1) == 0) continue;
-      EXPECT_LE(MostWaiting(present, first), kMost[levels]) << present << " from " << first;
+    for (uint32_t own = 0; own < 8; ++own) {
+      EXPECT_LE(MostWaiting(present, own), kMost[levels]) << present << " at rank " << own;
     }
+  }
+}
+
+// Does what lanes do: all leaves in turn, absent ones too.
+std::string SumOfLeaves(uint64_t present, uint32_t num_leaves) {
+  constexpr uint32_t kLevels = 7;
+  const auto join = [](const std::string& a, const std::string& b) {
+    return a.empty() || b.empty() ? a + b : Add(a, b);
+  };
+  std::string waiting[kLevels];
+  std::string sum;
+  for (uint32_t leaf = 0; leaf < num_leaves; ++leaf) {
+    sum = (present >> leaf & 1) != 0 ? std::to_string(leaf) : "";
+    gpu::AddToTree<kLevels>(leaf, leaf + 1 == num_leaves, [&](uint32_t level, bool is_right) {
+      is_right ? sum = join(waiting[level], sum) : waiting[level] = sum;
+    });
+  }
+  return sum;
+}
+
+TEST(CombineTree, AllLeavesInTurn) {
+  for (uint32_t num_leaves = 1; num_leaves <= 9; ++num_leaves) {
+    for (uint64_t present = 0; present < 1u << num_leaves; ++present) {
+      EXPECT_EQ(SumOfLeaves(present, num_leaves), TreeSum(present, 0, 64)) << present;
+    }
+  }
+  std::mt19937_64 random(2);
+  for (int i = 0; i < 300; ++i) {
+    const uint64_t present = random();
+    EXPECT_EQ(SumOfLeaves(present, 64), TreeSum(present, 0, 64)) << std::hex << present;
   }
 }
 
@@ -82,11 +114,9 @@ TEST(CombineTree, RandomSetsOfUpToSixtyFourRanks) {
     const uint32_t num_ranks = uint32_t{1} << (4 + i % 3);
     if (num_ranks < 64) present &= (uint64_t{1} << num_ranks) - 1;
     if (present == 0) continue;
-    std::vector<uint32_t> ranks;
-    for (uint64_t left = present; left != 0; left &= left - 1) ranks.push_back(FirstOf(left));
-    const uint32_t first = ranks[random() % ranks.size()];
-    EXPECT_LE(MostWaiting(present, first), static_cast<size_t>(3 + i % 3))
-        << std::hex << present << " from " << first;
+    const auto own = static_cast<uint32_t>(random() % num_ranks);
+    EXPECT_LE(MostWaiting(present, own), static_cast<size_t>(3 + i % 3))
+        << std::hex << present << " at rank " << std::dec << own;
   }
 }
 

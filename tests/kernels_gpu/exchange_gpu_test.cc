@@ -10,15 +10,17 @@ namespace {
 // A plan of mode ll is made here, its rows travel in push_gpu_test.cc.
 const char* LaunchAll(const Scenario& s, GpuTeam& team, uint32_t r, DeviceArrays& d) {
   const PlanParams plan = PlanOf(s, d);
-  if (const char* error = Api().plan(team.handle(r), &plan, team.stream(r))) return error;
+  if (const char* error = Api().plan(team.handle(r), &s.shape, &plan, team.stream(r))) return error;
   if (s.mode == Mode::kLl) return nullptr;
   for (int i = 0; i < DeviceArrays::kDispatches; ++i) {
     const DispatchParams params = DispatchOf(s, d, i);
-    if (const char* error = Api().dispatch(team.handle(r), &params, team.stream(r))) return error;
+    if (const char* error = Api().dispatch(team.handle(r), &s.shape, &params, team.stream(r)))
+      return error;
   }
   for (int i = 0; i < DeviceArrays::kCombines; ++i) {
     const CombineParams params = CombineOf(s, d, i);
-    if (const char* error = Api().combine(team.handle(r), &params, team.stream(r))) return error;
+    if (const char* error = Api().combine(team.handle(r), &s.shape, &params, team.stream(r)))
+      return error;
   }
   return nullptr;
 }
@@ -82,17 +84,20 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
     GpuTeamOptions options{.shape = shape};
     options.in_place = random() % 4 != 0;
     options.use_tma = random() % 3 != 0;
-    options.max_sms = Pick<uint32_t>(random, {3, 16});
+    options.max_sms = SmsThatFit(Pick<uint32_t>(random, {3, 16}), shape.num_ranks);
     options.piece_bytes = Pick<uint32_t>(random, {0, 512});
     options.arena_bytes = uint64_t{1} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     options.operations_before = OperationsBefore(seed);
-    Team cpu({.shape = shape});
+    const bool is_view = seed % 3 == 1;  // calls are smaller than the group
+    if (is_view) options.shape = ShapeWithMoreRoom(shape);
+    Team cpu({.shape = shape}), whole_cpu({.shape = options.shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {
       SCOPED_TRACE("seed " + std::to_string(seed) + (options.in_place ? "" : " staged") +
-                   (options.use_tma ? "" : " plain"));
-      Scenario s{.shape = shape, .mode = Mode::kHt};
+                   (is_view ? " view" : "") + (options.use_tma ? "" : " plain"));
+      const bool is_whole = is_view && round == 1;  // between two calls of the view
+      Scenario s{.shape = is_whole ? options.shape : shape, .mode = Mode::kHt};
       s.layout = Pick(random, {Layout::kExpertMajor, Layout::kExpertMajor, Layout::kExpertBatched,
                                Layout::kRankMajor});
       s.mode = random() % 6 == 0 ? Mode::kLl : Mode::kHt;
@@ -102,7 +107,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
                              Draw::kMessy, Draw::kMessy});
       s.recv_rows = DrawAnyRecvRows(s, random);
       if (random() % 5 == 0) s.misalignment = ElemBytes(shape.elem_type);
-      RunScenario(s, cpu, team, random);
+      RunScenario(s, is_whole ? whole_cpu : cpu, team, random);
     }
   }
 }

@@ -71,7 +71,7 @@ class GpuFailure : public ::testing::Test {
     params.out.recv_counts = a.recv_counts.span();
     params.out.num_dropped = a.words.data();
     params.out.overflow = a.words.data() + 1;
-    return Api().plan(team_->handle(r), &params, team_->stream(r));
+    return Api().plan(team_->handle(r), &shape_, &params, team_->stream(r));
   }
   const char* Dispatch(uint32_t r) {
     const Arrays& a = arrays_[r];
@@ -82,7 +82,7 @@ class GpuFailure : public ::testing::Test {
     params.send_slot = a.send_slot.span();
     params.recv_src = a.recv_src.span();
     params.recv_x = reinterpret_cast<std::byte*>(a.recv_x.data());
-    return Api().dispatch(team_->handle(r), &params, team_->stream(r));
+    return Api().dispatch(team_->handle(r), &shape_, &params, team_->stream(r));
   }
   const char* Combine(uint32_t r) {
     const Arrays& a = arrays_[r];
@@ -93,7 +93,7 @@ class GpuFailure : public ::testing::Test {
     params.send_slot = a.send_slot.span();
     params.recv_src = a.recv_src.span();
     params.out = reinterpret_cast<std::byte*>(a.out.data());
-    return Api().combine(team_->handle(r), &params, team_->stream(r));
+    return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
   }
 
   void ExpectKind(uint32_t r, std::initializer_list<gpu::FailureKind> kinds) {

@@ -1,5 +1,6 @@
 #include "tests/kernels_gpu/gpu_team.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -21,6 +22,11 @@ const char* Must(const char* error) {
   std::abort();
 }
 
+// Read when the first context is made.
+[[maybe_unused]] const bool has_connections = [] {
+  return setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(kStreamsOfAGpu).c_str(), 1) == 0;
+}();
+
 void EnablePeers() {
   static const bool once = [] {
     for (int device = 0; device < NumDevices(); ++device) {
@@ -40,6 +46,16 @@ int NumDevices() {
   int count = 0;
   if (cudaGetDeviceCount(&count) != cudaSuccess) return 0;
   return count;
+}
+
+uint32_t RanksOfAGpu(uint32_t num_ranks) {
+  const auto num_devices = static_cast<uint32_t>(NumDevices());
+  return (num_ranks + num_devices - 1) / num_devices;
+}
+
+uint32_t SmsThatFit(uint32_t wanted, uint32_t num_ranks) {
+  constexpr uint32_t kSmsForRanks = 48;  // 8/3 of it: 128 of an H100's 132
+  return std::min(wanted, kSmsForRanks / RanksOfAGpu(num_ranks));
 }
 
 GpuTeam::GpuTeam(const GpuTeamOptions& options)

@@ -27,6 +27,14 @@ inline void CheckCuda(cudaError_t error, const char* what) {
 
 int NumDevices();
 
+// Work of so many streams goes to a GPU side by side; of more, the kernels of one may stand behind
+// another's that waits for them. As many as CUDA can have: gpu_team.cc asks for them.
+inline constexpr uint32_t kStreamsOfAGpu = 32;
+uint32_t RanksOfAGpu(uint32_t num_ranks);
+// `wanted` blocks of HT kernels per rank, or fewer: ranks of one GPU wait for each other, so their
+// blocks (LL: 8/3 as many) must all run at once.
+uint32_t SmsThatFit(uint32_t wanted, uint32_t num_ranks);
+
 struct GpuTeamOptions {
   GroupShape shape;
   bool in_place = true;  // peers read x and weights in the arena, not in the stage
@@ -57,6 +65,7 @@ class GpuTeam {
   GpuTeam(const GpuTeam&) = delete;
   GpuTeam& operator=(const GpuTeam&) = delete;
 
+  const GroupShape& shape() const { return options_.shape; }
   uint32_t num_ranks() const { return options_.shape.num_ranks; }
   gpu::RankHandle* handle(uint32_t rank) { return ranks_[rank].handle; }
   cudaStream_t stream(uint32_t rank) { return ranks_[rank].stream; }

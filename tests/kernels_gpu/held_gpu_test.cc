@@ -306,8 +306,8 @@ TEST_F(GpuHeld, ASourceThatGaveUpBehindItsTailFlagIsNotBelieved) {
         gpu::GpuHeapLayout::Make(s_.shape).tail_flags + 1 * sizeof(uint64_t);  // of rank 1
     const uint64_t wanted =
         gpu::FlagValue(2, gpu::Operation::kDispatch,  // after the plan
-                       gpu::FingerprintOf(gpu::Operation::kDispatch, /*program=*/0, s_.mode,
-                                          s_.layout, s_.num_tokens, s_.recv_rows));
+                       gpu::FingerprintOf(gpu::Operation::kDispatch, s_.shape, /*program=*/0,
+                                          s_.mode, s_.layout, s_.num_tokens, s_.recv_rows));
     uint64_t seen = 0;
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     while (seen != wanted && std::chrono::steady_clock::now() < deadline) {

@@ -170,7 +170,8 @@ class GpuHuge : public GpuLarge {
     plan.out.recv_counts = a.recv_counts.span();
     plan.out.num_dropped = a.words.data();
     plan.out.overflow = a.words.data() + 1;
-    if (const char* error = Api().plan(team_->handle(r), &plan, team_->stream(r))) return error;
+    if (const char* error = Api().plan(team_->handle(r), &team_->shape(), &plan, team_->stream(r)))
+      return error;
     DispatchParams dispatch;
     dispatch.num_tokens = kTokens;
     dispatch.recv_rows = kRows;
@@ -178,7 +179,8 @@ class GpuHuge : public GpuLarge {
     dispatch.send_slot = a.send_slot.span();
     dispatch.recv_src = a.recv_src.span();
     dispatch.recv_x = reinterpret_cast<std::byte*>(a.recv_x.data());
-    if (const char* error = Api().dispatch(team_->handle(r), &dispatch, team_->stream(r))) {
+    if (const char* error =
+            Api().dispatch(team_->handle(r), &team_->shape(), &dispatch, team_->stream(r))) {
       return error;
     }
     CombineParams combine;
@@ -188,7 +190,7 @@ class GpuHuge : public GpuLarge {
     combine.send_slot = a.send_slot.span();
     combine.recv_src = a.recv_src.span();
     combine.out = reinterpret_cast<std::byte*>(a.out.data());
-    return Api().combine(team_->handle(r), &combine, team_->stream(r));
+    return Api().combine(team_->handle(r), &team_->shape(), &combine, team_->stream(r));
   }
 
   // Whether the row `number` of the array is `value` throughout.

@@ -224,5 +224,21 @@ TEST_F(GpuLaunch, AnOperationThatIsLaunchedInPartFailsTheGroupAtOnce) {
   ExpectRight(s, fresh);
 }
 
+// Not when the first call is made, by a proxy that cannot read the command.
+TEST_F(GpuLaunch, WeightsThatNoCommandTakesAreRefusedWhenARankIsCreated) {
+  GroupShape shape = ScenarioOf(2, 8, Mode::kHt).shape;
+  shape.node_size = 1;
+  shape.top_k = 8;
+  shape.max_tokens = uint64_t{1} << 19;  // weights of 16 MiB
+  const gpu::NetworkConfig network{.num_rings = 1};
+  const gpu::RankConfig config{.shape = shape, .network = &network};
+  gpu::RankHandle* handle = nullptr;
+  const char* error = jax_ep_gpu_api()->create(&config, &handle);
+  ASSERT_NE(error, nullptr);
+  EXPECT_NE(std::string(error).find("max_tokens * top_k = 4194304, between nodes at most 4194300"),
+            std::string::npos)
+      << error;
+}
+
 }  // namespace
 }  // namespace jax_ep::testing

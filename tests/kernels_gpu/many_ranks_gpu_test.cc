@@ -9,18 +9,6 @@
 namespace jax_ep::testing {
 namespace {
 
-// Work of so many streams goes to a GPU side by side; of more, the kernels of one may stand behind
-// another's that waits for them. Read when the first context is made.
-constexpr uint32_t kStreamsOfAGpu = 32;
-[[maybe_unused]] const bool has_connections = [] {
-  return setenv("CUDA_DEVICE_MAX_CONNECTIONS", std::to_string(kStreamsOfAGpu).c_str(), 1) == 0;
-}();
-
-uint32_t RanksOfAGpu(uint32_t num_ranks) {
-  const auto num_devices = static_cast<uint32_t>(NumDevices());
-  return (num_ranks + num_devices - 1) / num_devices;
-}
-
 GroupShape ShapeOf(uint32_t num_ranks, uint32_t node_size) {
   GroupShape shape;
   shape.num_ranks = num_ranks;
@@ -79,13 +67,19 @@ class GpuManyRanks : public ::testing::TestWithParam<std::tuple<uint32_t, uint32
   }
   // Calls of several kernels, of which one waits for peers before the last.
   bool FitsCallsOfSeveralKernels() const { return RanksOfAGpu(shape_.num_ranks) <= kStreamsOfAGpu; }
+  // Between nodes a rank's LL call waits in a block for each remote rank.
+  bool FitsBlocksThatAwaitRemotes() const {
+    constexpr uint32_t kBlocksOfAGpu = 512;
+    const uint32_t num_remotes = shape_.num_ranks - shape_.node_size;
+    return RanksOfAGpu(shape_.num_ranks) * num_remotes <= kBlocksOfAGpu;
+  }
 
   GroupShape shape_;
   GpuTeamOptions options_;
 };
 
 TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) {
-  if (shape_.num_nodes() > 1 && !FitsCallsOfSeveralKernels()) {
+  if (shape_.num_nodes() > 1 && !(FitsCallsOfSeveralKernels() && FitsBlocksThatAwaitRemotes())) {
     GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
   }
   GpuTeam team(options_);

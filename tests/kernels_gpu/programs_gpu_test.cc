@@ -128,17 +128,23 @@ TEST_F(GpuPrograms, PlansOfTwoAreFound) {
 }
 
 TEST_F(GpuPrograms, HtDispatchesOfTwoAreFound) {
-  Begin(Mode::kHt, kRanks);
-  RunInTwoPrograms([&](uint32_t r, Calls& calls) { calls.Dispatch(arrays_[r], 0); });
-  ExpectTwoPrograms();
-  ExpectNoDispatch();
+  for (const uint32_t node_size : {kRanks, kRanks / 2, 1u}) {
+    SCOPED_TRACE("node size " + std::to_string(node_size));
+    Begin(Mode::kHt, node_size);
+    RunInTwoPrograms([&](uint32_t r, Calls& calls) { calls.Dispatch(arrays_[r], 0); });
+    ExpectTwoPrograms();
+    ExpectNoDispatch();
+  }
 }
 
 TEST_F(GpuPrograms, HtCombinesOfTwoAreFound) {
-  Begin(Mode::kHt, kRanks);
-  RunInTwoPrograms([&](uint32_t r, Calls& calls) { calls.Combine(arrays_[r], 0); });
-  ExpectTwoPrograms();
-  ExpectNoCombine();
+  for (const uint32_t node_size : {kRanks, kRanks / 2, 1u}) {
+    SCOPED_TRACE("node size " + std::to_string(node_size));
+    Begin(Mode::kHt, node_size);
+    RunInTwoPrograms([&](uint32_t r, Calls& calls) { calls.Combine(arrays_[r], 0); });
+    ExpectTwoPrograms();
+    ExpectNoCombine();
+  }
 }
 
 TEST_F(GpuPrograms, LlDispatchesOfTwoAreFound) {
@@ -168,25 +174,59 @@ TEST_F(GpuPrograms, LlCombinesOfTwoAreFound) {
 // The dones belong to one program: they find whose rows the starts have put there.
 TEST_F(GpuPrograms, StartsOfTwoAreFoundByTheirDones) {
   for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    SCOPED_TRACE(mode == Mode::kHt ? "ht" : "ll");
-    Begin(mode, kRanks);
-    RunInTwoPrograms([&](uint32_t r, Calls& calls) {
-      calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
-      calls.UseProgram(kProgram);
-      calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
-    });
-    ExpectTwoPrograms();
-    ExpectNoDispatch();
+    for (const uint32_t node_size : {kRanks, kRanks / 2}) {
+      SCOPED_TRACE(std::string(mode == Mode::kHt ? "ht" : "ll") + " node size " +
+                   std::to_string(node_size));
+      Begin(mode, node_size);
+      RunInTwoPrograms([&](uint32_t r, Calls& calls) {
+        calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
+        calls.UseProgram(kProgram);
+        calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
+      });
+      ExpectTwoPrograms();
+      ExpectNoDispatch();
 
-    Begin(mode, kRanks);
-    RunInTwoPrograms([&](uint32_t r, Calls& calls) {
-      calls.CombineStart(arrays_[r], 0, epochs_[r].data());
-      calls.UseProgram(kProgram);
-      calls.CombineDone(arrays_[r], 0, epochs_[r].data());
-    });
-    ExpectTwoPrograms();
-    ExpectNoCombine();
+      Begin(mode, node_size);
+      RunInTwoPrograms([&](uint32_t r, Calls& calls) {
+        calls.CombineStart(arrays_[r], 0, epochs_[r].data());
+        calls.UseProgram(kProgram);
+        calls.CombineDone(arrays_[r], 0, epochs_[r].data());
+      });
+      ExpectTwoPrograms();
+      ExpectNoCombine();
+    }
   }
+}
+
+// A program may carry where it holds its ranks to stand (xla_ffi/signatures.h).
+TEST_F(GpuPrograms, ARankThatStandsElsewhereFailsAll) {
+  Begin(Mode::kHt, kRanks);
+  std::vector<DeviceArray<int32_t>> places;
+  const auto plan = [&](uint32_t r, Calls& calls) {
+    ASSERT_EQ(jax_ep_gpu_api()->check_position(team_->handle(r), places[r].data(),
+                                               static_cast<int32_t>(r), team_->stream(r)),
+              nullptr);
+    calls.Plan(arrays_[r]);
+  };
+  for (uint32_t r = 0; r < kRanks; ++r) {
+    const auto place = static_cast<int32_t>(r);
+    places.push_back(DeviceArray<int32_t>::Input(*team_, r, std::span(&place, 1)));
+  }
+  Run(plan);
+  ExpectNoFailure(*team_);
+  const int32_t elsewhere = 3;
+  places[2].Upload(std::span(&elsewhere, 1));
+  Run(plan);
+  for (uint32_t r = 0; r < kRanks; ++r) {
+    const gpu::RankStatus& status = team_->status(r);
+    ASSERT_EQ(status.failed.load(), 1u) << "rank " << r;
+    const auto kind = static_cast<gpu::FailureKind>(status.kind);
+    EXPECT_EQ(kind, r == 2 ? gpu::FailureKind::kWrongPosition : gpu::FailureKind::kPeerFailed);
+    for (const int32_t src : arrays_[r].recv_src.Download()) ASSERT_EQ(src, -1);
+  }
+  EXPECT_EQ(team_->status(2).peer, 2u);
+  EXPECT_EQ(team_->status(2).expected, 2u);
+  EXPECT_EQ(team_->status(2).actual, 3u);
 }
 
 // All ranks in the same programs, one after the other.

@@ -43,18 +43,19 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     options.use_tma = random() % 3 != 0;
     options.max_sms = Pick<uint32_t>(random, {3, 16, 24});
     if (shape.num_ranks > 4) options.max_sms = 3;
-    // Ranks of one device wait for each other: their blocks (LL: 8/3 of max_sms) must all run.
-    constexpr uint32_t kSmsForRanks = 48;
-    const uint32_t sharing = (shape.num_ranks - 1) / static_cast<uint32_t>(NumDevices()) + 1;
-    options.max_sms = std::min(options.max_sms, kSmsForRanks / sharing);
+    options.max_sms = SmsThatFit(options.max_sms, shape.num_ranks);
     options.arena_bytes = uint64_t{2} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     options.operations_before = OperationsBefore(seed);
-    Team cpu({.shape = shape});
+    const bool is_view = seed % 3 == 1;  // calls are smaller than the group
+    if (is_view) options.shape = ShapeWithMoreRoom(shape);
+    Team cpu({.shape = shape}), whole_cpu({.shape = options.shape});
     GpuTeam team(options);
     for (int round = 0; round < 3 && !HasFailure(); ++round) {
-      SCOPED_TRACE("seed " + std::to_string(seed) + (options.in_place ? "" : " staged"));
-      Scenario s{.shape = shape};
+      SCOPED_TRACE("seed " + std::to_string(seed) + (options.in_place ? "" : " staged") +
+                   (is_view ? " view" : ""));
+      const bool is_whole = is_view && round == 1;  // between two calls of the view
+      Scenario s{.shape = is_whole ? options.shape : shape};
       s.mode = random() % 3 == 0 ? Mode::kHt : Mode::kLl;
       s.layout = Pick(random, {Layout::kExpertMajor, Layout::kExpertBatched, Layout::kExpertBatched,
                                Layout::kRankMajor});
@@ -64,7 +65,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
                              Draw::kMessy, Draw::kMessy});
       s.recv_rows = DrawRecvRows(s, random);
       if (random() % 5 == 0) s.misalignment = ElemBytes(shape.elem_type);
-      RunPushScenario(s, cpu, team, random);
+      RunPushScenario(s, is_whole ? whole_cpu : cpu, team, random);
     }
   }
 }

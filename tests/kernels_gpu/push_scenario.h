@@ -23,19 +23,19 @@ class Calls {
 
   void Plan(DeviceArrays& to) {
     const PlanParams params = Of(PlanOf(scenario_, to));
-    Check(Api().plan(handle(), &params, stream()));
+    Check(Api().plan(handle(), &scenario_.shape, &params, stream()));
   }
   void LlDispatch(DeviceArrays& to) {
     const LlDispatchParams params = LlOf(to);
-    Check(Api().ll_dispatch(handle(), &params, stream()));
+    Check(Api().ll_dispatch(handle(), &scenario_.shape, &params, stream()));
   }
   void Dispatch(DeviceArrays& to, int number) {
     const DispatchParams params = Of(DispatchOf(scenario_, to, number));
-    Check(Api().dispatch(handle(), &params, stream()));
+    Check(Api().dispatch(handle(), &scenario_.shape, &params, stream()));
   }
   void Combine(DeviceArrays& to, int number) {
     const CombineParams params = Of(CombineOf(scenario_, to, number));
-    Check(Api().combine(handle(), &params, stream()));
+    Check(Api().combine(handle(), &scenario_.shape, &params, stream()));
   }
 
   // Halves: a start reads `from`, a done writes `to` and gets no address of what a start reads.
@@ -45,38 +45,38 @@ class Calls {
     params.dispatch.recv_weights = {};
     params.plan.out = {};
     params.plan.recv_rows = 0;
-    Check(Api().ll_dispatch_start(handle(), &params, epoch, stream()));
+    Check(Api().ll_dispatch_start(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   void LlDispatchDone(DeviceArrays& to, const int32_t* epoch) {
     LlDispatchParams params = LlOf(to);
     params.dispatch.x = nullptr;
     params.dispatch.weights = {};
-    Check(Api().ll_dispatch_done(handle(), &params, epoch, stream()));
+    Check(Api().ll_dispatch_done(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   void DispatchStart(DeviceArrays& from, int number, int32_t* epoch) {
     DispatchParams params = Of(DispatchOf(scenario_, from, number));
     params.recv_x = nullptr;
     params.recv_weights = {};
-    Check(Api().dispatch_start(handle(), &params, epoch, stream()));
+    Check(Api().dispatch_start(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   void DispatchDone(DeviceArrays& to, int number, const int32_t* epoch) {
     DispatchParams params = Of(DispatchOf(scenario_, to, number));
     params.x = nullptr;
     params.weights = {};
-    Check(Api().dispatch_done(handle(), &params, epoch, stream()));
+    Check(Api().dispatch_done(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   void CombineStart(DeviceArrays& from, int number, int32_t* epoch) {
     CombineParams params = Of(CombineOf(scenario_, from, number));
     params.out = nullptr;
     params.pair_scalars_out = {};
-    Check(Api().combine_start(handle(), &params, epoch, stream()));
+    Check(Api().combine_start(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   void CombineDone(DeviceArrays& to, int number, const int32_t* epoch) {
     CombineParams params = Of(CombineOf(scenario_, to, number));
     params.y = nullptr;
     params.pair_scalars = {};
     params.row_weights = {};
-    Check(Api().combine_done(handle(), &params, epoch, stream()));
+    Check(Api().combine_done(handle(), &scenario_.shape, &params, epoch, stream()));
   }
   // The caller's buffers go when a start's kernel has ended.
   template <typename T>

@@ -20,6 +20,8 @@ TESTS = [
     "many_ranks_gpu_test.cc",
     "programs_gpu_test.cc",
     "push_gpu_test.cc",
+    "sm_budget_test.cc",
     "token_slices_test.cc",
+    "view_gpu_test.cc",
     "wrap_gpu_test.cc",
 ]

@@ -72,6 +72,22 @@ def test_the_lost_rank_is_named_with_its_team_which_alone_ends(node_size):
         assert "rank 1 of team 1" in done.value(2, what), done.text[-6000:]
 
 
+def test_in_debug_mode_an_invalid_id_ends_all_ranks_at_once():
+    done = launch(
+        "invalid_id.py", processes=2, devices_per_process=2, env={"JAX_EP_DEBUG": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.text[-6000:]
+    for rank in range(4):
+        process = rank // 2
+        for name in ("host", "decode", "network", "xla"):
+            error = done.value(process, f"{name}_{rank}")
+            assert "rank 2" in error, error
+            # Of another host's failure only the rank is known, not the text.
+            if name != "network" or process == 1:
+                assert "expected ids below num_experts" in error, error
+            assert float(done.value(process, f"{name}_seconds")) < SLACK_S
+
+
 @pytest.mark.parametrize("how", ["pause", "late"])
 def test_a_rank_that_comes_back_in_time_is_no_failure(how):
     options = ["--how", how, "--peer-timeout", LONG_PEER_TIMEOUT_S]

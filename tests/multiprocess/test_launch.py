@@ -127,9 +127,9 @@ class TestRunning:
         (package / "helper.py").write_text("NAME = 'helper'")
         (package / "job.py").write_text(textwrap.dedent(body))
         (package / "__main__.py").write_text("from package import job  # noqa")
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2", "-m"]
+        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2"]
 
-        def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 [*command, *arguments],
                 capture_output=True,
@@ -140,27 +140,19 @@ class TestRunning:
                 check=False,
             )
 
-        done = run("package.job", "-m", "--steps")
+        done = launch("-m", "package.job", "-m", "--steps")
         assert done.returncode == 0, done.stderr
         for index in range(2):
             assert f"[{index}] __main__ package helper True ['-m', '--steps']" in done.stdout
             assert f"[{index}] True" in done.stdout
-        done = run("package.job", "fail")
+        done = launch("-m", "package.job", "fail")
         assert done.returncode == 1
         assert "ValueError: mine" in done.stderr and "job.py" in done.stderr
         assert "runpy" not in done.stderr and "child.py" not in done.stderr
-        assert run("package").stdout.count("package.job package helper") == 2
-        glued = subprocess.run(
-            [*command[:-1], "-mpackage.job", "steps"],
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=_environment(),
-            cwd=tmp_path,
-            check=False,
-        )
+        assert launch("-m", "package").stdout.count("package.job package helper") == 2
+        glued = launch("-mpackage.job", "steps")
         assert glued.stdout.count("['steps']") == 2, glued.stderr
-        done = run("package.nothing")
+        done = launch("-m", "package.nothing")
         assert done.returncode == 1
         assert "No module named" in done.stderr and "package.nothing" in done.stderr
 

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <random>
+#include <set>
+#include <string_view>
 
 namespace jax_ep {
 namespace {
@@ -134,6 +136,16 @@ TEST(Command, any_bits_decode_and_encode_to_the_same_or_are_refused) {
     EXPECT_EQ(packed->words[0], bits.words[0]);
     EXPECT_EQ(packed->words[1] & mask, bits.words[1] & mask);
   }
+}
+
+TEST(Command, EachChannelHasANameOfItsOwn) {
+  std::set<std::string_view> names;
+  const auto last = static_cast<uint32_t>(Channel::kBarrier);
+  for (uint32_t channel = 0; channel <= last; ++channel) {
+    names.insert(ChannelName(static_cast<Channel>(channel)));
+  }
+  EXPECT_EQ(names.size(), last + 1);
+  EXPECT_FALSE(names.contains(ChannelName(static_cast<Channel>(kNumChannels - 1))));
 }
 
 }  // namespace

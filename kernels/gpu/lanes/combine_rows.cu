@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "kernels/gpu/ht/combine/combine.cuh"
-#include "kernels/gpu/lanes/partial_sums.cuh"
+#include "kernels/gpu/lanes/reduce_area.cuh"
 #include "kernels/gpu/launch.h"
 
 namespace jax_ep::gpu {
@@ -58,8 +58,8 @@ struct TeamTasks {
 };
 
 // One warp of a team but the last.
-template <typename S>
-__device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, TokenRows& local,
+template <typename T>
+__device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, RowList& list,
                          TeamTasks& tasks) {
   const uint32_t warp = WarpId() % kTeamWarps;
   const DeviceRank& device = params.device;
@@ -78,12 +78,13 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, T
     const Task task = TaskOf(params, number);
     const uint64_t token = uint64_t{task.chunk} * kChunkTokens + warp;
     if (!task.is_empty && task.is_partial) {
-      if (token < params.num_tokens) S::SendPartial(params, index, task.owner, token, local);
+      if (token < params.num_tokens) SendPartial<T>(params, index, task.owner, token, list);
     } else if (!task.is_empty) {
       const uint64_t* flags = ChunkFlag(device, 0, task.chunk);
       const auto flag_of = [&](uint32_t peer) { return flags + peer * device.layout.num_chunks; };
       if (!WaitChunk(device, value, flag_of)) return;
-      if (token < params.num_tokens) FinishToken<S>(params, index, token, local);
+      if (token < params.num_tokens)
+        FinishToken<T>(params, index, token, list, MatePartials{device});
     }
     ++num_done;
     SyncWarp();
@@ -118,20 +119,19 @@ __device__ void TakeTasks(const CombineKernelParams& params, uint64_t sequence, 
   }
 }
 
-template <typename Elem, typename Partial, bool kIsVectorised, uint32_t kLevels>
+template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     CombineRows(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
   __shared__ TeamTasks tasks[kTeams];
-  __shared__ TokenRows local[kSumWarps];
+  __shared__ RowList lists[kSumWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (threadIdx.x < kTeams) tasks[threadIdx.x] = {};
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
                      FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
     if (WarpId() < kSumWarps) {
-      RunTasks<Sums<Elem, Partial, kIsVectorised, kLevels>>(params, sequence, local[WarpId()],
-                                                            tasks[WarpId() / kTeamWarps]);
+      RunTasks<T>(params, sequence, lists[WarpId()], tasks[WarpId() / kTeamWarps]);
     } else {
       TakeTasks(params, sequence, tasks[WarpId() - kSumWarps]);
     }
@@ -144,12 +144,12 @@ using Kernel = void (*)(CombineKernelParams);
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_ranks, bool is_vectorised) {
   constexpr uint32_t kFewLevels = 3;
-  constexpr uint32_t kMostLevels = 7;
-  static_assert(kMaxNodeRanks < 1u << kMostLevels, "a rank's bit is a level of the tree");
+  constexpr uint32_t kMostLevels = 6;
+  static_assert(kMaxNodeRanks <= 1u << kMostLevels);
   // Odd rows are rare, and each kernel costs seconds of the build.
-  if (!is_vectorised) return &CombineRows<Elem, Partial, false, kMostLevels>;
-  return num_ranks < 1u << kFewLevels ? &CombineRows<Elem, Partial, true, kFewLevels>
-                                      : &CombineRows<Elem, Partial, true, kMostLevels>;
+  if (!is_vectorised) return &CombineRows<SumTypes<Elem, Partial, false, kMostLevels>>;
+  return num_ranks <= 1u << kFewLevels ? &CombineRows<SumTypes<Elem, Partial, true, kFewLevels>>
+                                       : &CombineRows<SumTypes<Elem, Partial, true, kMostLevels>>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {

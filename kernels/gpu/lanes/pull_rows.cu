@@ -61,8 +61,8 @@ const char* PreparePullRows(const RankHandle&) {
   return PrepareKernels(kSharedBytes, &PullRows<uint4>, &PullRows<uint16_t>);
 }
 
-const char* LaunchPullRows(RankHandle& rank, const PullParams& params, cudaStream_t stream) {
-  const uint32_t blocks = PullBlocks(rank, params, kWarps);
+const char* LaunchPullRows(const PullParams& params, cudaStream_t stream) {
+  const uint32_t blocks = PullBlocks(params, kWarps);
   if (params.is_vectorised) {
     PullRows<uint4><<<blocks, kThreads, kSharedBytes, stream>>>(params);
   } else {

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     SlotCombine(const __grid_constant__ SlotCombineParams params) {
   __shared__ BlockCall call;
   __shared__ uint32_t shared_flag;
-  __shared__ TokenRows local[kWarps];
+  __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   BeginCall(device, params.kind, params.part, params.operation, params.epoch_in,
@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CallSlot& slot = call.slot;
   if (slot.is_ok != 0) {
     if (blockIdx.x >= params.num_send_blocks) {
-      Receive<T>(params, slot, local[WarpId()], &shared_flag);
+      Receive<T>(params, slot, lists[WarpId()], &shared_flag);
     } else if (WaitReusable(device, params.kind, params.operation, call, &shared_flag) &&
                (device.network == nullptr ||
                 BlockWaitRead(device, params.kind, params.operation, slot, &shared_flag))) {
-      Send<T>(params, slot, local[WarpId()]);
+      Send<T>(params, slot, lists[WarpId()]);
     }
   }
   FinishSlotCombine(params, sequence, slot, &shared_flag);
@@ -51,9 +51,9 @@ Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
   constexpr uint32_t kMostLevels = 7;
   static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
   // Odd rows are rare, and each kernel costs seconds of the build.
-  if (!is_vectorised) return &SlotCombine<Types<Elem, Partial, false, kMostLevels>>;
-  return num_leaves < 1u << kFewLevels ? &SlotCombine<Types<Elem, Partial, true, kFewLevels>>
-                                       : &SlotCombine<Types<Elem, Partial, true, kMostLevels>>;
+  if (!is_vectorised) return &SlotCombine<SumTypes<Elem, Partial, false, kMostLevels>>;
+  return num_leaves <= 1u << kFewLevels ? &SlotCombine<SumTypes<Elem, Partial, true, kFewLevels>>
+                                        : &SlotCombine<SumTypes<Elem, Partial, true, kMostLevels>>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {

@@ -1,15 +1,9 @@
-// kernels/gpu/lanes: the same operations without bulk copies (sm_80, AMD, rows of odd size).
-//   In and out: as in ht/combine, ll/dispatch and ll/combine.
-//   Waits: as there. The flags are the same, so ranks may differ in which of the two they run.
-//
-// What the parts of a combine through slot sets share: parameters, types, sums of local rows.
+// What the parts of a combine through slot sets share: parameters, and the end of the operation.
 #pragma once
 
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/push.cuh"
-#include "kernels/gpu/sums/rank_tree.cuh"
-#include "kernels/gpu/sums/token_rows.cuh"
 
 namespace jax_ep::gpu::slot_combine {
 
@@ -42,50 +36,33 @@ struct SlotCombineParams {
   int32_t* epoch_out;         // start
 };
 
-// Weighted sum of the local rows, words word + i * kWarpSize < end for i < kWords. The next row is
-// on its way while one is added.
-template <typename Elem, typename Word, uint32_t kWords, uint32_t kElems>
-__device__ inline void SumTokenRows(const SlotCombineParams& params, const TokenRows& local,
-                                    uint32_t count, uint32_t word, uint32_t end,
-                                    float (&sums)[kWords][kElems]) {
-  Word next[kWords];
-  const auto load = [&](uint32_t i) {
-    const auto* row = reinterpret_cast<const Word*>(
-        params.y + static_cast<uint64_t>(local.rows[i]) * params.row_bytes);
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) {
-      if (word + j * kWarpSize < end) next[j] = row[word + j * kWarpSize];
-    }
-  };
-  load(0);
-  for (uint32_t i = 0; i < count; ++i) {
-    Word words[kWords];
-#pragma unroll
-    for (uint32_t j = 0; j < kWords; ++j) words[j] = next[j];
-    if (i + 1 < count) load(i + 1);
-    AddRow<Elem>(words, local.weights[i], i == 0, sums);
+// Partials of tokens of this rank in a set.
+struct SlotPartials {
+  const SlotCombineParams& call;
+  uint32_t set;
+
+  __device__ const std::byte* PartialOf(uint32_t rank, uint64_t token) const {
+    const PushArea& area = call.area;
+    return OwnHeapAt<std::byte>(call.device, area.blocks.At(set, rank) + area.rows) +
+           token * area.pitch;
   }
-}
-
-// f32 partials of a word of 16-bit elements.
-struct alignas(16) TwoWords {
-  uint4 words[2];
-};
-
-// kLevels: of the tree over ranks.
-template <typename E, typename P, bool kVectorised, uint32_t kLevelsOfTree>
-struct Types {
-  using Elem = E;
-  using Partial = P;
-  using Word = typename WordOf<E, kVectorised>::Type;
-  using Storage = typename P::Storage;
-  static constexpr uint32_t kElems = WordOf<E, kVectorised>::kElems;
-  // The partial of a word.
-  using PartialWord = std::conditional_t<sizeof(Storage) * kElems == sizeof(Word), Word,
-                                         std::conditional_t<kElems == 1, Storage, TwoWords>>;
-  static constexpr uint32_t kLevels = kLevelsOfTree;
-  static constexpr uint32_t kSendWords = 4;  // in flight per lane
-  static constexpr uint32_t kAddWords = sizeof(Storage) == 2 && kLevels <= 3 ? 2 : 1;
+  __device__ const float* ScalarsOf(uint32_t rank, uint64_t token) const {
+    return OwnHeapAt<float>(call.device, call.area.blocks.At(set, rank)) +
+           token * call.device.shape.top_k;
+  }
+  // One warp: until a piece of a token is here from all of `ranks` [N] but `own`.
+  __device__ bool Wait(uint64_t ranks, uint32_t own, uint64_t token, uint32_t piece,
+                       uint64_t value) const {
+    const DeviceRank& device = call.device;
+    bool is_ok = true;
+    for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
+      if ((ranks >> peer & 1) == 0 || peer == own) continue;
+      const uint64_t flag = PieceFlag(call.area, set, peer, token, piece);
+      is_ok &=
+          WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call.operation, value);
+    }
+    return AllHaveWaited(is_ok);
+  }
 };
 
 // All threads of every block, as the last thing of the operation `sequence`; `shared_flag` is

@@ -3,46 +3,22 @@
 
 #include "kernels/gpu/device/strides.h"
 #include "kernels/gpu/lanes/slot_combine.cuh"
+#include "kernels/gpu/lanes/token_sums.cuh"
 #include "kernels/gpu/network/slots.cuh"
 
 namespace jax_ep::gpu::slot_combine {
 
-// One warp: scalars of a token with local rows.
-__device__ inline void WriteScalars(const SlotCombineParams& params, const TokenRows& local,
-                                    float* scalars) {
-  for (uint32_t k = LaneId(); k < params.device.shape.top_k; k += kWarpSize) {
-    scalars[k] = ScalarOf(params, local, k);
-  }
-}
-// One warp: those words of a token's partial.
-template <typename T>
-__device__ void WritePartial(const SlotCombineParams& params, const TokenRows& local,
-                             uint32_t count, WordRange range, std::byte* row) {
-  auto* to = reinterpret_cast<typename T::Storage*>(row);
-  for (uint32_t word = range.begin + LaneId(); word < range.end;
-       word += T::kSendWords * kWarpSize) {
-    float sums[T::kSendWords][T::kElems];
-    SumTokenRows<typename T::Elem, typename T::Word>(params, local, count, word, range.end, sums);
-#pragma unroll
-    for (uint32_t i = 0; i < T::kSendWords; ++i) {
-      const uint32_t at = word + i * kWarpSize;
-      if (at < range.end) {
-        StoreElems<typename T::Partial>(to + static_cast<uint64_t>(at) * T::kElems, sums[i]);
-      }
-    }
-  }
-}
-
 template <typename T>
 __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot, uint32_t owner,
-                          uint64_t token, uint32_t piece, const TokenRows& local, uint32_t count) {
+                          uint64_t token, uint32_t piece, const TokenRows<>& rows,
+                          const RowList& list) {
   const DeviceRank& device = params.device;
   auto* block = HeapAt<std::byte>(device, owner, params.area.blocks.At(slot.set, device.rank));
   if (piece == 0 && params.pair_scalars != nullptr) {
-    WriteScalars(params, local, reinterpret_cast<float*>(block) + token * device.shape.top_k);
+    WriteScalars(params, rows, reinterpret_cast<float*>(block) + token * device.shape.top_k);
   }
   if (params.y != nullptr) {
-    WritePartial<T>(params, local, count, WordsOf(params.pieces, piece, params.row_words),
+    WritePartial<T>(params, list, rows.count, WordsOf(params.pieces, piece, params.row_words),
                     block + params.area.rows + token * params.area.pitch);
   }
   WarpPublish(device, owner, PieceFlag(params.area, slot.set, device.rank, token, piece),
@@ -52,7 +28,7 @@ __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot,
 // One warp: the whole partial, to a rank of another node.
 template <typename T>
 __device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot, uint32_t owner,
-                           uint32_t token, const TokenRows& local, uint32_t count) {
+                           uint32_t token, const TokenRows<>& rows, const RowList& list) {
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
   const uint32_t owner_node = owner / device.shape.node_size;
@@ -61,10 +37,10 @@ __device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot
       layout.ll_sums_send.At(slot.set, RemoteIndex(device.shape, NodeOf(device), owner)) + offset;
   std::byte* record = OwnStage(device) + send;
   if (params.pair_scalars != nullptr) {
-    WriteScalars(params, local, reinterpret_cast<float*>(record + layout.ll_sum_scalars));
+    WriteScalars(params, rows, reinterpret_cast<float*>(record + layout.ll_sum_scalars));
   }
   if (params.y != nullptr) {
-    WritePartial<T>(params, local, count, {0, params.row_words}, record);
+    WritePartial<T>(params, list, rows.count, {0, params.row_words}, record);
   }
   if (LaneId() == 0) {
     *reinterpret_cast<uint64_t*>(record + layout.ll_sum_tag) = StartFlag(slot, params.operation);
@@ -84,7 +60,7 @@ __device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot
 }
 
 template <typename T>
-__device__ void Send(const SlotCombineParams& params, const CallSlot& slot, TokenRows& local) {
+__device__ void Send(const SlotCombineParams& params, const CallSlot& slot, RowList& list) {
   const DeviceRank& device = params.device;
   const uint32_t num_ranks = device.shape.num_ranks;
   const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
@@ -111,12 +87,12 @@ __device__ void Send(const SlotCombineParams& params, const CallSlot& slot, Toke
     const uint32_t owner = (device.rank + first_step + item % num_owners) % num_ranks;
     const bool is_mate = IsMate(device, owner);
     if (!is_mate && unit % pieces != 0) continue;
-    const uint32_t count = FindRows(params, index, owner, token, local);
-    if (count == 0) continue;
+    const TokenRows<> rows = FindRows(params, index, owner, token, list);
+    if (rows.count == 0) continue;
     if (is_mate) {
-      SendPiece<T>(params, slot, owner, token, unit % pieces, local, count);
+      SendPiece<T>(params, slot, owner, token, unit % pieces, rows, list);
     } else {
-      SendRecord<T>(params, slot, owner, static_cast<uint32_t>(token), local, count);
+      SendRecord<T>(params, slot, owner, static_cast<uint32_t>(token), rows, list);
     }
   }
 }

@@ -4,8 +4,10 @@
 //                that of the mate on the owner's rail for owners elsewhere; then tail flags to the
 //                mates.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
-//                go to its stage, one row per token that has any; a signal follows each slice.
-//   AwaitSums    waits for a slice's signals of the rail.
+//                go to its stage, one row per token that has any; a signal follows each slice, and
+//                says with the first which call this is.
+//   AwaitSums    waits for a slice's signals of the rail; fails if they are of another program's
+//                call.
 //   AddNodes     this rank's tokens of that slice: the partials of the node and the sums of the
 //                others, while the next slice is on its way.
 //
@@ -13,7 +15,7 @@
 // in dispatch.cu.
 #include <algorithm>
 
-#include "kernels/gpu/lanes/partial_sums.cuh"
+#include "kernels/gpu/lanes/reduce_area.cuh"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/send.cuh"
@@ -24,17 +26,43 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
 
-__device__ inline NodeSums NodeSumsOf(const DeviceRank& device) {
-  const NetLayout& layout = device.network->layout;
-  return {OwnStage(device), layout.sums_recv, NextSet(NetStateOf(device)->combines),
-          layout.sums_pitch, layout.sums_scalars};
-}
+// Partials of a token of this rank: of mates, and the sums of other nodes in this rank's stage.
+struct NodePartials {
+  const DeviceRank& device;
+  uint32_t parity;
 
-template <typename S>
+  __device__ RankLeaves Leaves() const { return RankLeaves(device.shape); }
+  // A node's sum is at its first rank.
+  __device__ uint32_t RankAt(uint32_t holder) const {
+    return IsMate(device, holder) ? holder
+                                  : holder / device.shape.node_size * device.shape.node_size;
+  }
+  __device__ const std::byte* PartialOf(uint32_t rank, uint64_t token) const {
+    if (IsMate(device, rank)) return MatePartials{device}.PartialOf(rank, token);
+    return SumsOf(rank) + token * device.network->layout.sums_pitch;
+  }
+  __device__ const float* ScalarsOf(uint32_t holder, uint64_t token) const {
+    if (IsMate(device, holder)) return MatePartials{device}.ScalarsOf(holder, token);
+    const GroupShape& shape = device.shape;
+    const auto* scalars = SumsOf(holder) + device.network->layout.sums_scalars;
+    return reinterpret_cast<const float*>(scalars) +
+           (token * shape.node_size + holder % shape.node_size) * shape.top_k;
+  }
+
+ private:
+  // Of the node of `rank`.
+  __device__ const std::byte* SumsOf(uint32_t rank) const {
+    const uint32_t num_nodes = device.shape.num_nodes();
+    const uint32_t other = OtherNode(num_nodes, NodeOf(device), rank / device.shape.node_size);
+    return OwnStage(device) + device.network->layout.sums_recv.At(parity, other);
+  }
+};
+
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     SumRows(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ TokenRows local[kWarps];
+  __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (BlockWaitMates(device, device.layout.entry_flags, Operation::kCombine,
@@ -46,7 +74,7 @@ __global__ void __launch_bounds__(kThreads)
          item += gridDim.x * kWarps) {
       const auto step = static_cast<uint32_t>(item % num_owners);
       const uint32_t owner = (device.rank + 1 + step) % device.shape.num_ranks;
-      S::SendPartial(params, index, owner, item / num_owners, local[WarpId()]);
+      SendPartial<T>(params, index, owner, item / num_owners, lists[WarpId()]);
     }
     // Own partials for other nodes' tokens are among these: the last owner is not this rank.
   }
@@ -57,65 +85,53 @@ __global__ void __launch_bounds__(kThreads)
 
 // One warp: the mates that have a partial of a token of `owner`, by local rank.
 __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uint64_t token) {
-  const auto* presence = OwnHeapAt<uint32_t>(device, device.layout.reduce_presence);
   const uint32_t tag = TagOf(SequenceOf(device));
   uint64_t parts = 0;
   for (uint32_t local = LaneId(); local < device.shape.node_size; local += kWarpSize) {
     const uint64_t block = ReduceBlockOf(device, owner, device.node_begin + local);
-    if (presence[block * device.shape.max_tokens + token] == tag) parts |= uint64_t{1} << local;
+    const ReducePlace place(device, device.rank, block, token);
+    if (*place.Presence() == tag) parts |= uint64_t{1} << local;
   }
   return WarpOr(parts);
 }
 
 // One warp: the sum of those parts, or their scalars, to their places in the stage.
-template <typename S>
+template <typename T>
 __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, uint64_t token,
                              uint64_t parts, std::byte* to) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
+  const uint64_t first_block = ReduceBlockOf(device, owner, device.node_begin);
   const auto place_of = [&](uint32_t local) {
-    return ReduceBlockOf(device, owner, device.node_begin + local) * shape.max_tokens + token;
+    return ReducePlace(device, device.rank, first_block + local, token);
   };
   if (params.pair_scalars != nullptr) {
-    const auto* from = OwnHeapAt<float>(device, device.layout.reduce_scalars);
     auto* scalars =
         reinterpret_cast<float*>(to + layout.sums_scalars) + token * shape.node_size * shape.top_k;
     for (uint32_t i = LaneId(); i < shape.node_size * shape.top_k; i += kWarpSize) {
       const uint32_t local = i / shape.top_k;
       if ((parts >> local & 1) == 0) continue;
-      scalars[i] = from[place_of(local) * shape.top_k + i % shape.top_k];
+      scalars[i] = place_of(local).Scalars()[i % shape.top_k];
     }
   }
   if (params.y == nullptr) return;
+  auto* out = reinterpret_cast<typename T::PartialWord*>(to + token * layout.sums_pitch);
+  const WordRange range = RowWords<T>(params);
   constexpr uint32_t kWords = 1;
-  const uint64_t num_words = params.row_bytes / sizeof(typename S::Word);
-  auto* out = reinterpret_cast<typename S::PartialStorage*>(to + token * layout.sums_pitch);
-  for (uint64_t word = LaneId(); word < num_words; word += kWords * kWarpSize) {
-    float waiting[S::kTreeLevels][kWords][S::kElems];
-    float sums[kWords][S::kElems];
-    uint32_t is_present = 0;
-    for (uint32_t local = 0; local < shape.node_size; ++local) {
-      bool has_sums = (parts >> local & 1) != 0;
-      if (has_sums) {
-        const auto* from = OwnHeapAt<std::byte>(
-            device, device.layout.reduce_rows + place_of(local) * device.layout.reduce_pitch);
-        S::LoadPartial(from, word, num_words, sums);
-      }
-      is_present = AddToTree<typename S::PartialType>(local, RankLeaves::kNone, waiting, is_present,
-                                                      has_sums, sums);
-    }
-    SumOfTree(shape.node_size, waiting, is_present, sums);
+  WriteSumOfRanks<T, typename T::Partial, kWords, /*kIsUnrolled=*/false>(
+      RankLeaves(shape.node_size), /*has_any=*/true, range, out,
+      [&](uint32_t leaf, uint32_t word, LeafWords<T, kWords>& words) {
 #pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) {
-      const uint64_t at = word + i * kWarpSize;
-      if (at < num_words) StoreElems<typename S::PartialType>(out + at * S::kElems, sums[i]);
-    }
-  }
+        for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
+          const bool is_here = (parts >> (leaf + i) & 1) != 0;
+          LoadPartial<T>(place_of(leaf + i).Row(), is_here, word, range.end, words[i]);
+        }
+      });
 }
 
-template <typename S>
-__global__ void __launch_bounds__(kThreads)
+template <typename T>
+__global__ void __launch_bounds__(kThreads, 1)
     SendNodeSums(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
@@ -142,7 +158,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint64_t parts = PartsOf(device, owner, first + i);
       if (parts == 0) continue;
       wanted |= 1u << i;
-      WriteNodeSum<S>(params, owner, first + i, parts, OwnStage(device) + send);
+      WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
     }
     SyncWarp();
     Command command{.op = Op::kWrite,
@@ -164,36 +180,62 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
+  const bool is_first = params.slice.number == 0;
+  for (uint32_t other = LaneId(); is_first && other < num_others; other += kWarpSize) {
+    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(parity, other) +
+                                   layout.sums_call) = {
+        FlagValue(SequenceOf(device), Operation::kCombine, device.program), 0};
+  }
+  SyncWarp();
   WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {
-    return Command{
-        .op = Op::kSignal, .dst_rank = peer, .channel = Channel::kCombine, .epoch = epoch};
+    const uint32_t node = peer / shape.node_size;
+    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
+    const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
+    return Command{.op = is_first ? Op::kWriteSignal : Op::kSignal,
+                   .dst_rank = peer,
+                   .length_bytes = is_first ? sizeof(CallRecord) : 0,
+                   .local_offset = layout.sums_send.At(parity, other) + layout.sums_call,
+                   .remote_offset = layout.sums_recv.At(parity, back) + layout.sums_call,
+                   .channel = Channel::kCombine,
+                   .epoch = epoch};
   });
 }
 
 __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
                           const __grid_constant__ TokenSlice slice) {
   if (HasFailed(device)) return;
+  const NetLayout& layout = device.network->layout;
+  const uint32_t parity = NextSet(NetStateOf(device)->combines);
   const uint64_t epoch = NetStateOf(device)->sum_slices + slice.number + 1;
+  const uint64_t value = FlagValue(SequenceOf(device), Operation::kCombine, device.program);
   for (uint32_t other = threadIdx.x; other + 1 < device.shape.num_nodes(); other += blockDim.x) {
-    const uint32_t node = NodeOfOther(device.shape.num_nodes(), NodeOf(device), other);
-    WaitSignals(device, LocalRankOf(device), Channel::kCombine, RailRank(device, node),
-                Operation::kCombine, epoch);
+    const uint32_t source =
+        RailRank(device, NodeOfOther(device.shape.num_nodes(), NodeOf(device), other));
+    if (!WaitSignals(device, LocalRankOf(device), Channel::kCombine, source, Operation::kCombine,
+                     epoch) ||
+        slice.number > 0) {
+      continue;
+    }
+    const auto* said = reinterpret_cast<const CallRecord*>(
+        OwnStage(device) + layout.sums_recv.At(parity, other) + layout.sums_call);
+    if (said->call == value) continue;
+    Fail(device, FailureKind::kWrongOrder, Operation::kCombine, source, value, said->call);
   }
 }
 
-template <typename S>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
     AddNodes(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ TokenRows local[kWarps];
+  __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (!HasFailed(device)) {
-    const NodeSums sums = NodeSumsOf(device);
+    const NodePartials partials{device, NextSet(NetStateOf(device)->combines)};
     const RowIndex index(device, sequence, params.num_tokens);
     for (uint64_t token = params.slice.begin + blockIdx.x * kWarps + WarpId();
          token < params.slice.end; token += gridDim.x * kWarps) {
-      FinishToken<S>(params, index, token, local[WarpId()], sums);
+      FinishToken<T>(params, index, token, lists[WarpId()], partials);
     }
   }
   if (!params.slice.IsLast() || !FinishCombine(params, sequence, &shared_flag)) return;
@@ -214,8 +256,8 @@ Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
   constexpr uint32_t kLevels = 7;
   static_assert(2 * kMaxNodeRanks <= 1u << kLevels, "nodes are filled up to powers of two");
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    using Words = Sums<Elem, Partial, true, kLevels>;
-    using Elems = Sums<Elem, Partial, false, kLevels>;
+    using Words = SumTypes<Elem, Partial, true, kLevels>;
+    using Elems = SumTypes<Elem, Partial, false, kLevels>;
     return is_vectorised ? Kernels{&SumRows<Words>, &SendNodeSums<Words>, &AddNodes<Words>}
                          : Kernels{&SumRows<Elems>, &SendNodeSums<Elems>, &AddNodes<Elems>};
   });

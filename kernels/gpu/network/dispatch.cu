@@ -2,10 +2,11 @@
 //
 //   SendRows   each row that another node needs goes to this rank's stage once, and from there by
 //              commands to the rail's rank in each of those nodes, at the token's place; a signal
-//              follows the last of each slice. Weights go with the first slice.
+//              follows the last of each slice. Weights, and the word of which call this is, go with
+//              the first.
 //   AwaitRows  for each rank of another node: waits until the mate on its rail has the slice's
 //              rows, then says where they are, as that rank would have done here: a record and an
-//              entry flag.
+//              entry flag. It fails if the rows are of another program's call.
 //
 // PullRows then reads the slice from the mates' stages like rows of node-mates, while the next one
 // is on its way: all slices are sent before the first is awaited. Two sets are enough: a
@@ -108,13 +109,21 @@ __global__ void __launch_bounds__(kThreads)
     GridCopyBytes(stage + layout.rows_weights, from.weights, params.weights_bytes);
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
+  const bool is_first = params.slice.number == 0;
+  if (is_first && LaneId() == 0) {
+    const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
+    *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
+        FlagValue(SequenceOf(device), Operation::kDispatch, device.program),
+        records[device.rank].started};
+  }
+  SyncWarp();
   WarpPushToRail(device, Operation::kDispatch, [&](uint32_t peer) {
-    const bool has_weights = params.weights_bytes > 0;
-    return Command{.op = has_weights ? Op::kWriteSignal : Op::kSignal,
+    const uint64_t length = sizeof(CallRecord) + AlignUp(params.weights_bytes, kWireUnitBytes);
+    return Command{.op = is_first ? Op::kWriteSignal : Op::kSignal,
                    .dst_rank = peer,
-                   .length_bytes = AlignUp(params.weights_bytes, kWireUnitBytes),
-                   .local_offset = send + layout.rows_weights,
-                   .remote_offset = remote_of(peer / shape.node_size) + layout.rows_weights,
+                   .length_bytes = is_first ? length : 0,
+                   .local_offset = send + layout.rows_call,
+                   .remote_offset = remote_of(peer / shape.node_size) + layout.rows_call,
                    .channel = Channel::kDispatch,
                    .epoch = epoch};
   });
@@ -131,13 +140,21 @@ __global__ void __launch_bounds__(kThreads)
   auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t number = threadIdx.x; number < NumRemotes(device); number += kThreads) {
     const uint32_t source = RemoteRank(device, number);
-    if (!WaitSignals(device, source % shape.node_size, Channel::kDispatch, source,
-                     Operation::kDispatch, state->row_slices + slice.number + 1)) {
+    const uint32_t local = source % shape.node_size;
+    if (!WaitSignals(device, local, Channel::kDispatch, source, Operation::kDispatch,
+                     state->row_slices + slice.number + 1) ||
+        slice.number > 0) {
       continue;
     }
     const uint64_t rows = layout.rows_recv.At(
         parity, OtherNode(shape.num_nodes(), NodeOf(device), source / shape.node_size));
-    records[source] = {rows << 1, (rows + layout.rows_weights) << 1, records[device.rank].started};
+    const auto said = *reinterpret_cast<const CallRecord*>(device.network->stages[local] + rows +
+                                                           layout.rows_call);
+    if (said.call != value) {
+      Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, source, value, said.call);
+      continue;
+    }
+    records[source] = {rows << 1, (rows + layout.rows_weights) << 1, said.started};
     OwnHeapAt<uint64_t>(device, device.layout.entry_flags)[source] = value;
   }
   SyncBlock();

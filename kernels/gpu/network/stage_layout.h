@@ -18,6 +18,14 @@ namespace jax_ep::gpu {
 // K begin a chunk at a multiple of kWireUnitBytes.
 inline constexpr uint64_t kNetChunkTokens = 8;
 
+// What a source says of its HT call, with its first signal: ranks of other nodes see no flags of it
+// (protocol/control.cuh), and take nothing from a call of another program.
+struct CallRecord {
+  uint64_t call;     // FlagValue
+  uint64_t started;  // as in DispatchRecord
+};
+static_assert(sizeof(CallRecord) == kWireUnitBytes);
+
 struct NetLayout {
   uint64_t total_bytes = 0;
   uint64_t flags = 0;  // u64 [kNumChannels][N]: signals (counted channels: epochs) from that rank
@@ -29,14 +37,14 @@ struct NetLayout {
   uint64_t counts_bytes = 0;
   uint64_t list_bytes = 0;
   // HT dispatch, by parity. "[O]": by OtherNode of the other node.
-  HeapArea rows_send;  // [2]: rows [T, H] without padding, then weights [T * K]
+  HeapArea rows_send;  // [2]: rows [T, H] without padding, CallRecord, weights [T * K]
   HeapArea rows_recv;  // [2][O]: the same, of the rail's rank there; only rows with a pair here
-  uint64_t rows_weights = 0;
-  // HT combine, by parity: rows [T] of kind Partial, then scalars [T][node_size][K].
+  uint64_t rows_call = 0, rows_weights = 0;
+  // HT combine, by parity: rows [T] of kind Partial, scalars [T][node_size][K], CallRecord.
   HeapArea sums_send;  // [2][O]
   HeapArea sums_recv;  // [2][O]
   uint64_t sums_pitch = 0;
-  uint64_t sums_scalars = 0;
+  uint64_t sums_scalars = 0, sums_call = 0;
   // LL, by slot set. A record is followed by a u64 tag, the StartFlag of its call, because a count
   // says how many records have come and not which.
   HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
@@ -86,12 +94,14 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   layout.list_send = take(kParities, 1, layout.list_bytes);
   layout.list_recv = take(kParities, num_remote, layout.list_bytes);
 
-  layout.rows_weights = AlignUp(tokens * row_bytes, kRowAlignBytes);
+  layout.rows_call = AlignUp(tokens * row_bytes, kRowAlignBytes);
+  layout.rows_weights = layout.rows_call + sizeof(CallRecord);
   layout.rows_send = take(kParities, 1, layout.rows_weights + cells_bytes);
   layout.rows_recv = take(kParities, num_others, layout.rows_weights + cells_bytes);
   layout.sums_pitch = RowBytes(shape.hidden, partial_type);
   layout.sums_scalars = AlignUp(tokens * layout.sums_pitch, kRowAlignBytes);
-  const uint64_t sums_bytes = layout.sums_scalars + cells_bytes * shape.node_size + kRowAlignBytes;
+  layout.sums_call = layout.sums_scalars + cells_bytes * shape.node_size + kRowAlignBytes;
+  const uint64_t sums_bytes = layout.sums_call + sizeof(CallRecord);
   layout.sums_send = take(kParities, num_others, sums_bytes);
   layout.sums_recv = take(kParities, num_others, sums_bytes);
 

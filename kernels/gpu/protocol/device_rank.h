@@ -13,8 +13,8 @@ namespace jax_ep::gpu {
 struct DeviceNetwork;  // network.h
 
 struct DeviceRank {
-  GroupShape shape;
-  GpuHeapLayout layout;
+  GroupShape shape;      // of the call that is launched: the group's, or a view's
+  GpuHeapLayout layout;  // of the group's
   uint32_t rank;
   uint32_t node_begin;  // first rank of this node
   bool debug;
@@ -43,12 +43,14 @@ constexpr uint64_t FlagValue(uint64_t sequence, Operation operation, uint32_t pr
 
 // What is static about a call, in kProgramBits: equal on all ranks that run the same program, else
 // almost surely not. `program`: PlanParams.program, or that of the other operations.
-constexpr uint32_t FingerprintOf(Operation operation, uint32_t program, Mode mode, Layout layout,
-                                 int64_t num_tokens, int64_t recv_rows) {
+constexpr uint32_t FingerprintOf(Operation operation, const GroupShape& shape, uint32_t program,
+                                 Mode mode, Layout layout, int64_t num_tokens, int64_t recv_rows) {
   uint64_t hash = program;
-  for (const uint64_t word : {static_cast<uint64_t>(operation), static_cast<uint64_t>(mode),
-                              static_cast<uint64_t>(layout), static_cast<uint64_t>(num_tokens),
-                              static_cast<uint64_t>(recv_rows)}) {
+  for (const uint64_t word :
+       {static_cast<uint64_t>(operation), static_cast<uint64_t>(mode),
+        static_cast<uint64_t>(layout), static_cast<uint64_t>(num_tokens),
+        static_cast<uint64_t>(recv_rows), static_cast<uint64_t>(shape.num_experts),
+        static_cast<uint64_t>(shape.top_k), static_cast<uint64_t>(shape.align), shape.hidden}) {
     constexpr uint64_t kOdd = 0x9e3779b97f4a7c15;  // 2^64 / golden ratio
     hash = (hash ^ word) * kOdd;
     hash ^= hash >> 32;

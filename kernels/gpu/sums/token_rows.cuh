@@ -1,9 +1,4 @@
-// kernels/gpu/sums: the fixed order of additions (docs/semantics.md), for all combines.
-//   In: the rows that a rank holds of a token, the partials of other ranks. Out: one sum, in f32.
-//   Waits: nothing. The caller has waited for what it passes.
-//
-// The rows that a rank holds of one token, and how they are added: what the kernels share that
-// combine without bulk copies.
+// The rows that a rank holds of one token, and how they are added.
 #pragma once
 
 #include "kernels/gpu/device/elements.cuh"
@@ -11,48 +6,76 @@
 
 namespace jax_ep::gpu {
 
-// The local rows of one token of one source, ascending. In shared memory, one per warp.
+// One warp: the rows that this rank holds of a token. A lane has pairs PairOf(i), i < kPairs.
+template <uint32_t kPairs = kEntriesPerLane>
 struct TokenRows {
-  int32_t by_k[kMaxTopK];  // row of pair k, kNoRow if it has none here
+  int32_t row[kPairs];          // of the pair; kNoRow: it has none here
+  uint32_t lower[kPairs] = {};  // rows of the token below it
+  uint32_t count = 0;           // of the token
+
+  __device__ TokenRows() {
+#pragma unroll
+    for (int32_t& none : row) none = kNoRow;
+  }
+  // row_of(k): of a pair. top_k <= kPairs * kWarpSize.
+  template <typename RowOf>
+  __device__ TokenRows(uint32_t top_k, RowOf&& row_of) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPairs; ++i) {
+      row[i] = PairOf(i) < top_k ? row_of(PairOf(i)) : kNoRow;
+      count += CountLanes(Ballot(row[i] >= 0));
+    }
+    if (count == 0) return;
+#pragma unroll
+    for (uint32_t other = 0; other < kPairs; ++other) {
+      const uint32_t first = other * kWarpSize;
+      const uint32_t end = other + 1 == kPairs ? top_k : min(top_k, first + kWarpSize);
+      for (uint32_t k = first; k < end; ++k) {
+        const auto other_row = static_cast<uint32_t>(FromLane(row[other], k - first));
+#pragma unroll
+        for (uint32_t i = 0; i < kPairs; ++i) lower[i] += other_row < static_cast<uint32_t>(row[i]);
+      }
+    }
+  }
+
+  __device__ static uint32_t PairOf(uint32_t i) { return i * kWarpSize + LaneId(); }
+
+  // The scalar at this rank of the lane's pair i, in all lanes; the token has rows, the call has
+  // scalars.
+  template <typename Call>
+  __device__ float PairScalar(const Call& call, uint32_t i) const {
+    if (call.layout != Layout::kRankMajor) return row[i] >= 0 ? call.pair_scalars[row[i]] : 0.0f;
+    int32_t only = kNoRow;  // a rank has one row of a token there
+#pragma unroll
+    for (uint32_t j = 0; j < kPairs; ++j) only = max(only, row[j]);
+    const uint32_t top_k = call.device.shape.top_k;
+    const uint64_t first = static_cast<uint64_t>(WarpMax(only)) * top_k;
+    return PairOf(i) < top_k ? call.pair_scalars[first + PairOf(i)] : 0.0f;
+  }
+};
+
+// The same rows, ascending, for all lanes. In shared memory, one per warp.
+struct RowList {
   int32_t rows[kMaxTopK];
   float weights[kMaxTopK];
 };
 
-// One warp. Number of local rows.
-template <typename Params>
-__device__ uint32_t FindRows(const Params& params, const RowIndex& index, uint32_t source,
-                             uint64_t token, TokenRows& local) {
-  const uint32_t top_k = params.device.shape.top_k;
+// One warp: the rows of a token of `source`, also in `list`.
+template <typename Call>
+__device__ TokenRows<> FindRows(const Call& call, const RowIndex& index, uint32_t source,
+                                uint64_t token, RowList& list) {
+  const TokenRows<> found(call.device.shape.top_k,
+                          [&](uint32_t k) { return index.RowOf(index.Entry(source, token, k)); });
   SyncWarp();  // the token before has been read
-  for (uint32_t k = LaneId(); k < top_k; k += kWarpSize) {
-    local.by_k[k] = index.RowOf(index.Entry(source, token, k));
-  }
-  SyncWarp();
-  uint32_t count = 0;
-  for (uint32_t first = 0; first < top_k; first += kWarpSize) {
-    const uint32_t k = first + LaneId();
-    const int32_t row = k < top_k ? local.by_k[k] : kNoRow;
-    count += CountLanes(Ballot(row >= 0));
+#pragma unroll
+  for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
+    const int32_t row = found.row[i];
     if (row < 0) continue;
-    uint32_t lower = 0;
-    for (uint32_t other = 0; other < top_k; ++other) {
-      const int32_t other_row = local.by_k[other];
-      lower += other_row >= 0 && other_row < row;
-    }
-    local.rows[lower] = row;
-    local.weights[lower] = params.row_weights != nullptr ? params.row_weights[row] : 1.0f;
+    list.rows[found.lower[i]] = row;
+    list.weights[found.lower[i]] = call.row_weights != nullptr ? call.row_weights[row] : 1.0f;
   }
   SyncWarp();
-  return count;
-}
-
-// Scalar of pair k at this rank, where `local` is its token.
-template <typename Params>
-__device__ inline float ScalarOf(const Params& params, const TokenRows& local, uint32_t k) {
-  if (params.layout != Layout::kRankMajor) {
-    return local.by_k[k] >= 0 ? params.pair_scalars[local.by_k[k]] : 0.0f;
-  }
-  return params.pair_scalars[static_cast<uint64_t>(local.rows[0]) * params.device.shape.top_k + k];
+  return found;
 }
 
 // Adds a row's words, weighted; the first one begins the sums.

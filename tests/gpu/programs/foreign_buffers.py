@@ -124,6 +124,10 @@ def run_arena_cases(group: jax_ep.Group, step: Any, wanted: np.ndarray) -> None:
     from_arena(group, step, wanted, "offloaded operand")
 
 
+def print_data_path(group: jax_ep.Group, case: str) -> None:
+    print(json.dumps({"case": case, "is": dict(group.health().details)["data_path"]}), flush=True)
+
+
 def pointer(array: jax.Array) -> int:
     return int(array.unsafe_buffer_pointer())
 
@@ -141,8 +145,7 @@ def run_grown_case(step_of: Callable[[jax_ep.Group], Any]) -> None:
     begin = pointer(ranges[0])
     ranges.clear()
     with jax_ep.create_group(mesh, "ep", config, "native") as group:
-        data_path = dict(group.health().details)["data_path"]
-        print(json.dumps({"case": "data path", "is": data_path}), flush=True)
+        print_data_path(group, "data path")
         step = step_of(group)
         x, ids, weights = put(x_host), put(ids_host), put(weights_host)
         wanted = np.asarray(step(x, ids, weights))
@@ -176,11 +179,11 @@ if sys.argv[1] == "grown":
     run_grown_case(step_of)
 else:
     with jax_ep.create_group(mesh, "ep", config, "native") as group:
-        path = dict(group.health().details)["data_path"]
-        print(json.dumps({"case": "data path", "is": path}), flush=True)
+        print_data_path(group, "data path")
         step = step_of(group)
         wanted = np.asarray(step(put(x_host), put(ids_host), put(weights_host)))
         direct = 2 * x_host * weights_host.sum(axis=1, keepdims=True)
         np.testing.assert_allclose(wanted, direct, rtol=1e-5, atol=1e-5)
         run_arena_cases(group, step, wanted)
+        print_data_path(group, "data path at the end")
 print("foreign buffers DONE", flush=True)

@@ -26,4 +26,4 @@ class Model:
 
 
 group.close()
-print(f"closed {group.health().ok}", flush=True)
+print(f"closed {'is closed' in group.health().message}", flush=True)

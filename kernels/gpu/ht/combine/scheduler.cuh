@@ -1,10 +1,11 @@
-// The warp of a team that finds work and writes commands (combine_rows_in_bulk.cu).
+// The warp of a team that writes the commands for its work (work.cuh, combine_rows_in_bulk.cu).
 #pragma once
 
 #include "kernels/gpu/device/elements.cuh"
 #include "kernels/gpu/ht/combine/team.cuh"
+#include "kernels/gpu/ht/combine/work.cuh"
 #include "kernels/gpu/protocol/row_index.cuh"
-#include "kernels/gpu/sums/tree_order.h"
+#include "kernels/gpu/sums/tree.h"
 
 namespace jax_ep::gpu::team {
 
@@ -23,8 +24,7 @@ class Scheduler {
         team_(team),
         top_k_(params.device.shape.top_k),
         pitch_(static_cast<uint32_t>(AlignUp(top_k_, kCellWords))),
-        tokens_per_batch_(min(kTokensPerChunk, kBatchCommands / pitch_)),
-        kind_(makes_partials_first ? Kind::kPartials : Kind::kSums) {
+        queue_(params, min(kTokensPerChunk, kBatchCommands / pitch_), makes_partials_first) {
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const uint32_t cell = i * kWarpSize + LaneId();
@@ -33,15 +33,14 @@ class Scheduler {
   }
 
   __device__ void Run() {
-    TakeNumber();
     Work work;
     Pair pairs[kLanePairs];
     while (true) {
-      const Work next = WorkAfter(work);
+      const Work next = queue_.After(work);
       Pair next_pairs[kLanePairs];
       LoadPlaces(next, next_pairs);
-      if (work.kind == Kind::kNone && next.kind == Kind::kNone) break;
-      if (work.kind != Kind::kNone) {
+      if (work.kind == WorkKind::kNone && next.kind == WorkKind::kNone) break;
+      if (work.kind != WorkKind::kNone) {
         if (!Wait(work)) break;
         Write(work, pairs);
       }
@@ -58,9 +57,10 @@ class Scheduler {
   }
 
  private:
-  static constexpr uint32_t kTokensPerChunk = static_cast<uint32_t>(kChunkTokens);
   static constexpr uint32_t kLanePairs = kBatchCommands / kWarpSize;
   static constexpr uint32_t kCellWords = sizeof(int4) / sizeof(int32_t);  // read at once
+
+  static constexpr uint64_t kOwnLeaf = 1;  // in the tree over ranks (tree.h)
 
   // The pair (token of the work, k) that a lane has; there is none where k is not below K.
   struct Cell {
@@ -68,16 +68,6 @@ class Scheduler {
     uint32_t k;
   };
 
-  enum class Kind : uint32_t { kNone, kPartials, kSums };
-  // Tokens of one task whose commands are one batch per piece.
-  struct Work {
-    Kind kind = Kind::kNone;
-    uint32_t owner;
-    uint32_t chunk;
-    uint32_t first;  // token of the chunk
-    uint32_t num_tokens;
-    bool begins_task, ends_task;
-  };
   struct Pair {
     uint64_t entry;
     int32_t place;  // send_slot of a pair of an own token
@@ -88,67 +78,15 @@ class Scheduler {
   struct TokenSummary {
     uint32_t count;         // rows here
     uint32_t lower;         // of them below the pair's own
-    uint64_t remote;        // other ranks that hold rows of it
+    uint64_t remote;        // leaves of other ranks that hold rows of it
     bool is_first;          // of the pairs with rows at its rank
     uint32_t num_commands;  // of the token
     uint32_t begin;         // of them, in the batch
   };
 
-  // Finding work. First all tasks of one kind, then all of the other.
-  __device__ uint32_t NumTasks() const {
-    const uint32_t num_peers = device_.shape.num_ranks - 1;
-    return kind_ == Kind::kSums ? params_.num_chunks : num_peers * params_.num_chunks;
-  }
-  // The next task's number is taken early, so that it is here in time.
-  __device__ void TakeNumber() {
-    Control* control = ControlOf(device_);
-    if (LaneId() != 0) return;
-    number_ = atomicAdd(kind_ == Kind::kSums ? &control->sums_taken : &control->partials_taken, 1u);
-  }
-
-  // Nothing: that was all, or what follows must wait for the end of `work`.
-  __device__ Work WorkAfter(const Work& work) {
-    Work next = work;
-    next.begins_task = work.kind == Kind::kNone || work.ends_task;
-    if (!next.begins_task) {
-      next.first += tokens_per_batch_;
-    } else {
-      next = NextTask(work.kind);
-      if (next.kind == Kind::kNone) return next;
-    }
-    const uint32_t first_token = next.chunk * kTokensPerChunk;
-    const uint32_t chunk_tokens = min(kTokensPerChunk, params_.num_tokens - first_token);
-    next.num_tokens = min(tokens_per_batch_, chunk_tokens - next.first);
-    next.ends_task = next.first + next.num_tokens == chunk_tokens;
-    return next;
-  }
-  __device__ Work NextTask(Kind kind_before) {
-    uint32_t number = FromLane(number_, 0);
-    if (number >= NumTasks() && !is_second_kind_) {
-      // A partial that is taken must not queue behind sums that wait: those are finished first.
-      if (kind_before == Kind::kSums) return {};
-      kind_ = kind_ == Kind::kSums ? Kind::kPartials : Kind::kSums;
-      is_second_kind_ = true;
-      TakeNumber();
-      number = FromLane(number_, 0);
-    }
-    if (number >= NumTasks()) return {};
-    TakeNumber();
-    Work next{.kind = kind_, .begins_task = true};
-    if (kind_ == Kind::kSums) {
-      next.owner = device_.rank;
-      next.chunk = number;
-    } else {
-      const uint32_t num_peers = device_.shape.num_ranks - 1;
-      next.chunk = number / num_peers;
-      const uint32_t step = (number % num_peers + Scatter(next.chunk)) % num_peers;
-      next.owner = (device_.rank + 1 + step) % device_.shape.num_ranks;
-    }
-    return next;
-  }
   // Sums wait for the peers' partials; what is known of their pairs comes meanwhile.
   __device__ bool Wait(const Work& work) const {
-    if (work.kind != Kind::kSums) return true;
+    if (work.kind != WorkKind::kSums) return true;
     return WaitChunk(device_, FlagValue(sequence_, Operation::kCombine, device_.program),
                      [&](uint32_t peer) { return ChunkFlag(device_, peer, work.chunk); });
   }
@@ -165,16 +103,16 @@ class Scheduler {
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       pairs[i].entry = 0;
       pairs[i].place = -1;
-      if (work.kind == Kind::kNone || !IsPair(work, cells_[i])) continue;
+      if (work.kind == WorkKind::kNone || !IsPair(work, cells_[i])) continue;
       const uint64_t token = FirstToken(work) + cells_[i].token;
       pairs[i].entry = index_.Entry(work.owner, token, cells_[i].k);
-      if (work.kind == Kind::kSums) {
+      if (work.kind == WorkKind::kSums) {
         pairs[i].place = params_.send_slot[token * top_k_ + cells_[i].k];
       }
     }
   }
   __device__ void LoadWeights(const Work& work, Pair (&pairs)[kLanePairs]) const {
-    if (work.kind == Kind::kNone) return;
+    if (work.kind == WorkKind::kNone) return;
 #pragma unroll
     for (uint32_t i = 0; i < kLanePairs; ++i) {
       const int32_t row = pairs[i].entry == 0 ? kNoRow : index_.RowOf(pairs[i].entry);
@@ -207,7 +145,7 @@ class Scheduler {
 
   // Commands.
   __device__ void Write(const Work& work, const Pair (&pairs)[kLanePairs]) {
-    const bool is_sum = work.kind == Kind::kSums;
+    const bool is_sum = work.kind == WorkKind::kSums;
     if (!is_sum && work.begins_task) WriteTask({work.owner, work.chunk});
     SyncWarp();  // the pairs before have been read
 #pragma unroll
@@ -219,7 +157,7 @@ class Scheduler {
       // Plans come from the caller: a slot beyond the last rank is none.
       const bool is_placed =
           pairs[i].place >= 0 && holder < static_cast<int32_t>(device_.shape.num_ranks);
-      team_.holders[cell] = is_placed ? holder : -1;
+      team_.leaves[cell] = is_placed ? holder ^ static_cast<int32_t>(device_.rank) : -1;
     }
     SyncWarp();
     TokenSummary tokens[kLanePairs];
@@ -257,13 +195,13 @@ class Scheduler {
       const uint32_t own = i * kWarpSize + LaneId();
       TokenSummary& token = tokens[i];
       token = {.is_first = true};
-      const int32_t holder = kIsSum ? team_.holders[own] : -1;
+      const int32_t leaf = kIsSum ? team_.leaves[own] : -1;
       for (uint32_t cell = first; cell < first + pitch_ && cell < kBatchCommands;
            cell += kCellWords) {
-        int32_t rows[kCellWords], holders[kCellWords];
+        int32_t rows[kCellWords], leaves[kCellWords];
         *reinterpret_cast<int4*>(rows) = *reinterpret_cast<const int4*>(team_.rows + cell);
         if constexpr (kIsSum) {
-          *reinterpret_cast<int4*>(holders) = *reinterpret_cast<const int4*>(team_.holders + cell);
+          *reinterpret_cast<int4*>(leaves) = *reinterpret_cast<const int4*>(team_.leaves + cell);
         }
 #pragma unroll
         for (uint32_t j = 0; j < kCellWords; ++j) {
@@ -271,12 +209,12 @@ class Scheduler {
           token.count += is_here;
           token.lower += is_here && rows[j] < pairs[i].row;
           if constexpr (kIsSum) {
-            if (holders[j] >= 0) token.remote |= uint64_t{1} << holders[j];
-            token.is_first &= cell + j >= own || holders[j] != holder;
+            if (leaves[j] >= 0) token.remote |= uint64_t{1} << leaves[j];
+            token.is_first &= cell + j >= own || leaves[j] != leaf;
           }
         }
       }
-      if constexpr (kIsSum) token.remote &= ~(uint64_t{1} << device_.rank);
+      if constexpr (kIsSum) token.remote &= ~kOwnLeaf;
       token.num_commands = token.count + static_cast<uint32_t>(__popcll(token.remote));
       const bool is_token = cells_[i].token < work.num_tokens;
       // A sum of no rows is one, too.
@@ -328,8 +266,9 @@ class Scheduler {
                                 const TokenSummary& token) const {
     Source source;
     if (!IsPair(work, cells_[i])) return source;
-    const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
-    const bool is_remote = holder >= 0 && (token.remote >> holder & 1) != 0 && token.is_first;
+    const int32_t leaf_or_none = team_.leaves[i * kWarpSize + LaneId()];
+    const bool is_remote =
+        leaf_or_none >= 0 && (token.remote >> leaf_or_none & 1) != 0 && token.is_first;
     const bool is_zero = token.count == 0 && token.remote == 0 && cells_[i].k == 0;
     source.is_one = pair.row >= 0 || is_remote || is_zero;
     if (!source.is_one) return source;
@@ -344,40 +283,39 @@ class Scheduler {
     }
     // Own rows come first, then the partials of other ranks as the tree adds them to what is there.
     const bool has_own = token.count > 0;
-    const uint64_t own = has_own ? uint64_t{1} << device_.rank : 0;
-    const TreeOrder order(token.remote | own, has_own ? device_.rank : FirstOf(token.remote));
+    const TreeOrder order(token.remote | (has_own ? kOwnLeaf : 0));
     if (pair.row >= 0) {
       source.from = RowOf(pair);
       source.elem_bytes = sizeof(typename Elem::Storage);
       source.position += token.lower;
       source.ops = kHasRow;
       if (token.lower == 0) source.ops |= kBeginsSum;
-      if (token.lower + 1 == token.count) source.ops |= kRounds | kEndsSum | order.OpsOfFirst();
+      if (token.lower + 1 == token.count) source.ops |= kRounds | kEndsSum | order.OpsAfter(0);
       return source;
     }
-    const auto self = static_cast<uint32_t>(holder);
-    const uint32_t before = order.NumBefore(self);
+    const auto leaf = static_cast<uint32_t>(leaf_or_none);
+    const uint32_t before = order.NumBefore(leaf);
     source.position += has_own ? token.count + before - 1 : before;
-    source.from = PlaceOfPartial(device_.rank, self, number);
+    source.from = PlaceOfPartial(device_.rank, leaf ^ device_.rank, number);
     source.elem_bytes = sizeof(typename Partial::Storage);
     constexpr bool kIsLikeRow = std::is_same_v<Elem, Partial>;
-    source.ops = (kIsLikeRow ? kHasRow : kHasPartial | kEndsSum) |
-                 (before == 0 ? kBeginsSum | order.OpsOfFirst() : order.OpsOf(self));
+    source.ops = (kIsLikeRow ? kHasRow : kHasPartial | kEndsSum) | order.OpsAfter(leaf);
+    if (order.Begins(leaf)) source.ops |= kBeginsSum;
     return source;
   }
 
   __device__ void WriteCommands(const Work& work, const Pair (&pairs)[kLanePairs],
                                 const Source (&sources)[kLanePairs], uint32_t num_all,
                                 bool ends_task) {
-    const uint32_t to_bytes = work.kind == Kind::kSums ? sizeof(typename Elem::Storage)
-                                                       : sizeof(typename Partial::Storage);
+    const uint32_t to_bytes = work.kind == WorkKind::kSums ? sizeof(typename Elem::Storage)
+                                                           : sizeof(typename Partial::Storage);
     const uint64_t hidden = device_.shape.hidden;
     for (uint64_t first = 0; first < hidden; first += params_.piece_elems) {
       const auto num_elems =
           static_cast<uint32_t>(min(hidden - first, static_cast<uint64_t>(params_.piece_elems)));
       const bool is_last_piece = first + num_elems == hidden;
       Publish(num_all, [&](Batch& batch) {
-        if (LaneId() == 0) batch.needs_fence = work.kind == Kind::kSums && first == 0;
+        if (LaneId() == 0) batch.needs_fence = work.kind == WorkKind::kSums && first == 0;
 #pragma unroll
         for (uint32_t i = 0; i < kLanePairs; ++i) {
           const Source& source = sources[i];
@@ -403,16 +341,17 @@ class Scheduler {
       if (!IsPair(work, cell)) continue;
       const uint64_t token = FirstToken(work) + cell.token;
       const bool has_rows = tokens[i].count > 0;
-      if (work.kind == Kind::kPartials) {
+      if (work.kind == WorkKind::kPartials) {
         if (has_rows) *ScalarAt(work.owner, device_.rank, token, cell.k) = ScalarOf(cell);
         continue;
       }
-      const int32_t holder = team_.holders[i * kWarpSize + LaneId()];
+      const int32_t leaf = team_.leaves[i * kWarpSize + LaneId()];
       float scalar = 0.0f;
-      if (holder == static_cast<int32_t>(device_.rank)) {
+      if (leaf == 0) {
         if (has_rows) scalar = ScalarOf(cell);
-      } else if (holder >= 0) {
-        scalar = *ScalarAt(device_.rank, static_cast<uint32_t>(holder), token, cell.k);
+      } else if (leaf > 0) {
+        const uint32_t holder = static_cast<uint32_t>(leaf) ^ device_.rank;
+        scalar = *ScalarAt(device_.rank, holder, token, cell.k);
       }
       params_.pair_scalars_out[token * top_k_ + cell.k] = scalar;
     }
@@ -443,11 +382,8 @@ class Scheduler {
   TeamState& team_;
   uint32_t top_k_;
   uint32_t pitch_;  // cells of a token
-  uint32_t tokens_per_batch_;
   Cell cells_[kLanePairs];
-  Kind kind_;                    // of the tasks that are taken now
-  bool is_second_kind_ = false;  // those of the other kind are all taken
-  uint32_t number_ = 0;          // in lane 0: the next task
+  WorkQueue queue_;
   RingPosition batch_{.parity = 1};
   RingPosition task_{.parity = 1};
 };

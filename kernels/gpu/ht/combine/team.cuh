@@ -60,8 +60,8 @@ struct TeamState {
   GroupWeights weights[kGroups];
   Batch batches[kBatches];
   Task tasks[kTasks];
-  alignas(16) int32_t rows[kBatchCommands];     // of the batch's pairs
-  alignas(16) int32_t holders[kBatchCommands];  // of own tokens: rank with the pair's row, or -1
+  alignas(16) int32_t rows[kBatchCommands];    // of the batch's pairs
+  alignas(16) int32_t leaves[kBatchCommands];  // of own tokens: of the pair's rank (tree.h), or -1
 };
 
 __host__ __device__ constexpr uint32_t TeamHeadBytes() {

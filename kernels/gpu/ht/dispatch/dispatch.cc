@@ -28,7 +28,7 @@ const char* LaunchPull(RankHandle& rank, const PullParams& params, cudaStream_t 
     return LaunchPullRowsInBulk(rank, params, stream);
   }
 #endif
-  return LaunchPullRows(rank, params, stream);
+  return LaunchPullRows(params, stream);
 }
 
 }  // namespace
@@ -68,21 +68,27 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const i
     if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
   }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  PullParams params{.device = rank.device,
-                    .layout = call.layout,
-                    .zero_padding = call.zero_padding,
-                    .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
-                    .num_tokens = num_tokens,
-                    .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                    .row_bytes = row_bytes,
-                    .recv_src = call.recv_src.data(),
-                    .recv_topk_idx = call.recv_topk_idx.data(),
-                    .recv_x = call.recv_x,
-                    .recv_weights = DataOrNull(call.recv_weights),
-                    .epoch = epoch,
-                    .y = call.y,
-                    .row_weights = DataOrNull(call.row_weights),
-                    .recv_dots = DataOrNull(call.recv_dots)};
+  const bool is_weighted = !call.row_weights.empty() || !call.recv_dots.empty();
+  const RowWork work = is_weighted ? RowWork::kWeight : RowWork::kStore;
+  const int64_t num_rows =
+      call.zero_padding ? call.recv_rows : MeanRows(shape, call.num_tokens, call.recv_rows);
+  PullParams params{
+      .device = rank.device,
+      .layout = call.layout,
+      .zero_padding = call.zero_padding,
+      .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
+      .num_tokens = num_tokens,
+      .recv_rows = static_cast<uint64_t>(call.recv_rows),
+      .row_bytes = row_bytes,
+      .max_blocks = is_done ? rank.max_blocks : MostBlocks(rank, work, call.num_tokens, num_rows),
+      .recv_src = call.recv_src.data(),
+      .recv_topk_idx = call.recv_topk_idx.data(),
+      .recv_x = call.recv_x,
+      .recv_weights = DataOrNull(call.recv_weights),
+      .epoch = epoch,
+      .y = call.y,
+      .row_weights = DataOrNull(call.row_weights),
+      .recv_dots = DataOrNull(call.recv_dots)};
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(num_tokens, number, num_slices);
     if (shape.num_nodes() > 1) {

@@ -354,10 +354,10 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 }
 
 // Blocks of `num_warps` pulling warps that a call is worth.
-inline uint32_t PullBlocks(const RankHandle& rank, const PullParams& params, uint32_t num_warps) {
+inline uint32_t PullBlocks(const PullParams& params, uint32_t num_warps) {
   const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
-  return std::max(BlocksFor(num_items, num_warps, rank.max_blocks),
-                  BlocksFor(params.recv_rows, kWarpSize, rank.max_blocks));
+  return std::max(BlocksFor(num_items, num_warps, params.max_blocks),
+                  BlocksFor(params.recv_rows, kWarpSize, params.max_blocks));
 }
 
 }  // namespace jax_ep::gpu

@@ -18,6 +18,7 @@ struct PullParams {
   TokenSlice slice;  // of every source's tokens that this kernel pulls
   uint64_t recv_rows;
   uint64_t row_bytes;
+  uint32_t max_blocks;
   const int32_t* recv_src;       // [R]
   const int32_t* recv_topk_idx;  // [N * T * K]
   std::byte* recv_x;             // [R, H] or null
@@ -34,7 +35,7 @@ struct PullParams {
 };
 
 const char* PreparePullRows(const RankHandle& rank);
-const char* LaunchPullRows(RankHandle& rank, const PullParams& params, cudaStream_t stream);
+const char* LaunchPullRows(const PullParams& params, cudaStream_t stream);
 // The device has bulk copies, and rows are made of 16-byte words.
 const char* PreparePullRowsInBulk(const RankHandle& rank);
 const char* LaunchPullRowsInBulk(RankHandle& rank, const PullParams& call, cudaStream_t stream);

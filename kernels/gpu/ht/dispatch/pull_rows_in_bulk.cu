@@ -178,7 +178,7 @@ const char* LaunchPullRowsInBulk(RankHandle& rank, const PullParams& call, cudaS
     return PullShared(warps, shape.top_k, params.ring_slots, params.piece_bytes).total_bytes;
   };
   while (num_warps > 1 && shared_bytes_of(num_warps) > rank.shared_bytes_per_block) --num_warps;
-  PullRowsInBulk<<<PullBlocks(rank, params, num_warps), (num_warps + kPaddingWarps) * kWarpSize,
+  PullRowsInBulk<<<PullBlocks(params, num_warps), (num_warps + kPaddingWarps) * kWarpSize,
                    shared_bytes_of(num_warps), stream>>>(params);
   return LaunchResult("PullRowsInBulk");
 }

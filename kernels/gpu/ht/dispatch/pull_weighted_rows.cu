@@ -105,7 +105,7 @@ const char* LaunchPullWeightedRows(RankHandle& rank, const PullParams& call, cud
         (rank.shared_bytes_per_block - params.zero_bytes) / shared.warp_bytes, kMaxBulkWarps);
     constexpr uint32_t kFewestWarps = 2;  // longer rows: in pieces, below
     if (num_warps >= kFewestWarps) {
-      BulkKernelOf(type)<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
+      BulkKernelOf(type)<<<PullBlocks(params, num_warps), (num_warps + 1) * kWarpSize,
                            params.zero_bytes + num_warps * shared.warp_bytes, stream>>>(params);
       return LaunchResult("PullWeightedRowsInBulk");
     }
@@ -119,7 +119,7 @@ const char* LaunchPullWeightedRows(RankHandle& rank, const PullParams& call, cud
   const uint32_t num_warps = std::clamp<uint32_t>(
       rank.shared_bytes_per_block / WarpBytes(params.piece_bytes), 1, kMaxWarps);
   KernelOf(type,
-           params.is_vectorised)<<<PullBlocks(rank, params, num_warps), (num_warps + 1) * kWarpSize,
+           params.is_vectorised)<<<PullBlocks(params, num_warps), (num_warps + 1) * kWarpSize,
                                    num_warps * WarpBytes(params.piece_bytes), stream>>>(params);
   return LaunchResult("PullWeightedRows");
 }

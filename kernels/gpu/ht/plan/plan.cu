@@ -95,9 +95,8 @@ const char* PreparePlanKernels(const RankHandle& rank) {
     return KeepText("got " + std::to_string(shape.num_experts) +
                     " experts, more than this device's shared memory has room for");
   }
-  const uint32_t histograms =
-      NumHistograms(rank) * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
-  if (const char* error = PrepareKernel(&CountPairs, histograms)) return error;
+  // Of any call: one of fewer experts (a view's) may have room for more histograms.
+  if (const char* error = PrepareKernel(&CountPairs, rank.shared_bytes_per_block)) return error;
   return PrepareKernels(tables, &PlaceOwnPairs, &FillRecvSrc);
 }
 

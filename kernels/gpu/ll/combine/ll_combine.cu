@@ -82,9 +82,9 @@ using Kernel = void (*)(LlCombineParams);
 Kernel KernelOf(const GroupShape& shape) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() -> Kernel {
     static_assert(kMaxNodeRanks <= 1u << 6);
-    if (shape.num_ranks <= 1u << 2) return &LlCombine<Types<Elem, Partial, true, 2>>;
-    if (shape.num_ranks <= 1u << 3) return &LlCombine<Types<Elem, Partial, true, 3>>;
-    return &LlCombine<Types<Elem, Partial, true, 6>>;
+    if (shape.num_ranks <= 1u << 2) return &LlCombine<SumTypes<Elem, Partial, true, 2>>;
+    if (shape.num_ranks <= 1u << 3) return &LlCombine<SumTypes<Elem, Partial, true, 3>>;
+    return &LlCombine<SumTypes<Elem, Partial, true, 6>>;
   });
 }
 

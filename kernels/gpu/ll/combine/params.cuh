@@ -10,6 +10,8 @@
 #include "kernels/gpu/device/divisor.h"
 #include "kernels/gpu/device/round_flags.cuh"
 #include "kernels/gpu/lanes/slot_combine.cuh"
+#include "kernels/gpu/sums/rank_sums.cuh"
+#include "kernels/gpu/sums/token_rows.cuh"
 
 namespace jax_ep::gpu::slot_combine {
 
@@ -74,31 +76,9 @@ class PairTable {
 };
 
 // One warp: the rows of an item, a lane for each pair.
-struct ItemRows {
-  int32_t row = kNoRow;  // kNoRow: the pair has none here
-  uint32_t lower = 0;    // rows of the item below it
-  uint32_t count = 0;    // of the item
-
-  ItemRows() = default;
-  __device__ ItemRows(const PairTable& table, uint32_t number, uint32_t top_k) {
-    if (LaneId() < top_k) row = table.RowOf(number, LaneId());
-    count = CountLanes(Ballot(row >= 0));
-    if (count == 0) return;
-    for (uint32_t k = 0; k < top_k; ++k) {
-      lower += static_cast<uint32_t>(FromLane(row, k)) < static_cast<uint32_t>(row);
-    }
-  }
-
-  // The scalar of the lane's pair at this rank; the item has rows, the call has scalars.
-  __device__ float PairScalar(const SlotCombineParams& call) const {
-    if (call.layout != Layout::kRankMajor) return row >= 0 ? call.pair_scalars[row] : 0.0f;
-    const uint32_t top_k = call.device.shape.top_k;
-    const LaneMask first = Ballot(row >= 0 && lower == 0);
-    const int32_t first_row =
-        FromLane(row, static_cast<uint32_t>(__ffs(static_cast<int>(first))) - 1);
-    return LaneId() < top_k ? call.pair_scalars[static_cast<uint64_t>(first_row) * top_k + LaneId()]
-                            : 0.0f;
-  }
-};
+using ItemRows = TokenRows<1>;
+__device__ inline ItemRows RowsOf(const PairTable& table, uint32_t number, uint32_t top_k) {
+  return {top_k, [&](uint32_t k) { return table.RowOf(number, k); }};
+}
 
 }  // namespace jax_ep::gpu::slot_combine

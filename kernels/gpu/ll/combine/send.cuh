@@ -98,7 +98,7 @@ class LlCombineSender {
     const bool is_unit = round * params_.num_send_warps + WarpId() < num_units_;
     const Unit unit = UnitOf(round, WarpId());
     const uint32_t top_k = call_.device.shape.top_k;
-    buffer.Begin(is_unit ? ItemRows(table_, unit.number, top_k) : ItemRows(), RangeOf(unit));
+    buffer.Begin(is_unit ? RowsOf(table_, unit.number, top_k) : ItemRows(), RangeOf(unit));
   }
   // One warp: sends what is in the buffer.
   __device__ void Store(const Unit& unit, const SumBuffer<T>& buffer) const {
@@ -108,7 +108,7 @@ class LlCombineSender {
     if (unit.piece == 0 && call_.pair_scalars != nullptr) {
       const uint32_t top_k = device.shape.top_k;
       auto* scalars = reinterpret_cast<float*>(block) + static_cast<uint64_t>(unit.token) * top_k;
-      const float scalar = buffer.rows().PairScalar(call_);
+      const float scalar = buffer.rows().PairScalar(call_, 0);
       if (LaneId() < top_k) scalars[LaneId()] = scalar;
     }
     FenceProxyAsyncShared();

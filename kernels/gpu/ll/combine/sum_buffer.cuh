@@ -36,9 +36,9 @@ class SumBuffer {
     const uint32_t wanted = range.end - range.begin;
     step_ = rows.count * wanted <= num_words_ ? wanted : num_words_ / rows.count;
     float weight = 1.0f;
-    if (rows.row >= 0 && call_->row_weights != nullptr) weight = call_->row_weights[rows.row];
+    if (rows.row[0] >= 0 && call_->row_weights != nullptr) weight = call_->row_weights[rows.row[0]];
     Load(range.begin);
-    if (rows.row >= 0) state_->weights[rows.lower] = weight;
+    if (rows.row[0] >= 0) state_->weights[rows.lower[0]] = weight;
     SyncWarp();
   }
   // Leaves the buffer without rows to load.
@@ -64,9 +64,9 @@ class SumBuffer {
     SyncWarp();  // the rows before have been read
     if (LaneId() == 0) BarrierExpectBytes(&state_->loaded, rows_.count * num_bytes);
     SyncWarp();
-    if (rows_.row < 0) return;
-    const std::byte* row = call_->y + static_cast<uint64_t>(rows_.row) * call_->row_bytes;
-    BulkLoad(row_bytes_ + rows_.lower * num_bytes, row + begin * sizeof(Word), num_bytes,
+    if (rows_.row[0] < 0) return;
+    const std::byte* row = call_->y + static_cast<uint64_t>(rows_.row[0]) * call_->row_bytes;
+    BulkLoad(row_bytes_ + rows_.lower[0] * num_bytes, row + begin * sizeof(Word), num_bytes,
              &state_->loaded);
   }
   __device__ void Sum(uint32_t begin) const {

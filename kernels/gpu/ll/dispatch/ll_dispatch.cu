@@ -151,7 +151,8 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
     return KeepText("got " + std::to_string(shape.num_experts) +
                     " experts, more than this device's shared memory has room for in mode ll");
   }
-  const uint32_t most_bytes = SharedBytes(rank, SendWarpsOf(rank), PlaceWarpsOf(rank));
+  // Of any call: one of smaller sizes (a view's) may have room for more rows.
+  const auto most_bytes = static_cast<uint32_t>(MostSharedBytes(rank));
   for (const bool is_vectorised : {false, true}) {
     for (const bool is_weighted : {false, true}) {
       const Kernel kernel = KernelOf(shape.elem_type, is_vectorised, is_weighted);

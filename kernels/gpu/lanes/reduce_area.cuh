@@ -1,0 +1,105 @@
+// Partials of an HT combine in reduce areas: what combine_rows.cu and network/combine.cu share.
+#pragma once
+
+#include "kernels/gpu/ht/combine/combine.cuh"
+#include "kernels/gpu/lanes/token_sums.cuh"
+#include "kernels/gpu/network/network.h"
+
+namespace jax_ep::gpu {
+
+// Blocks of a rank's reduce area: first those of its own tokens, by the mate that holds the rows;
+// then, for each rank of its rail in another node, those of that rank's tokens by mate, itself
+// included. N - 1 in all.
+__device__ inline uint64_t ReduceBlockOf(const DeviceRank& device, uint32_t owner,
+                                         uint32_t holder) {
+  const GroupShape& shape = device.shape;
+  const uint32_t local = holder % shape.node_size;
+  if (IsMate(device, owner)) {
+    return GpuHeapLayout::ReduceBlock(shape.node_size, owner % shape.node_size, local);
+  }
+  const uint32_t other =
+      OtherNode(shape.num_nodes(), device.node_begin / shape.node_size, owner / shape.node_size);
+  return shape.node_size - 1 + other * shape.node_size + local;
+}
+
+// A partial of a token, or of all from there on, in a block of the reduce area of `rank`.
+struct ReducePlace {
+  const DeviceRank& device;
+  uint32_t rank;
+  uint64_t number;  // of all tokens of all blocks
+
+  __device__ ReducePlace(const DeviceRank& own, uint32_t at, uint64_t block, uint64_t token)
+      : device(own), rank(at), number(block * own.shape.max_tokens + token) {}
+
+  __device__ std::byte* Row() const {
+    return HeapAt<std::byte>(device, rank,
+                             device.layout.reduce_rows + number * device.layout.reduce_pitch);
+  }
+  __device__ float* Scalars() const {
+    return HeapAt<float>(device, rank, device.layout.reduce_scalars) + number * device.shape.top_k;
+  }
+  // The tag of the operation that has written it, for owners in other nodes.
+  __device__ uint32_t* Presence() const {
+    return HeapAt<uint32_t>(device, rank, device.layout.reduce_presence) + number;
+  }
+};
+
+template <typename T>
+__device__ inline WordRange RowWords(const CombineKernelParams& params) {
+  return {0, static_cast<uint32_t>(params.row_bytes / sizeof(typename T::Word))};
+}
+
+// One warp: this rank's partial of a token of `owner`, to the owner or to the mate on its rail.
+template <typename T>
+__device__ void SendPartial(const CombineKernelParams& params, const RowIndex& index,
+                            uint32_t owner, uint64_t token, RowList& list) {
+  const DeviceRank& device = params.device;
+  const TokenRows<> rows = FindRows(params, index, owner, token, list);
+  if (rows.count == 0) return;
+  const uint32_t target = device.node_begin + owner % device.shape.node_size;
+  const ReducePlace place(device, target, ReduceBlockOf(device, owner, device.rank), token);
+  if (!IsMate(device, owner) && LaneId() == 0) *place.Presence() = TagOf(SequenceOf(device));
+  if (params.pair_scalars != nullptr) WriteScalars(params, rows, place.Scalars());
+  if (params.y == nullptr) return;
+  WritePartial<T>(params, list, rows.count, RowWords<T>(params), place.Row());
+}
+
+// Of a token of this rank, inside its node.
+struct MatePartials {
+  const DeviceRank& device;
+
+  __device__ RankLeaves Leaves() const { return RankLeaves(device.shape.num_ranks); }
+  __device__ uint32_t RankAt(uint32_t holder) const { return holder; }
+  __device__ const std::byte* PartialOf(uint32_t rank, uint64_t token) const {
+    return PlaceOf(rank, token).Row();
+  }
+  __device__ const float* ScalarsOf(uint32_t holder, uint64_t token) const {
+    return PlaceOf(holder, token).Scalars();
+  }
+
+ private:
+  // ReduceBlockOf without a division, as sums ask for each of their words.
+  __device__ ReducePlace PlaceOf(uint32_t mate, uint64_t token) const {
+    const uint32_t above = mate - device.rank - 1;
+    const uint32_t block = mate > device.rank ? above : above + device.shape.node_size;
+    return {device, device.rank, block, token};
+  }
+};
+
+// One warp: everything about a token of this rank, its partials being here.
+template <typename T, typename Partials>
+__device__ void FinishToken(const CombineKernelParams& params, const RowIndex& index,
+                            uint64_t number, RowList& list, const Partials& partials) {
+  const uint32_t own = params.device.rank;
+  const OwnToken token(params, number, own, FindRows(params, index, own, number, list),
+                       [&](uint32_t holder) { return partials.RankAt(holder); });
+  if (params.pair_scalars_out != nullptr) {
+    WriteOwnScalars(params, token,
+                    [&](uint32_t holder) { return partials.ScalarsOf(holder, number); });
+  }
+  if (params.out == nullptr) return;
+  WriteOwnSum<T>(params, partials.Leaves(), token, list, RowWords<T>(params),
+                 [&](uint32_t rank) { return partials.PartialOf(rank, number); });
+}
+
+}  // namespace jax_ep::gpu

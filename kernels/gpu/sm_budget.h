@@ -1,0 +1,63 @@
+// How many SMs (blocks) a whole HT call gets where JAX_EP_GPU_SMS does not say.
+//
+// A call ends when the wire is through with the rows that leave, and the SMs with those that stay:
+// each SM moves so many bytes a second and no more. SMs that have to wait for the wire are better
+// left to the model's own kernels; too few let the wire wait. What decides is the ratio of rows
+// that this rank handles to rows that cross the wire. Both are static, so that a captured call can
+// keep its grid: R where padding is zeroed, else the rows that come if routing is uniform
+// (MeanRows). All others have kFewestSms: halves, which are there to run beside other kernels;
+// plans; calls between nodes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/layout.h"
+
+namespace jax_ep::gpu {
+
+inline constexpr uint32_t kFewestSms = 24;
+inline constexpr uint32_t kMostSms = 64;
+
+// What an SM does with each row.
+enum class RowWork : uint8_t { kStore, kSum, kWeight };
+
+// SMs that handle a row in the time in which the wire moves one. Measured on H200 with NVLink 4
+// (docs/performance.md): the wire 313 GB/s, an SM 56 GB/s of stores, 71 GB/s of rows that are
+// summed, 35 GB/s of rows that are weighted and multiplied. An older chip has less of both.
+constexpr double SmsPerWire(RowWork work) {
+  switch (work) {
+    case RowWork::kStore:
+      return 313.0 / 56;
+    case RowWork::kSum:
+      return 313.0 / 71;
+    case RowWork::kWeight:
+      break;
+  }
+  return 313.0 / 35;
+}
+
+// Rows that a rank receives over the wire, if its peers route uniformly: a token comes once,
+// however many of its experts are here.
+constexpr double RowsOnTheWire(const GroupShape& shape, uint64_t num_tokens) {
+  double misses = 1;  // chance that no expert of a token is here
+  for (uint32_t k = 0; k < shape.top_k; ++k) misses *= 1 - 1.0 / shape.num_ranks;
+  return static_cast<double>((shape.num_ranks - 1) * num_tokens) * (1 - misses);
+}
+
+// Rows with a pair, if all ranks route uniformly.
+constexpr int64_t MeanRows(const GroupShape& shape, int64_t num_tokens, int64_t recv_rows) {
+  return std::min(recv_rows, num_tokens * int64_t{shape.top_k});
+}
+
+constexpr uint32_t SmsFor(RowWork work, const GroupShape& shape, uint64_t num_tokens,
+                          uint64_t num_rows) {
+  if (shape.num_nodes() > 1) return kFewestSms;
+  constexpr double kMargin = 1.25;  // SMs do not all end at once
+  const double wire = RowsOnTheWire(shape, num_tokens);
+  const double sms = kMargin * SmsPerWire(work) * static_cast<double>(num_rows);
+  if (sms >= kMostSms * wire) return kMostSms;
+  return std::max(kFewestSms, static_cast<uint32_t>(sms / wire) + 1);
+}
+
+}  // namespace jax_ep::gpu

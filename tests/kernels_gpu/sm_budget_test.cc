@@ -1,0 +1,62 @@
+// SMs of an HT call follow from its static values. Needs no GPU.
+#include "kernels/gpu/sm_budget.h"
+
+#include <gtest/gtest.h>
+
+namespace jax_ep::gpu {
+namespace {
+
+constexpr uint64_t kTokens = 4096;
+
+GroupShape ShapeOf(uint32_t num_ranks, uint32_t node_size) {
+  GroupShape shape;
+  shape.num_ranks = num_ranks;
+  shape.node_size = node_size;
+  shape.num_experts = 256;
+  shape.top_k = 8;
+  return shape;
+}
+
+uint32_t Sms(RowWork work, uint32_t num_ranks, double capacity) {
+  const auto rows = static_cast<uint64_t>(capacity * kTokens * 8);
+  return SmsFor(work, ShapeOf(num_ranks, num_ranks), kTokens, rows);
+}
+
+// Two GPUs: each token is wanted here and there, so the wire carries few of the rows. Four: the
+// wire is the bound, and SMs beyond those that feed it bring nothing.
+TEST(SmBudget, FollowsTheRatioOfRowsToWire) {
+  EXPECT_EQ(Sms(RowWork::kStore, 2, 1.25), 64u);
+  EXPECT_EQ(Sms(RowWork::kWeight, 2, 1.25), 64u);
+  EXPECT_EQ(Sms(RowWork::kStore, 4, 1.25), 26u);
+  EXPECT_EQ(Sms(RowWork::kSum, 4, 1.25), 24u);
+  EXPECT_EQ(Sms(RowWork::kWeight, 4, 1.25), 42u);
+  EXPECT_EQ(Sms(RowWork::kStore, 16, 1.25), 24u);
+}
+
+// Room for skewed routing is room for a rank that receives several times the mean.
+TEST(SmBudget, GrowsWithTheCapacity) {
+  EXPECT_EQ(Sms(RowWork::kStore, 4, 3.4), 64u);
+  for (const RowWork work : {RowWork::kStore, RowWork::kSum, RowWork::kWeight}) {
+    for (uint32_t ranks = 2; ranks <= 64; ranks *= 2) {
+      uint32_t before = kFewestSms;
+      for (double capacity = 0.5; capacity < 64; capacity *= 1.5) {
+        const uint32_t sms = Sms(work, ranks, capacity);
+        EXPECT_GE(sms, before) << ranks << " ranks, capacity " << capacity;
+        EXPECT_LE(sms, kMostSms);
+        before = sms;
+      }
+      EXPECT_EQ(before, kMostSms) << ranks << " ranks";
+    }
+  }
+}
+
+TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
+  const GroupShape alone = ShapeOf(1, 1);
+  EXPECT_EQ(SmsFor(RowWork::kStore, alone, kTokens, kTokens), kMostSms);
+  EXPECT_EQ(SmsFor(RowWork::kStore, alone, 0, 0), kMostSms);
+  EXPECT_EQ(SmsFor(RowWork::kSum, ShapeOf(4, 4), kTokens, 0), kFewestSms);
+  EXPECT_EQ(SmsFor(RowWork::kStore, ShapeOf(4, 2), kTokens, 1u << 30), kFewestSms);
+}
+
+}  // namespace
+}  // namespace jax_ep::gpu

@@ -1,0 +1,53 @@
+// SessionTable: who is found under an id, and what is said of the others.
+#include "xla_ffi/session_table.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+
+namespace jax_ep {
+namespace {
+
+struct FakeSession {
+  struct Options {
+    int64_t session_id;
+    std::string name;
+  };
+  Options made_with;
+  const Options& options() const { return made_with; }
+};
+
+using Table = SessionTable<FakeSession>;
+
+std::shared_ptr<FakeSession> Make(int64_t id, const std::string& name) {
+  return std::make_shared<FakeSession>(FakeSession{{.session_id = id, .name = name}});
+}
+
+TEST(SessionTable, finds_what_is_open_and_names_what_was_closed) {
+  Table table;
+  const auto session = Make(1, "ep[2]#1");
+  ASSERT_TRUE(table.Add(session).ok());
+  EXPECT_EQ(*table.Find(1), session);
+  EXPECT_NE(table.Find(2).status().message().find("expected one of those that this process has: "
+                                                  "ep[2]#1;"),
+            std::string::npos);
+  table.Remove(*session);
+  EXPECT_NE(table.Find(1).status().message().find("group ep[2]#1 is closed"), std::string::npos);
+}
+
+TEST(SessionTable, a_session_that_was_refused_does_not_take_the_open_one_with_it) {
+  Table table;
+  const auto open = Make(1, "ep[2]#1");
+  const auto refused = Make(1, "ep[2]#2");
+  ASSERT_TRUE(table.Add(open).ok());
+  const Status status = table.Add(refused);
+  ASSERT_EQ(status.code(), StatusCode::kFailedPrecondition);
+  EXPECT_NE(status.message().find("ep[2]#1"), std::string::npos) << status.message();
+  table.Remove(*refused);  // as its close does
+  ASSERT_TRUE(table.Find(1).ok()) << table.Find(1).status().message();
+  EXPECT_EQ(*table.Find(1), open);
+}
+
+}  // namespace
+}  // namespace jax_ep
