@@ -115,6 +115,44 @@ TEST(Failure, ALatchedFailureEndsWaitsAndLaterCalls) {
   EXPECT_NE(statuses[0].message().find("rank 1 has gone"), std::string::npos);
 }
 
+TEST(Failure, InvalidIdsFailTheGroupWhereTheyAreRefused) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const uint32_t node_size : {3u, 1u}) {
+      TeamOptions options = SmallTeam(3, node_size);
+      options.timeout = std::chrono::seconds(600);
+      Team team(options);
+      std::atomic<int> num_planned{0};
+      const auto statuses = team.Run([&](Rank& rank) {
+        rank.refuses_invalid_ids = true;
+        PlanArrays arrays(rank.shape, 4, mode);
+        JAX_EP_RETURN_IF_ERROR(RunPlan(rank, arrays.params));
+        num_planned.fetch_add(1);
+        if (rank.rank == 1) {
+          // Its mates' first plans may end later than its own: a failure would end them, too.
+          const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+          while (num_planned < 3 && std::chrono::steady_clock::now() < until) {
+            std::this_thread::yield();
+          }
+          arrays.topk_idx[2] = static_cast<int32_t>(rank.shape.num_experts);
+        }
+        return RunPlan(rank, arrays.params);
+      });
+      EXPECT_EQ(num_planned, 3);
+      const std::string first = team.failure().status().message();
+      for (const char* part :
+           {"group test: rank 1, ", "plan epoch 2", "got 1 expert id(s) of 3", "JAX_EP_DEBUG"}) {
+        EXPECT_NE(first.find(part), std::string::npos) << first << " lacks " << part;
+      }
+      EXPECT_EQ(team.failure().blamed_rank(), RankOfTeam(0, 1));
+      EXPECT_EQ(team.counters(1).invalid_ids, 1u);
+      for (const Status& status : statuses) {  // nobody gets beyond the plan
+        EXPECT_NE(status.message().find("got 1 expert id(s)"), std::string::npos)
+            << status.message();
+      }
+    }
+  }
+}
+
 TEST(Failure, TooManyStartsFailAtOnce) {
   for (const Mode mode : {Mode::kHt, Mode::kLl}) {
     TeamOptions options = SmallTeam(2, 2);
