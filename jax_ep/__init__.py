@@ -6,13 +6,14 @@ import typing as _typing
 # In a checkout this folder shadows the installed package, which holds the compiled jax_ep._core.
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
+from jax_ep import fp8 as fp8
 from jax_ep import routing as routing
-from jax_ep._config import FP8 as FP8
 from jax_ep._config import Config as Config
 from jax_ep._config import Layout as Layout
 from jax_ep._config import Mode as Mode
 from jax_ep._config import Pad as Pad
 from jax_ep._create_group import create_group as create_group
+from jax_ep._fp8_format import FP8 as FP8
 from jax_ep._group import Group as Group
 from jax_ep._group import Health as Health
 from jax_ep._memory import Memory as Memory
@@ -27,12 +28,15 @@ from jax_ep._ops.api import dispatch_start as dispatch_start
 from jax_ep._ops.api import export_checks as export_checks
 from jax_ep._ops.api import plan as plan
 from jax_ep._ops.api import wait as wait
+from jax_ep._ops.quantized import dispatch_bytes as dispatch_bytes
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._types import ExchangeStats as ExchangeStats
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
+from jax_ep._types import Quantized as Quantized
 from jax_ep._types import Received as Received
+from jax_ep._types import ReceivedQuantized as ReceivedQuantized
 
 if _typing.TYPE_CHECKING:
     from jax_ep._launch.initialize import initialize as initialize
@@ -50,16 +54,20 @@ __all__ = [
     "Mode",
     "Pad",
     "Plan",
+    "Quantized",
     "Received",
+    "ReceivedQuantized",
     "combine",
     "combine_done",
     "combine_start",
     "create_group",
     "dispatch",
+    "dispatch_bytes",
     "dispatch_done",
     "dispatch_quantized",
     "dispatch_start",
     "export_checks",
+    "fp8",
     "initialize",
     "moe",
     "plan",

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _memory
+from jax_ep._fp8_format import FP8
 from jax_ep._memory import Memory, Platform
 
 Mode = Literal["ht", "ll"]
@@ -37,19 +38,6 @@ _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h El
 _TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
 
 
-@dataclasses.dataclass(frozen=True)
-class FP8:
-    """FP8 e4m3 wire format: one scale per `block` values along hidden.
-
-    Args:
-        block: values that share a scale.
-        scale: "float32", or "ue8m0" (powers of two).
-    """
-
-    block: int = 128
-    scale: Literal["float32", "ue8m0"] = "float32"
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
     """Static description of an expert-parallel group; frozen, hashable, validated.
@@ -67,7 +55,9 @@ class Config:
         dtype: bfloat16, float16 or float32; the dtype of x, y and results.
         mode: "ht", "ll", or "auto": ll when T <= 128.
         partials: None, "float32" or "dtype": what travels in combine.
-        wire: None (= dtype); FP8 is not implemented yet.
+        wire: what rows of a dispatch travel as: None (dtype), or an `FP8`, whose block divides
+            hidden. Gradients are those of None (docs/fp8.md).
+        wire_backward: with a wire, cotangents that combine's gradient dispatches travel so, too.
         transport: "auto", "loopback", "shm", "ofi" or "verbs".
         node_size: ranks per node; None: those that share a host.
         timeout_s: bound on waiting for a live but late rank, in seconds from 0.1 to 1e9.
@@ -77,7 +67,6 @@ class Config:
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
-        NotImplementedError: wire=FP8.
 
     Example:
         >>> config = jax_ep.Config(num_experts=8, top_k=2, hidden=64, max_tokens=128)
@@ -95,6 +84,7 @@ class Config:
     mode: Literal["ht", "ll", "auto"] = "auto"
     partials: Literal["float32", "dtype"] | None = None
     wire: FP8 | None = None
+    wire_backward: bool = False
     transport: str = "auto"
     node_size: int | None = None
     timeout_s: float = 600.0
@@ -167,11 +157,18 @@ class Config:
                 f"at most {MAX_LL_TOKENS} with mode='ll'",
                 "lower it, or use mode='ht' or 'auto'",
             )
-        if self.wire is not None:
-            raise NotImplementedError(
-                f"Config got wire={self.wire}; the FP8 wire is not implemented in this version; "
-                "use wire=None"
-            )
+        self._check_wire()
+
+    def _check_wire(self) -> None:
+        _check_choice("wire_backward", self.wire_backward, (False, True))
+        if self.wire is None:
+            if self.wire_backward:
+                raise _bad("wire_backward", True, "False without a wire", "set wire=jax_ep.FP8()")
+            return
+        if not isinstance(self.wire, FP8):
+            raise _bad("wire", self.wire, "None or a jax_ep.FP8", "pass jax_ep.FP8()")
+        if wrong := self.wire.misfit(self.hidden, self.dtype):
+            raise ValueError(f"Config.wire: got {self.wire}, expected {wrong}, or leave wire out")
 
     def memory(
         self,

@@ -198,6 +198,12 @@ class Group:
         return "xla" if self._native is None else self._native.transport
 
     @property
+    def room_bytes(self) -> int:
+        """Bytes of the largest opaque row that one exchange can move, a multiple of 16."""
+        config = self._whole.config
+        return config.hidden * int(config.dtype.itemsize) // 16 * 16
+
+    @property
     def max_ht_tokens(self) -> int:
         """Tokens per rank of the largest ht call (0: none allowed)."""
         return _config.max_ht_tokens(self.config)

@@ -62,6 +62,30 @@ class Plan:
         return self.pairs_per_expert
 
 
+ScalesLayout = Literal["rows", "columns"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """Rows in FP8 as `dispatch_quantized` delivers them; `values * scales` are the rows.
+
+    Args:
+        values: float8_e4m3fn, shaped as the `Received.x` of a dispatch, [..., R, H].
+        scales: one for each block of elements: float32 or float8_e8m0fnu [..., R, H / block], or
+            [..., H / block, R] with scales_layout="columns".
+        carrier: zeros in Config.dtype, shaped as values. Whoever computes with the values and
+            wants gradients gives this the cotangent of the rows (`jax.custom_vjp`), since float8
+            would flush it: it is what flows back to the tokens. Of values and scales nothing does.
+            `jax_ep.fp8.rows` does so.
+        scales_layout: static.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+    carrier: jax.Array
+    scales_layout: ScalesLayout = "rows"
+
+
 @dataclasses.dataclass(frozen=True)
 class Received:
     """What dispatch delivers to this rank's experts; combine takes all of it.
@@ -80,6 +104,13 @@ class Received:
     group_sizes: jax.Array
     plan: Plan
     topk_idx: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedQuantized(Received):
+    """What dispatch_quantized delivers: a `Received` whose rows are `Quantized`."""
+
+    x: Quantized  # type: ignore[assignment]  # in place of an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +202,8 @@ def _register(cls: type, static: tuple[str, ...]) -> None:
 
 
 _register(Plan, ("layout", "mode", "max_tokens"))
+_register(Quantized, ("scales_layout",))
 _register(Received, ())
+_register(ReceivedQuantized, ())
 _register(ExchangeStats, ())
 _register(InFlight, ("kind", "layout", "mode", "pad", "maker"))

@@ -54,6 +54,14 @@ void Checker::RequireSize(const char* name, size_t have, ffi::DataType have_type
   }
 }
 
+void Checker::RequireRows(const char* name, size_t have, ffi::DataType have_type,
+                          const GroupShape& shape, int64_t num_rows) {
+  const bool is_opaque = have_type == ffi::DataType::U8;
+  const uint64_t in_row = shape.hidden * (is_opaque ? ElemBytes(shape.elem_type) : 1);
+  RequireSize(name, have, have_type, is_opaque ? have_type : DataTypeOf(shape.elem_type),
+              num_rows * static_cast<int64_t>(in_row), /*may_be_absent=*/true);
+}
+
 int64_t ExpectedRows(const GroupShape& shape, Layout layout, int64_t num_tokens, int64_t rows) {
   const auto num_ranks = static_cast<int64_t>(shape.num_ranks);
   switch (layout) {
@@ -124,7 +132,7 @@ Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shap
     return "recv_src has " + std::to_string(rows) + " rows, which do not fit the layout";
   });
   if (b.x != nullptr) {
-    check.Require("x", *b.x, elem, num_tokens * hidden, /*may_be_absent=*/true);
+    check.RequireRows("x", *b.x, shape, num_tokens);
     params.x = Bytes(*b.x);
   }
   if (b.weights != nullptr) {
@@ -150,7 +158,7 @@ Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shap
     params.row_weights = In<float>(*b.row_weights);
   }
   if (b.recv_x != nullptr) {
-    check.Require("recv_x", *b.recv_x, elem, rows * hidden, /*may_be_absent=*/true);
+    check.RequireRows("recv_x", *b.recv_x, shape, rows);
     params.recv_x = Bytes(*b.recv_x);
   }
   if (b.recv_weights != nullptr) {

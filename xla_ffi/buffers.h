@@ -41,6 +41,13 @@ class Checker {
                bool may_be_absent = false) {
     RequireSize(name, ret->element_count(), ret->element_type(), type, num_elements, may_be_absent);
   }
+  // Rows of the shape's elements, or opaque ones, u8, of as many bytes; or none.
+  void RequireRows(const char* name, const Arg& arg, const GroupShape& shape, int64_t num_rows) {
+    RequireRows(name, arg.element_count(), arg.element_type(), shape, num_rows);
+  }
+  void RequireRows(const char* name, Ret& ret, const GroupShape& shape, int64_t num_rows) {
+    RequireRows(name, ret->element_count(), ret->element_type(), shape, num_rows);
+  }
   // `message()` is called for a failure only: strings are dear beside a call of low latency.
   template <typename Message>
   void Require(bool condition, Message&& message) {
@@ -53,6 +60,8 @@ class Checker {
  private:
   void RequireSize(const char* name, size_t have, xla::ffi::DataType have_type,
                    xla::ffi::DataType type, int64_t num_elements, bool may_be_absent);
+  void RequireRows(const char* name, size_t have, xla::ffi::DataType have_type,
+                   const GroupShape& shape, int64_t num_rows);
 
   const char* operation_;
   Status status_;

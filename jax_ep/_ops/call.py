@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from jax_ep._config import Layout, Mode, Pad
+from jax_ep._fp8_format import FP8
 from jax_ep._group import Group
 
 
@@ -19,6 +20,9 @@ class Call:
         layout: of the received rows.
         num_tokens: T.
         pad: what unused rows of a dispatch hold.
+        wire: what its rows are quantised to on their way; None: nothing.
+        keeps_records: rows arrive as they travelled, not dequantised.
+        row_bytes: rows are opaque, and have so many bytes; None: H elements of dtype.
     """
 
     group: Group
@@ -26,6 +30,21 @@ class Call:
     layout: Layout
     num_tokens: int
     pad: Pad = "zero"
+    wire: FP8 | None = None
+    keeps_records: bool = False
+    row_bytes: int | None = None
+
+    @property
+    def for_tokens(self) -> Call:
+        """This call, where what is dispatched are tokens."""
+        return dataclasses.replace(self, wire=self.group.config.wire)
+
+    @property
+    def for_cotangents(self) -> Call:
+        """This call, where what is dispatched are cotangents."""
+        config = self.group.config
+        wire = config.wire if config.wire_backward else None
+        return dataclasses.replace(self, wire=wire, keeps_records=False)
 
     @property
     def rows(self) -> int:
@@ -34,7 +53,9 @@ class Call:
 
     @property
     def hidden(self) -> int:
-        """Elements H of a row."""
+        """Elements H of a row; of an opaque one, elements of dtype that take as many bytes."""
+        if self.row_bytes is not None:
+            return self.row_bytes // int(self.dtype.itemsize)
         return self.group.config.hidden
 
     @property
@@ -51,7 +72,7 @@ class Call:
     def sizes(self) -> tuple[int, ...]:
         """What calls of one group may differ in (Group.view), as xla_ffi/buffers.h has them."""
         config = self.group.config
-        return (config.num_experts, config.top_k, config.align, config.hidden)
+        return (config.num_experts, config.top_k, config.align, self.hidden)
 
     @property
     def maker(self) -> tuple[int | str, ...]:
@@ -60,11 +81,16 @@ class Call:
         return (group.session_id, *self.sizes, self.rows, group.config.overflow)
 
     @property
-    def recv_shape(self) -> tuple[int, int] | tuple[int, int, int]:
+    def recv_shape(self) -> tuple[int, ...]:
         """Shape of `Received.x`."""
+        return (*self.recv_rows_shape, self.hidden)
+
+    @property
+    def recv_rows_shape(self) -> tuple[int, ...]:
+        """The leading axes of what is received, row by row."""
         ranks = self.group.num_ranks
         if self.layout == "expert_batched":
-            return (self.group.experts_per_rank, ranks * self.num_tokens, self.hidden)
+            return (self.group.experts_per_rank, ranks * self.num_tokens)
         if self.layout == "rank_major":
-            return (ranks, self.num_tokens, self.hidden)
-        return (self.rows, self.hidden)
+            return (ranks, self.num_tokens)
+        return (self.rows,)

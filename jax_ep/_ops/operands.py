@@ -18,6 +18,8 @@ from jax_ep._ops import primitive, sharding, vjp
 from jax_ep._ops.call import Call
 from jax_ep._types import InFlight, Plan, PlanArrays
 
+UNIT_BYTES = 16  # opaque rows have a multiple of it (kernels/layout.h kWireUnitBytes)
+
 
 def fail(operation: str, what: str, got: object, expected: object, fix: str) -> ValueError:
     """`got` is "" where `what` says all."""
@@ -177,7 +179,7 @@ def dispatch_operands(
                     "the plan's",
                     f"leave {name} out, or make another plan",
                 )
-        call = make_call(group, operation, tokens, plan.mode, plan.layout, pad)
+        call = make_call(group, operation, tokens, plan.mode, plan.layout, pad).for_tokens
         _check_plan(call, operation, plan)
         rows, weights, typed = vary(call, x, weights, plan)
         return call, rows, weights, rows, plan_arrays(typed)._replace(overflow=plan.overflow)
@@ -190,7 +192,7 @@ def dispatch_operands(
             f"[T={tokens}, top_k={top_k}] as x has {tokens} rows",
             "pass ids and rows of the same tokens",
         )
-    call = make_call(group, operation, tokens, mode, layout, pad)
+    call = make_call(group, operation, tokens, mode, layout, pad).for_tokens
     rows, weights, ids = vary(call, x, weights, ids)
     return call, rows, weights, ids, None
 
@@ -231,7 +233,8 @@ def combine_operands(
     The scalars are what returns to the pairs: the weights, if they shall.
     """
     sharding.check_call(group, operation)
-    call = make_call(group, operation, plan.send_slot.shape[0], plan.mode, plan.layout, "zero")
+    tokens = plan.send_slot.shape[0]
+    call = make_call(group, operation, tokens, plan.mode, plan.layout, "zero").for_cotangents
     _check_plan(call, operation, plan)
     _check_float_rows(group, operation, "y", y)
     if y.shape != call.recv_shape:
@@ -322,7 +325,41 @@ def inflight_call(group: Group, operation: str, inflight: Any, kind: str) -> Cal
         )
     if inflight.plan is not None:
         _check_plan(call, operation, inflight.plan)
-    return call
+    return call.for_tokens if kind == "dispatch" else call.for_cotangents
+
+
+def payload_operands(
+    group: Group, operation: str, payload: Any, plan: Any, pad: Pad
+) -> tuple[Call, jax.Array, PlanArrays]:
+    """Validated operands of a dispatch of opaque rows: call, bytes, plan arrays."""
+    sharding.check_call(group, operation)
+    _require_array(operation, "payload", payload)
+    if not isinstance(plan, Plan):
+        got = f"of type {type(plan).__name__}"
+        raise fail(operation, "plan", got, "a Plan", "pass recv.plan, or what jax_ep.plan returns")
+    tokens = plan.send_slot.shape[0]
+    unit = UNIT_BYTES
+    fits = payload.ndim == 2 and payload.shape[0] == tokens and payload.shape[1] % unit == 0
+    if payload.dtype != jnp.uint8 or not fits or payload.shape[1] == 0:
+        raise fail(
+            operation,
+            "payload",
+            _describe(payload),
+            f"uint8[T={tokens}, B], B a multiple of {unit}",
+            "jax.lax.bitcast_convert_type makes bytes of other dtypes; pad them with zeros",
+        )
+    if group.room_bytes == 0:
+        raise fail(
+            operation,
+            f"rows of {group.config.hidden} elements of {group.config.dtype.name}",
+            f"in {group!r}",
+            f"at least {unit} bytes",
+            "create the group with a larger hidden",
+        )
+    call = make_call(group, operation, tokens, plan.mode, plan.layout, pad)
+    _check_plan(call, operation, plan)
+    rows, typed = vary(call, payload, plan)
+    return call, rows, plan_arrays(typed)._replace(overflow=plan.overflow)
 
 
 def plan_arrays(plan: Plan) -> PlanArrays:

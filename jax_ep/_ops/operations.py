@@ -80,6 +80,7 @@ def array_types(call: Call) -> dict[str, ArrayType]:
     ranks, experts = call.group.num_ranks, call.group.experts_per_rank
     rank_major = call.layout == "rank_major"
     pairs = (ranks, tokens, top_k)
+    row, row_type = (hidden, call.dtype) if call.row_bytes is None else (call.row_bytes, jnp.uint8)
 
     def i32(*shape: int) -> ArrayType:
         return ArrayType(shape, jnp.int32)
@@ -88,7 +89,7 @@ def array_types(call: Call) -> dict[str, ArrayType]:
         return ArrayType(shape, jnp.float32)
 
     return {
-        "x": ArrayType((tokens, hidden), call.dtype),
+        "x": ArrayType((tokens, row), row_type),
         "weights": f32(tokens, top_k),
         "topk_idx": i32(tokens, top_k),
         "y": ArrayType((rows, hidden), call.dtype),
@@ -104,7 +105,7 @@ def array_types(call: Call) -> dict[str, ArrayType]:
         "num_dropped": i32(),
         "overflow": i32(),
         "recv_topk_idx": i32(*pairs) if rank_major else ArrayType(None, jnp.int32),
-        "recv_x": ArrayType((rows, hidden), call.dtype),
+        "recv_x": ArrayType((rows, row), row_type),
         "recv_weights": f32(*pairs) if rank_major else f32(rows),
         "recv_dots": f32(rows),
         "out": ArrayType((tokens, hidden), call.dtype),

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
-from jax_ep._ops import collectives, invalid_ids, planning, sharding
+from jax_ep._ops import collectives, invalid_ids, planning, sharding, weighting
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 from jax_ep._types import PlanArrays, Route
@@ -100,12 +100,8 @@ def _dispatch(
         bits = invalid_ids.after(recv_src, bits)
         moved = jnp.where(valid[:, None], _take(_gather_rows(call, bits), token), 0)
         recv_x = rows = collectives.from_bits(moved.astype(bits.dtype), dtype)
-        if y is not None:
-            product = rows.astype(jnp.float32) * y.astype(jnp.float32)
-            dots = jnp.where(valid, jnp.sum(product, axis=-1), 0.0)
-        if row_weights is not None:
-            scaled = (rows.astype(jnp.float32) * row_weights[:, None]).astype(call.dtype)
-            recv_x = jnp.where(valid[:, None], scaled, jnp.zeros((), call.dtype))
+        if y is not None or row_weights is not None:
+            recv_x, dots = weighting.apply(call, valid, rows, y, row_weights)
     if weights is not None:
         everyones = _gather_rows(call, invalid_ids.after(recv_src, weights))
         if recv_topk_idx is not None:

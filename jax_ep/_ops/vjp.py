@@ -21,32 +21,41 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _jax_compat
-from jax_ep._ops import primitive
+from jax_ep._ops import primitive, wire
 from jax_ep._ops.call import Call
+from jax_ep._ops.wire import Records
 from jax_ep._types import PlanArrays, Route
 
 Optional = jax.Array | None
 Pair = tuple[Optional, Optional]
+Arrived = tuple[Optional | Records, Optional]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(call: Call, x: Optional, weights: Optional, route: Route) -> Pair:
+def dispatch(call: Call, x: Optional, weights: Optional, route: Route) -> Arrived:
     """Rows [T, H] to [R, H] and weights f32[T, K] to their rows; either may be None."""
-    got = primitive.run("dispatch", call, x=x, weights=weights, **route._asdict())
+    got = wire.run("dispatch", call, x=x, weights=weights, **route._asdict())
     return got["recv_x"], got["recv_weights"]
 
 
-def _dispatch_fwd(call: Call, x: Optional, weights: Optional, route: Route) -> tuple[Pair, Route]:
+def _dispatch_fwd(
+    call: Call, x: Optional, weights: Optional, route: Route
+) -> tuple[Arrived, Route]:
     return dispatch(call, x, weights, route), route
 
 
-def _dispatch_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional, Optional, None]:
+def _dispatch_bwd(call: Call, route: Route, cotangents: Arrived) -> tuple[Optional, Optional, None]:
     return *_transpose(call, route, cotangents), None
 
 
-def _transpose(call: Call, route: Route, cotangents: Pair) -> Pair:
-    """Cotangents of x and weights: one combine with the weights' cotangent aboard."""
-    rows, weights = cotangents
+def _transpose(call: Call, route: Route, cotangents: Arrived) -> Pair:
+    """Cotangents of x and weights: one combine with the weights' cotangent aboard.
+
+    Quantising has the gradient 1 (straight-through, arXiv 1308.3432).
+    """
+    arrived, weights = cotangents
+    rows = arrived.carrier if isinstance(arrived, Records) else arrived
+    call = call.for_cotangents
     pair_scalars = weights
     if weights is not None and call.layout == "rank_major":
         pair_scalars = weights.reshape(call.rows, call.top_k)
@@ -54,6 +63,13 @@ def _transpose(call: Call, route: Route, cotangents: Pair) -> Pair:
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
+
+
+def _dispatch_rows(call: Call, x: Optional, weights: Optional, route: Route) -> Pair:
+    """`dispatch` of a call that keeps no records."""
+    rows, row_weights = dispatch(call, x, weights, route)
+    assert not isinstance(rows, Records)
+    return rows, row_weights
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -75,7 +91,7 @@ def _combine_fwd(
 
 
 def _combine_bwd(call: Call, route: Route, cotangents: Pair) -> tuple[Optional, Optional, None]:
-    rows, pair_scalars = dispatch(call, *cotangents, route)
+    rows, pair_scalars = _dispatch_rows(call, *cotangents, route)
     if pair_scalars is not None and call.layout == "rank_major":
         pair_scalars = pair_scalars.reshape(call.rows, call.top_k)
     return rows, pair_scalars, None
@@ -123,9 +139,7 @@ def combine_backward(
     call: Call, cotangent: jax.Array, y: jax.Array, row_weights: jax.Array, route: Route
 ) -> tuple[jax.Array, jax.Array]:
     """With g = D(cotangent): row_weights * g and <g, y> per row, fused in one dispatch."""
-    got = primitive.run(
-        "dispatch", call, x=cotangent, y=y, row_weights=row_weights, **route._asdict()
-    )
+    got = wire.run("dispatch", call, x=cotangent, y=y, row_weights=row_weights, **route._asdict())
     return got["recv_x"], got["recv_dots"]
 
 
@@ -145,7 +159,7 @@ def _combine_backward_bwd(
     cotangent, y, row_weights, route = residuals
     rows, dots = cotangents
     used = route.recv_src >= 0  # padding of y may hold anything, NaN included
-    g, _ = dispatch(call, cotangent, None, route)
+    g, _ = _dispatch_rows(call, cotangent, None, route)
     assert g is not None
     wide_rows, wide_g = rows.astype(jnp.float32), g.astype(jnp.float32)
     wide_y = y.astype(jnp.float32)
@@ -162,7 +176,7 @@ def _combine_backward_bwd(
 combine_backward.defvjp(_combine_backward_fwd, _combine_backward_bwd)
 
 
-_Received = tuple[PlanArrays, Optional, Optional]
+_Received = tuple[PlanArrays, Optional | Records, Optional]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -171,7 +185,7 @@ def ll_dispatch(call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array
 
     Then a remat policy that keeps the plan has one to keep: a recomputed dispatch follows it.
     """
-    got = primitive.run("ll_dispatch", call, x=x, weights=weights, topk_idx=topk_idx)
+    got = wire.run("ll_dispatch", call, x=x, weights=weights, topk_idx=topk_idx)
     return _received(got)
 
 
@@ -230,7 +244,7 @@ def combine_start(call: Call, y: jax.Array, row_weights: Optional, route: Route)
 
 def _start(name: str, call: Call, **arrays: Optional) -> jax.Array:
     """Has no gradient: it is the done's, in what is carried."""
-    epoch: jax.Array = primitive.run(name, call, **jax.lax.stop_gradient(arrays))["epoch"]
+    epoch: jax.Array = wire.run(name, call, **jax.lax.stop_gradient(arrays))["epoch"]
     return epoch
 
 
@@ -239,7 +253,7 @@ def dispatch_done(
     call: Call, x: jax.Array, weights: Optional, route: Route, epoch: jax.Array
 ) -> Pair:
     """Second half of a dispatch; differentiates as the whole of it in the carried inputs."""
-    got = primitive.run("dispatch_done", call, epoch=epoch, x=x, weights=weights, **route._asdict())
+    got = wire.run("dispatch_done", call, epoch=epoch, x=x, weights=weights, **route._asdict())
     return got["recv_x"], got["recv_weights"]
 
 
@@ -263,9 +277,7 @@ def ll_dispatch_done(
     call: Call, x: jax.Array, weights: Optional, topk_idx: jax.Array, epoch: jax.Array
 ) -> _Received:
     """Second half of an ll_dispatch; differentiates as the whole of it in the carried inputs."""
-    got = primitive.run(
-        "ll_dispatch_done", call, epoch=epoch, x=x, weights=weights, topk_idx=topk_idx
-    )
+    got = wire.run("ll_dispatch_done", call, epoch=epoch, x=x, weights=weights, topk_idx=topk_idx)
     return _received(got)
 
 
@@ -312,7 +324,7 @@ def _combine_done_bwd(
 ) -> tuple[Optional, Optional, None, None]:
     y, row_weights, route = residuals
     if y is None or row_weights is None:
-        return dispatch(call, cotangent, None, route)[0], None, None, None
+        return _dispatch_rows(call, cotangent, None, route)[0], None, None, None
     return *combine_backward(call, cotangent, y, row_weights, route), None, None
 
 
