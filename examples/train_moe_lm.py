@@ -31,6 +31,7 @@ except ModuleNotFoundError as error:
 
 HELD_OUT_WINDOWS = 128
 LOAD_SAMPLES = 64  # columns of the heat map
+WIRES = {"dtype": None, "fp8": jax_ep.FP8(), "fp8-ue8m0": jax_ep.FP8(scale="ue8m0")}
 RUN_ONLY = {"out", "compare", "oracle", "checkpoint_dir", "resume", "seconds", "log_every", "write"}
 
 
@@ -56,6 +57,7 @@ def parse_options() -> argparse.Namespace:
     add("--mode", choices=("auto", "ht", "ll"), default="auto")
     add("--node-size", type=int, help="ranks per (virtual) node")
     add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")
+    add("--wire", choices=tuple(WIRES), default="dtype", help="what dispatched rows travel as")
     add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
     add("--compare", type=Path, metavar="FILE", help="results.json of a run that must agree")
     add("--out", type=Path, default=Path("moe_lm_out"), help="folder for results and plots")
@@ -86,6 +88,7 @@ def make_group(options: argparse.Namespace, mesh: Mesh) -> jax_ep.Group:
         mode=options.mode,
         node_size=options.node_size,
         transport=options.transport,
+        wire=WIRES[options.wire],
     )
     return jax_ep.create_group(mesh, AXIS, config, implementation="xla" if options.oracle else None)
 

@@ -91,14 +91,6 @@ def test_a_short_timeout_shortens_the_silence_that_is_allowed() -> None:
     dataclasses.replace(config, timeout_s=2.0)
 
 
-def test_fp8_is_not_implemented_yet() -> None:
-    with pytest.raises(NotImplementedError, match="FP8 wire is not implemented"):
-        jax_ep.Config(**VALID, wire=jax_ep.FP8())
-    group = group_of(CASE, "xla")
-    with pytest.raises(NotImplementedError, match=r"use jax_ep\.dispatch"):
-        jax_ep.dispatch_quantized(group, jnp.zeros((4, 8)))
-
-
 @pytest.mark.parametrize(
     ("axis", "changes", "message"),
     [

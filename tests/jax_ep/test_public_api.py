@@ -29,16 +29,20 @@ NAMES = {
     "Mode",
     "Pad",
     "Plan",
+    "Quantized",
     "Received",
+    "ReceivedQuantized",
     "combine",
     "combine_done",
     "combine_start",
     "create_group",
     "dispatch",
+    "dispatch_bytes",
     "dispatch_done",
     "dispatch_quantized",
     "dispatch_start",
     "export_checks",
+    "fp8",
     "initialize",
     "moe",
     "plan",
@@ -66,7 +70,7 @@ print(*[name for name in dir(jax_ep) if not name.startswith("_")])
 
 def test_public_functions_document_themselves() -> None:
     choices = {"Layout", "Mode", "Pad"}  # Literals, which have no text
-    for name in NAMES - {"BootstrapError", "routing", "initialize", "Health", "InFlight"} - choices:
+    for name in NAMES - {"BootstrapError", "routing", "fp8", "initialize", "Health", "InFlight"} - choices:
         text = getattr(jax_ep, name).__doc__
         assert text, name
         if callable(getattr(jax_ep, name)) and not isinstance(getattr(jax_ep, name), type):
