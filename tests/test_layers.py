@@ -93,6 +93,7 @@ BASE = (
     "_config",
     "_env",
     "_extension",
+    "_fp8_format",
     "_group",
     "_jax_compat",
     "_log",

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import fp8
+from jax_ep._ops import fp8
 from jax_ep._ops.call import Call
 
 
