@@ -3,6 +3,7 @@
 KERNELS_CPU = [
     "cpu/combine.cc",
     "cpu/dispatch.cc",
+    "cpu/fp8_rows.cc",
     "cpu/huge_pages.cc",
     "cpu/internode.cc",
     "cpu/ll_combine.cc",

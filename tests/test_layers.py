@@ -25,6 +25,7 @@ ALLOWED_INCLUDES = {
         r"proxy/[a-z_]+\.h$",
     ),
     "kernels/cpu": (
+        "kernels/fp8_rows.h",
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/cpu/",
@@ -67,6 +68,8 @@ ALLOWED_INCLUDES = {
     "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
     "xla_ffi": (
         "xla_ffi/",
+        "kernels/cpu/huge_pages.h",
+        "kernels/fp8_rows.h",
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/gpu/api.h",

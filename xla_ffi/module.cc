@@ -16,6 +16,7 @@
 #include "proxy/transport/registry.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
+#include "xla_ffi/quantize.h"
 #include "xla_ffi/session.h"
 
 namespace nb = nanobind;
@@ -109,7 +110,9 @@ nb::tuple Registrations(const std::string& platform) {
   site_state["type_id"] = Capsule(&SiteState::id);
   site_state["type_info"] = Capsule(&SiteState::info);
   types["jax_ep_site"] = site_state;
-  return nb::make_tuple(types, Targets(CpuHandlers()));
+  nb::dict targets = Targets(CpuHandlers());
+  targets.update(Targets(QuantizeHandlers()));
+  return nb::make_tuple(types, targets);
 }
 
 void BindOptions(nb::module_& m) {

@@ -28,4 +28,5 @@ EXTENSION = [
     "handlers_gpu.cc",
     "module.cc",
     "module_gpu.cc",
+    "quantize.cc",
 ]

@@ -9,7 +9,7 @@ import jax
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import combine_arguments, ffi, operands, results, sharding, vjp
+from jax_ep._ops import combine_arguments, ffi, operands, records, results, sharding, vjp
 from jax_ep._types import NOT_GIVEN, InFlight, NotGiven, Plan, Received
 
 
@@ -367,4 +367,5 @@ def export_checks() -> list[Any]:
     Example:
         >>> jax.export.export(step, disabled_checks=jax_ep.export_checks())
     """
-    return [_jax_compat.export_custom_call_check(target) for target in ffi.TARGETS.values()]
+    targets = (*ffi.TARGETS.values(), *records.TARGETS.values())
+    return [_jax_compat.export_custom_call_check(target) for target in targets]

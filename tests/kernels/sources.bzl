@@ -12,6 +12,7 @@ TESTING = [
 TESTS = [
     "exchange_test.cc",
     "failure_test.cc",
+    "fp8_rows_test.cc",
     "huge_pages_test.cc",
     "layout_test.cc",
     "rows_test.cc",

@@ -1,0 +1,35 @@
+// Rows as FP8 records and back (docs/semantics.md, "FP8 rows"): H values of float8_e4m3fn, the
+// scales of their blocks, zeros up to a multiple of 32 bytes. The results are the same bits on
+// every machine, also where f32 subnormals are flushed, as XLA's threads do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/layout.h"
+
+namespace jax_ep {
+
+enum class Fp8Scale : int { kF32 = 0, kUe8m0 = 1 };
+
+struct Fp8Rows {
+  ElemType elem_type = ElemType::kF32;  // of the rows
+  uint64_t hidden = 0;                  // a multiple of block
+  uint64_t block = 1;
+  Fp8Scale scale = Fp8Scale::kF32;
+
+  uint64_t row_bytes() const { return hidden * ElemBytes(elem_type); }
+  uint64_t num_blocks() const { return hidden / block; }
+  uint64_t record_bytes() const {
+    constexpr uint64_t kAlign = 32;
+    return AlignUp(hidden + num_blocks() * (scale == Fp8Scale::kF32 ? sizeof(float) : 1), kAlign);
+  }
+};
+
+// Of `num_rows` rows that follow each other; records need no alignment.
+void QuantizeRows(const Fp8Rows& format, uint64_t num_rows, const std::byte* rows,
+                  std::byte* records);
+void DequantizeRows(const Fp8Rows& format, uint64_t num_rows, const std::byte* records,
+                    std::byte* rows);
+
+}  // namespace jax_ep
