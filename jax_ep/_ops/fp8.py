@@ -57,7 +57,7 @@ def quantize(x: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.Array]:
         )
     else:
         scales = jnp.where(is_used, amax * jnp.float32(np.float32(1) / np.float32(_LARGEST)), 1.0)
-        inverse = jnp.where(is_used, _largest_over(amax), 1.0)
+        inverse = jnp.where(is_used, largest_over(amax), 1.0)
     values = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn)
     return values.reshape(x.shape), scales
 
@@ -100,7 +100,8 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) 
     values, scales = lax.stop_gradient((values, scales))
     if scales.dtype != jnp.float32:
         scales = _power_of_two(lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32))
-    blocks = values.astype(jnp.float32).reshape(*scales.shape, -1)
+    block = values.shape[-1] // max(num_blocks, 1)
+    blocks = values.astype(jnp.float32).reshape(*scales.shape, block)
     return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
 
 
@@ -152,7 +153,7 @@ def _ceil_exponent(amax: jax.Array) -> jax.Array:
     return ((_bits(amax) + beyond_1_75) >> 23) - 8
 
 
-def _largest_over(amax: jax.Array) -> jax.Array:
+def largest_over(amax: jax.Array) -> jax.Array:
     """448 / amax in f32, rounded to nearest even, by long division of the significands.
 
     With amax = m * 2^(e - 150), m of 24 bits: 448 / amax = 7 / m * 2^(156 - e).
