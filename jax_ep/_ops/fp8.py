@@ -46,20 +46,58 @@ def quantize(x: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.Array]:
         )
     blocks = lax.stop_gradient(x).astype(jnp.float32)
     blocks = blocks.reshape(*x.shape[:-1], x.shape[-1] // fmt.block, fmt.block)
+    scales, inverse = _scales(blocks, (-1,), fmt)
+    values = (blocks * inverse).astype(jnp.float8_e4m3fn)
+    return values.reshape(x.shape), scales[..., 0]
+
+
+def quantize_weights(w: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.Array]:
+    """Matrices to e4m3fn values and the scales of their square blocks; has no gradient.
+
+    One scale for `block` x `block` elements, as DeepSeek-V3 has them (arXiv 2412.19437, section
+    3.3): a product of rows and columns in FP8 can apply both scales to sums of a block.
+
+    Args:
+        w: [..., K, N] in bfloat16, float16 or float32; of the last blocks a part is enough.
+        fmt: block size and kind of scales.
+
+    Returns:
+        (values float8_e4m3fn[..., K, N], scales [..., ceil(K / block), ceil(N / block)]).
+
+    Raises:
+        ValueError: dtype or shape do not fit.
+
+    Example:
+        >>> values, scales = jax_ep.fp8.quantize_weights(w_up)
+    """
+    if w.dtype.name not in _DTYPES or w.ndim < 2:
+        raise ValueError(
+            f"jax_ep.fp8.quantize_weights: got w {w.dtype}{list(w.shape)}, expected [..., K, N] in "
+            f"one of {', '.join(_DTYPES)}; cast or reshape it"
+        )
+    *leading, rows, columns = w.shape
+    block = fmt.block
+    missing = [(0, 0)] * len(leading) + [(0, -rows % block), (0, -columns % block)]
+    padded = jnp.pad(lax.stop_gradient(w).astype(jnp.float32), missing)
+    shape = padded.shape
+    blocks = padded.reshape(*leading, shape[-2] // block, block, shape[-1] // block, block)
+    scales, inverse = _scales(blocks, (-3, -1), fmt)
+    values = (blocks * inverse).astype(jnp.float8_e4m3fn).reshape(shape)
+    return values[..., :rows, :columns], scales[..., 0, :, 0]
+
+
+def _scales(blocks: jax.Array, axes: tuple[int, ...], fmt: FP8) -> tuple[jax.Array, jax.Array]:
+    """(scale, inverse f32) of f32 blocks along `axes`, which stay as 1."""
     finite = jnp.where(jnp.isfinite(blocks), jnp.abs(blocks), 0.0)
-    amax = jnp.max(finite, axis=-1, initial=0.0)
+    amax = jnp.max(finite, axis=axes, initial=0.0, keepdims=True)
     is_used = amax >= _SMALLEST_AMAX
     if fmt.scale == "ue8m0":
         exponent = _ceil_exponent(amax)
         inverse = jnp.where(is_used, _power_of_two(254 - exponent), 1.0)
-        scales = lax.bitcast_convert_type(
-            jnp.where(is_used, exponent, 127).astype(jnp.uint8), fmt.scale_dtype
-        )
-    else:
-        scales = jnp.where(is_used, amax * jnp.float32(np.float32(1) / np.float32(_LARGEST)), 1.0)
-        inverse = jnp.where(is_used, largest_over(amax), 1.0)
-    values = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn)
-    return values.reshape(x.shape), scales
+        biased = jnp.where(is_used, exponent, 127).astype(jnp.uint8)
+        return lax.bitcast_convert_type(biased, fmt.scale_dtype), inverse
+    scales = jnp.where(is_used, amax * jnp.float32(np.float32(1) / np.float32(_LARGEST)), 1.0)
+    return scales, jnp.where(is_used, largest_over(amax), 1.0)
 
 
 def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -97,9 +135,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) 
             f"jax_ep.fp8.dequantize: got dtype {named[2]}, expected one of {', '.join(_DTYPES)}; "
             "cast the result"
         )
-    values, scales = lax.stop_gradient((values, scales))
-    if scales.dtype != jnp.float32:
-        scales = _power_of_two(lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32))
+    values, scales = lax.stop_gradient((values, as_float(scales)))
     block = values.shape[-1] // max(num_blocks, 1)
     blocks = values.astype(jnp.float32).reshape(*scales.shape, block)
     return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
@@ -145,6 +181,13 @@ def _straight_through_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array
 
 
 _straight_through.defvjp(_straight_through_forward, _straight_through_backward)
+
+
+def as_float(scales: jax.Array) -> jax.Array:
+    """Scales of either kind as f32."""
+    if scales.dtype == jnp.float32:
+        return scales
+    return _power_of_two(lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32))
 
 
 def _ceil_exponent(amax: jax.Array) -> jax.Array:

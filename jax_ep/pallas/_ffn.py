@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_ep.pallas import _kernels, _matmul, _opaque
 
-_GATE_AND_UP = (_kernels.Term(lhs=0, rhs=0, out=0), _kernels.Term(lhs=0, rhs=1, out=1))
+GATE_AND_UP = (_kernels.Term(lhs=0, rhs=0, out=0), _kernels.Term(lhs=0, rhs=1, out=1))
 
 
 def grouped_ffn(
@@ -41,15 +41,27 @@ def grouped_ffn(
         >>> y = jax_ep.pallas.grouped_ffn(recv.x, recv.group_sizes, w_gate, w_up, w_down)
         >>> out = jax_ep.combine(group, y, recv)
     """
-    _matmul.check_operands("grouped_ffn", x, (("w_gate", w_gate), ("w_up", w_up)), group_sizes)
+    check_operands("grouped_ffn", x, group_sizes, w_gate, w_up, w_down)
+    return _ffn(*_opaque.vary(x, group_sizes.astype(jnp.int32), w_gate, w_up, w_down))
+
+
+def check_operands(
+    name: str,
+    x: jax.Array,
+    group_sizes: jax.Array,
+    w_gate: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+) -> None:
+    """Raises ValueError unless all fit x [R, H]."""
+    _matmul.check_operands(name, x, (("w_gate", w_gate), ("w_up", w_up)), group_sizes)
     expected = (w_gate.shape[0], w_gate.shape[2], x.shape[1])
     if w_up.shape != w_gate.shape or w_down.shape != expected or w_down.dtype != x.dtype:
         raise ValueError(
-            f"jax_ep.pallas.grouped_ffn: got w_up {list(w_up.shape)} and w_down "
+            f"jax_ep.pallas.{name}: got w_up {list(w_up.shape)} and w_down "
             f"{w_down.dtype}{list(w_down.shape)} with w_gate {list(w_gate.shape)}, expected w_up "
             f"shaped as w_gate and w_down {x.dtype}{list(expected)}; cast or transpose them"
         )
-    return _ffn(*_opaque.vary(x, group_sizes.astype(jnp.int32), w_gate, w_up, w_down))
 
 
 @jax.custom_vjp
@@ -63,25 +75,26 @@ def _ffn(
 def _ffn_forward(
     x: jax.Array, group_sizes: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
 ) -> tuple[jax.Array, Any]:
-    hidden, gate, up = _first_layer(x, group_sizes, w_gate, w_up)
+    hidden, gate, up = first_layer(x, group_sizes, w_gate, w_up)
     y = _matmul.product((hidden,), (w_down,), group_sizes, False)
     # hidden is not kept: two elementwise operations give it back from gate and up.
     return y, (x, group_sizes, w_gate, w_up, w_down, gate, up)
 
 
-def _ffn_backward(residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+def backward(residuals: Any, g: jax.Array) -> tuple[Any, ...]:
+    """Cotangents of (x, group_sizes, w_gate, w_up, w_down) from these, gate and up."""
     x, group_sizes, w_gate, w_up, w_down, gate, up = residuals
     d_hidden = _matmul.product((g,), (w_down,), group_sizes, True)
-    hidden, gated_backward = jax.vjp(_gated, gate, up)
+    hidden, gated_backward = jax.vjp(gated, gate, up)
     d_first = _first_layer_gradients((x, group_sizes, w_gate, w_up), *gated_backward(d_hidden))
     return *d_first, _matmul.weights(hidden, g, group_sizes)
 
 
-_ffn.defvjp(_ffn_forward, _ffn_backward)
+_ffn.defvjp(_ffn_forward, backward)
 
 
 @jax.custom_vjp
-def _first_layer(
+def first_layer(
     x: jax.Array, group_sizes: jax.Array, w_gate: jax.Array, w_up: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(hidden, gate, up) for the backward. Its VJP is used by gradients of gradients only."""
@@ -92,19 +105,19 @@ def _first_layer(
 def _first_layer_forward(
     x: jax.Array, group_sizes: jax.Array, w_gate: jax.Array, w_up: jax.Array
 ) -> tuple[Any, Any]:
-    hidden, gate, up = _first_layer(x, group_sizes, w_gate, w_up)
+    hidden, gate, up = first_layer(x, group_sizes, w_gate, w_up)
     return (hidden, gate, up), ((x, group_sizes, w_gate, w_up), gate, up)
 
 
 def _first_layer_backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     operands, gate, up = residuals
     d_hidden, d_gate, d_up = cotangents
-    _, gated_backward = jax.vjp(_gated, gate, up)
+    _, gated_backward = jax.vjp(gated, gate, up)
     through_gate, through_up = gated_backward(d_hidden)
     return _first_layer_gradients(operands, d_gate + through_gate, d_up + through_up)
 
 
-_first_layer.defvjp(_first_layer_forward, _first_layer_backward)
+first_layer.defvjp(_first_layer_forward, _first_layer_backward)
 
 
 def _first_layer_gradients(
@@ -120,7 +133,7 @@ def _first_layer_gradients(
     )
 
 
-def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     """silu(gate) * up, computed in f32, in the arguments' dtype."""
     gate32 = gate.astype(jnp.float32)
     hidden = gate32 * jax.lax.logistic(gate32) * up.astype(jnp.float32)
@@ -133,14 +146,14 @@ def _first_layer_kernel(
     """(hidden,), or with `keep` (hidden, gate, up); hidden has the same bits in both."""
 
     def epilogue(gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
-        hidden = _gated(gate, up)
+        hidden = gated(gate, up)
         return (hidden, gate, up) if keep else (hidden,)
 
     return _kernels.rows_product(
         (x,),
         (w_gate, w_up),
         group_sizes,
-        terms=_GATE_AND_UP,
+        terms=GATE_AND_UP,
         epilogue=epilogue,
         num_results=3 if keep else 1,
     )

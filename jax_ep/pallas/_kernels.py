@@ -34,6 +34,17 @@ class Term(NamedTuple):
     out: int
 
 
+class Scales(NamedTuple):
+    """Factors of FP8 operands, f32: of a row in each block of K, and of a column in each.
+
+    lhs: per lhs [R, K / block]; rhs: per rhs [G, K / block, N].
+    """
+
+    lhs: tuple[jax.Array, ...]
+    rhs: tuple[jax.Array, ...]
+    block: int
+
+
 class Tiles(NamedTuple):
     """Sides of a tile, powers of two from 16: rows, reduced elements, output columns."""
 
@@ -62,6 +73,8 @@ def rows_product(
     epilogue: Callable[..., tuple[jax.Array, ...]],
     num_results: int,
     transpose_rhs: bool = False,
+    scales: Scales | None = None,
+    out_dtype: Any = None,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array, ...]:
     """Per row r of group g: epilogue of the accumulators sum over terms of lhs[r] @ rhs[g].
@@ -75,20 +88,26 @@ def rows_product(
             of zeros it must give zeros.
         num_results: arrays that the epilogue gives.
         transpose_rhs: the layout of rhs.
+        scales: multiply the sums of each block along K; rhs is not transposed then.
+        out_dtype: of the results; None: that of lhs.
         tiles: sides of a tile; None: `default_tiles`.
 
     Returns:
-        Arrays [R, N] in the dtype of lhs; rows beyond the groups are zero.
+        Arrays [R, N] in out_dtype; rows beyond the groups are zero.
     """
     num_rows, reduced = lhs[0].shape
     num_groups = rhs[0].shape[0]
     columns = rhs[0].shape[1 if transpose_rhs else 2]
     dtype = lhs[0].dtype
+    out_dtype = out_dtype or dtype
     if 0 in (num_rows, reduced, columns, num_groups):
-        zero = jnp.zeros((num_rows, columns), dtype)
+        zero = jnp.zeros((num_rows, columns), out_dtype)
         return (_opaque.vary(zero, *lhs, *rhs, group_sizes)[0],) * num_results
     tiles = tiles or default_tiles(num_rows, num_groups, reduced, columns, dtype)
+    if scales is not None:  # a step stays inside of a block
+        tiles = tiles._replace(reduced=min(tiles.reduced, scales.block))
     units = _units.make_units(group_sizes, num_rows, tiles.rows)
+    factors = () if scales is None else (*scales.lhs, *scales.rhs)
     kernel = functools.partial(
         _rows_kernel,
         terms=terms,
@@ -97,11 +116,13 @@ def rows_product(
         num_rhs=len(rhs),
         num_outputs=1 + max(term.out for term in terms),
         transpose_rhs=transpose_rhs,
+        block=None if scales is None else scales.block,
         tiles=tiles,
     )
     grid = (pl.cdiv(columns, tiles.columns), units.group.shape[0])
-    shapes = [((num_rows, columns), dtype)] * num_results
-    return _call(kernel, grid, shapes, [*units, *lhs, *rhs], tiles)
+    shapes = [((num_rows, columns), out_dtype)] * num_results
+    operands = [_bits(array) for array in (*lhs, *rhs)]
+    return _call(kernel, grid, shapes, [*units, *operands, *factors], tiles)
 
 
 def _rows_kernel(
@@ -115,10 +136,15 @@ def _rows_kernel(
     num_rhs: int,
     num_outputs: int,
     transpose_rhs: bool,
+    block: int | None,
     tiles: Tiles,
+    interpret: bool,
 ) -> None:
     """One unit of rows, one tile of columns; grid (column tiles, units)."""
-    lhs, rhs, results = refs[:num_lhs], refs[num_lhs : num_lhs + num_rhs], refs[num_lhs + num_rhs :]
+    lhs, rhs, refs = refs[:num_lhs], refs[num_lhs : num_lhs + num_rhs], refs[num_lhs + num_rhs :]
+    num_factors = 0 if block is None else num_lhs + num_rhs
+    lhs_factors, rhs_factors = refs[:num_lhs], refs[num_lhs:num_factors]
+    results = refs[num_factors:]
     reduced = lhs[0].shape[1]
     num_groups = rhs[0].shape[0]
     columns = results[0].shape[1]
@@ -143,7 +169,13 @@ def _rows_kernel(
         right = [_load(ref.at[group, *place], mask) for ref in rhs]
         sums = list(accumulators)
         for term in terms:
-            sums[term.out] += _dot(left[term.lhs], right[term.rhs], contract)
+            product = _dot(left[term.lhs], right[term.rhs], contract, interpret)
+            if block is not None:
+                of_rows = _load(lhs_factors[term.lhs].at[rows, first // block], is_row)
+                factors = rhs_factors[term.rhs].at[group, first // block, own_columns]
+                of_columns = _load(factors, is_column)
+                product = product * of_rows[:, None] * of_columns[None, :]
+            sums[term.out] += product
         return tuple(sums)
 
     # Rows of no group, and left-over units, multiply nothing: their accumulators stay zero.
@@ -191,7 +223,9 @@ def weight_product(
     return _call(kernel, grid, shapes, [begins, lhs, rhs], tiles)[0]
 
 
-def _weight_kernel(begin_ref: Any, lhs: Any, rhs: Any, result: Any, *, tiles: Tiles) -> None:
+def _weight_kernel(
+    begin_ref: Any, lhs: Any, rhs: Any, result: Any, *, tiles: Tiles, interpret: bool
+) -> None:
     """One tile of one group's weights; grid (K tiles * N tiles, groups)."""
     tile, group = pl.program_id(0), pl.program_id(1)
     column_tiles = pl.cdiv(rhs.shape[1], tiles.columns)
@@ -208,7 +242,7 @@ def _weight_kernel(begin_ref: Any, lhs: Any, rhs: Any, result: Any, *, tiles: Ti
         is_row = first + jnp.arange(tiles.rows) < end
         left = _load(lhs.at[rows, own_left], _both(is_row, is_left))
         right = _load(rhs.at[rows, own_columns], _both(is_row, is_column))
-        return accumulator + _dot(left, right, (((0,), (0,)), ((), ())))
+        return accumulator + _dot(left, right, (((0,), (0,)), ((), ())), interpret)
 
     zeros = jnp.zeros((tiles.reduced, tiles.columns), jnp.float32)
     accumulator = lax.fori_loop(0, pl.cdiv(end - begin, tiles.rows), step, zeros)
@@ -230,7 +264,7 @@ def _call(
 
     def run(*arrays: jax.Array, interpret: bool) -> tuple[jax.Array, ...]:
         out = pl.pallas_call(
-            kernel,
+            functools.partial(kernel, interpret=interpret),
             out_shape=results,
             grid=grid,
             interpret=interpret,
@@ -249,8 +283,10 @@ def _call(
     return _opaque.call(choose, results, operands)
 
 
-def _dot(left: jax.Array, right: jax.Array, contract: Any) -> jax.Array:
+def _dot(left: jax.Array, right: jax.Array, contract: Any, interpret: bool) -> jax.Array:
     """f32 product of two tiles; HIGHEST keeps Triton from rounding f32 operands to TF32."""
+    if interpret and left.dtype.itemsize == 1:  # CPUs have no products of FP8; f32 holds it exactly
+        left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return lax.dot_general(
         left,
         right,
@@ -260,8 +296,18 @@ def _dot(left: jax.Array, right: jax.Array, contract: Any) -> jax.Array:
     )
 
 
+def _bits(array: jax.Array) -> jax.Array:
+    """FP8 as bytes: Triton's lowering cannot fill masked elements of a load in FP8."""
+    if array.dtype.itemsize > 1:
+        return array
+    return lax.bitcast_convert_type(array, jnp.uint8)
+
+
 def _load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """Elements, 0 where they are masked; bytes are e4m3fn."""
     loaded: jax.Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0)
+    if loaded.dtype == jnp.uint8:
+        loaded = lax.bitcast_convert_type(loaded, jnp.float8_e4m3fn)
     return loaded
 
 

@@ -1,0 +1,123 @@
+"""grouped_ffn_fp8 against a loop over groups in NumPy, and its gradients against those of dtype."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_grouped import close, random
+
+import jax_ep
+from jax_ep.pallas import grouped_ffn, grouped_ffn_fp8
+
+ROWS, GROUPS, HIDDEN, WIDTH = 70, 4, 64, 40  # the last block of the width is a part
+SIZES = {"odd": [21, 7, 0, 35], "rows beyond": [5, 0, 17, 0], "nothing": [0, 0, 0, 0]}
+FORMATS = {
+    "f32": jax_ep.FP8(block=32),
+    "ue8m0": jax_ep.FP8(block=16, scale="ue8m0"),
+}
+
+
+def received(rows, fmt, layout="rows"):
+    values, scales = jax_ep.fp8.quantize(rows, fmt)
+    if layout == "columns":
+        scales = scales.T
+    return jax_ep.Quantized(values, scales, jnp.zeros_like(rows), layout)
+
+
+def weights(dtype="float32", hidden=HIDDEN, width=WIDTH, groups=GROUPS):
+    wide, narrow = (groups, hidden, width), (groups, width, hidden)
+    return random(wide, 1, dtype), random(wide, 2, dtype), random(narrow, 3, dtype)
+
+
+def blocks_of(matrix, fmt):
+    """What is left of a matrix [K, N] after quantize_weights, block by block."""
+    out = np.zeros(matrix.shape, np.float32)
+    for i in range(0, matrix.shape[0], fmt.block):
+        for j in range(0, matrix.shape[1], fmt.block):
+            part = np.asarray(matrix[i : i + fmt.block, j : j + fmt.block])
+            values, scales = jax_ep.fp8.quantize(
+                part.reshape(1, -1), jax_ep.FP8(part.size, fmt.scale)
+            )
+            back = jax_ep.fp8.dequantize(values, scales, jnp.float32)
+            out[i : i + fmt.block, j : j + fmt.block] = back.reshape(part.shape)
+    return out
+
+
+def expected_ffn(rows, sizes, w_gate, w_up, w_down, fmt):
+    x = np.asarray(jax_ep.fp8.dequantize(*jax_ep.fp8.quantize(rows, fmt), jnp.float32))
+    out = np.zeros(rows.shape, np.float32)
+    begin = 0
+    for g, size in enumerate(sizes):
+        mine = x[begin : begin + size]
+        gate, up = mine @ blocks_of(w_gate[g], fmt), mine @ blocks_of(w_up[g], fmt)
+        hidden = gate / (1 + np.exp(-gate)) * up
+        padded = np.pad(hidden, ((0, 0), (0, -WIDTH % fmt.block)))
+        hidden = jax_ep.fp8.dequantize(*jax_ep.fp8.quantize(jnp.asarray(padded), fmt), jnp.float32)
+        out[begin : begin + size] = np.asarray(hidden)[:, :WIDTH] @ blocks_of(w_down[g], fmt)
+        begin += size
+    return out
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_in_fp8(sizes, fmt):
+    rows = random((ROWS, HIDDEN), 0) * 8
+    rows = rows.at[sum(sizes) :].set(jnp.nan)  # rows of no group
+    layout = "columns" if fmt.block == 16 else "rows"
+    got = jax.jit(grouped_ffn_fp8)(received(rows, fmt, layout), jnp.array(sizes), *weights())
+    wanted = expected_ffn(jnp.nan_to_num(rows), sizes, *weights(), fmt)
+    # The hidden activation is rounded to FP8: a sum in another order may round to the next value.
+    close(got, wanted, 0.01)
+    error = np.abs(np.asarray(got) - wanted)
+    assert np.median(error) <= 1e-6 * max(np.abs(wanted).max(), 1)
+    assert not np.asarray(got)[sum(sizes) :].any()
+
+
+def cosine(a, b):
+    a, b = (np.asarray(each, np.float64).ravel() for each in (a, b))
+    return a @ b / np.sqrt((a @ a) * (b @ b))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_those_of_the_layer_in_dtype(dtype):
+    hidden, width, sizes = 128, 128, jnp.array([40, 0, 24])
+    rows = random((64, hidden), 5, dtype) * 8
+    kernels = weights(dtype, hidden, width, 3)
+    g = random((64, hidden), 6, dtype) * jnp.asarray(1e-5, dtype)  # float8 would flush it
+
+    def in_fp8(carrier, *kernels):
+        x = received(rows, jax_ep.FP8())
+        x = jax_ep.Quantized(x.values, x.scales, carrier, "rows")
+        return grouped_ffn_fp8(x, sizes, *kernels)
+
+    def plain(rows, *kernels):
+        return grouped_ffn(rows, sizes, *kernels)
+
+    out, pull = jax.vjp(jax.jit(in_fp8), jnp.zeros_like(rows), *kernels)
+    wanted_out, wanted_pull = jax.vjp(jax.jit(plain), rows, *kernels)
+    assert out.dtype == dtype and cosine(out, wanted_out) >= 0.998
+    for mine, theirs in zip(pull(g), wanted_pull(g), strict=True):
+        assert mine.dtype == dtype and cosine(mine, theirs) >= 0.999
+
+
+def test_it_lowers_for_cuda():
+    x = received(random((ROWS, HIDDEN), 0, "bfloat16"), FORMATS["f32"])
+    traced = jax.jit(grouped_ffn_fp8).trace(x, jnp.array(SIZES["odd"]), *weights("bfloat16"))
+    assert "f8" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (jnp.ones((8, HIDDEN)), "got x of type .*expected a jax_ep.Quantized"),
+        (
+            received(jnp.ones((8, 96)), jax_ep.FP8(block=48)),
+            "got blocks of 48, expected",
+        ),
+        (received(jnp.ones((8, HIDDEN)), jax_ep.FP8(block=8)), "got blocks of 8"),
+        (received(jnp.ones((8, 32)), jax_ep.FP8(block=32)), r"grouped_ffn_fp8: got w_gate"),
+    ],
+)
+def test_misuse(x, message):
+    with pytest.raises(ValueError, match=message):
+        grouped_ffn_fp8(x, jnp.array(SIZES["odd"]), *weights())
