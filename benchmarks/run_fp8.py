@@ -25,6 +25,7 @@ import jax_ep
 
 CALLS = 4  # in one program
 WIRES = {"dtype": None, "fp8": jax_ep.FP8(), "fp8-ue8m0": jax_ep.FP8(scale="ue8m0")}
+KEPT = "fp8, kept"  # as dispatch_quantized delivers it
 
 
 def measure(repeats):
@@ -44,7 +45,7 @@ def measure(repeats):
     programs, groups = {}, {}
     for dtype in ("float32", "bfloat16"):
         x = shard(rows.astype(dtype))
-        for name, wire in WIRES.items():
+        for name, wire in (*WIRES.items(), (KEPT, WIRES["fp8"])):
             config = jax_ep.Config(
                 num_experts=spec.num_experts,
                 top_k=spec.top_k,
@@ -59,13 +60,16 @@ def measure(repeats):
                 wire=wire,
             )
             group = jax_ep.create_group(mesh, "ep", config)
+            kept = name == KEPT
+            dispatch = jax_ep.dispatch_quantized if kept else jax_ep.dispatch
 
-            def calls(x, ids, group=group):
+            def calls(x, ids, group=group, dispatch=dispatch, kept=kept):
                 plan = jax_ep.plan(group, ids)
 
                 def call(x, _):
-                    recv = jax.lax.optimization_barrier(jax_ep.dispatch(group, x, plan=plan).x)
-                    return x.at[0].set(recv[0]), None
+                    recv = jax.lax.optimization_barrier(dispatch(group, x, plan=plan).x)
+                    first = recv.values[0].astype(x.dtype) if kept else recv[0]
+                    return x.at[0].set(first), None
 
                 return jax.lax.scan(call, x, length=CALLS)[0]
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ from jax_ep.flax._placement import Placement, axes_of
 ExpertFn = Callable[
     [jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array], jax.Array
 ]  # (x[R, H], group_sizes i32[E_l], w_gate, w_up [E_l, H, F], w_down [E_l, F, H]) -> [R, H]
+
+Precision = Literal["fp8"]
 
 # What each dimension of a weight is; Placement says which mesh axis splits it.
 DIMS: dict[str, tuple[str | None, ...]] = {
@@ -70,16 +72,32 @@ class Layer:
     group: jax_ep.Group
     placement: Placement
     expert_fn: ExpertFn | None
+    precision: Precision | None
 
     def weights(self) -> dict[str, Weight]:
         """Every parameter that this layer has, with its global shape."""
         config = self.config
         self.placement.check(config, self.group)
+        self._check_precision()
         present = ["router", "w_up", "w_down"]
         present += ["router_bias"] * config.has_bias + ["w_gate"] * config.gated
         if config.shared_width:
             present += ["shared_up", "shared_down"] + ["shared_gate"] * config.gated
         return {name: Weight(self._shape(name), self._spec(name)) for name in present}
+
+    def _check_precision(self) -> None:
+        if self.precision is None:
+            return
+        config, known = self.config, get_args(Precision)
+        wrong = ""
+        if self.precision not in known:
+            wrong = f", expected None or one of {known}"
+        elif self.expert_fn is not None:
+            wrong = " with an expert_fn, expected one of both; leave one out"
+        elif not config.gated or config.activation is not jax.nn.silu:
+            wrong = ", expected gated experts with jax.nn.silu; use precision=None for others"
+        if wrong:
+            raise ValueError(f"jax_ep.flax.MoE: got precision={self.precision!r}{wrong}")
 
     def shape_here(self, weight: Weight) -> tuple[int, ...]:
         """The shape that a weight has where this is called: one rank's part inside shard_map."""
@@ -168,15 +186,13 @@ class Layer:
         # per token and not per received row.
         tp = () if self.placement.tp is None else (self.placement.tp,)
         tokens = _jax_compat.to_varying(tokens.astype(dtype), tp)
-        recv = jax_ep.dispatch(
-            self.group, tokens, ids, _jax_compat.to_varying(topk_weights, tp), mode=mode
-        )
         experts = [
             self._ready(name, weights[name], dtype) if name in weights else None
             for name in ("w_gate", "w_up", "w_down")
         ]
-        expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=config.activation)
-        y = expert_fn(recv.x, recv.group_sizes, *experts)  # type: ignore[arg-type]
+        recv, y = self._experts(
+            tokens, ids, _jax_compat.to_varying(topk_weights, tp), experts, mode
+        )
         out = jax_ep.combine(self.group, y, recv)
         if config.shared_width:
             out = out + self._shared(weights, tokens)
@@ -187,6 +203,25 @@ class Layer:
         return out.reshape(x.shape), self._stats(
             ids, probabilities, mask, recv.plan.num_dropped, stat_axes
         )
+
+    def _experts(
+        self,
+        tokens: jax.Array,
+        ids: jax.Array,
+        topk_weights: jax.Array,
+        weights: list[Any],
+        mode: Mode | None,
+    ) -> tuple[jax_ep.Received, jax.Array]:
+        """What this rank received, and what its experts made of it."""
+        if self.precision == "fp8":
+            from jax_ep.pallas import grouped_ffn_fp8
+
+            rows = jax_ep.dispatch_quantized(self.group, tokens, ids, topk_weights, mode=mode)
+            return rows, grouped_ffn_fp8(rows.x, rows.group_sizes, *weights)
+        recv = jax_ep.dispatch(self.group, tokens, ids, topk_weights, mode=mode)
+        activation = self.config.activation
+        expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=activation)
+        return recv, expert_fn(recv.x, recv.group_sizes, *weights)
 
     def _ready(self, name: str, weight: jax.Array, dtype: Any) -> jax.Array:
         """A weight as the products want it: in `dtype`, whole along hidden.

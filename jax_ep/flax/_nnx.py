@@ -13,7 +13,7 @@ import jax_ep
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
 from jax_ep.flax._init import Inits, initializer
-from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, updated_bias
+from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, Precision, updated_bias
 from jax_ep.flax._placement import Placement
 
 
@@ -41,6 +41,9 @@ class MoE(nnx.Module):
             -> [R, H]`, rows in expert_major order, everything in the compute dtype, w_gate None
             without a gate; None: `ragged_ffn`. With `placement.tp` F is one rank's share and the
             results of its ranks are added up.
+        precision: None, or "fp8": the routed experts' rows travel in FP8 (the group's wire, or
+            `FP8()`) and are multiplied in FP8 by `pallas.grouped_ffn_fp8`, in place of expert_fn.
+            For gated experts with silu. Weights, gradients and the rest stay as they are.
         param_dtype: dtype of the weights.
         kernel_init: an initializer of all weights, or a dict of them by weight name; None:
             truncated normal of variance 1 / fan_in.
@@ -64,6 +67,7 @@ class MoE(nnx.Module):
         *,
         placement: Placement = Placement(),  # noqa: B008 (frozen)
         expert_fn: ExpertFn | None = None,
+        precision: Precision | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Inits = None,
         rngs: nnx.Rngs,
@@ -73,6 +77,7 @@ class MoE(nnx.Module):
         self.group = group
         self.placement = placement
         self.expert_fn = expert_fn
+        self.precision = precision
         mesh = {"mesh": group.mesh} if isinstance(group.mesh, Mesh) else {}
         for name, weight in self._layer().weights().items():
             metadata: dict[str, Any] = {"out_sharding": tuple(weight.spec), **mesh}
@@ -85,7 +90,7 @@ class MoE(nnx.Module):
             setattr(self, name, kind(value, **metadata))
 
     def _layer(self) -> Layer:
-        return Layer(self.config, self.group, self.placement, self.expert_fn)
+        return Layer(self.config, self.group, self.placement, self.expert_fn, self.precision)
 
     def __call__(
         self, x: jax.Array, *, mask: jax.Array | None = None, mode: Mode | None = None

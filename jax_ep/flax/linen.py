@@ -14,7 +14,7 @@ from jax_ep import _jax_compat
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
 from jax_ep.flax._init import Inits, initializer
-from jax_ep.flax._layer import ExpertFn, Layer, MoEStats
+from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, Precision
 from jax_ep.flax._placement import Placement
 
 STATE = "router_state"
@@ -46,6 +46,7 @@ class MoE(nn.Module):
         group: as in `jax_ep.flax.MoE`.
         placement: as in `jax_ep.flax.MoE`.
         expert_fn: as in `jax_ep.flax.MoE`.
+        precision: as in `jax_ep.flax.MoE`.
         param_dtype: as in `jax_ep.flax.MoE`.
         kernel_init: as in `jax_ep.flax.MoE`.
 
@@ -59,6 +60,7 @@ class MoE(nn.Module):
     group: jax_ep.Group
     placement: Placement = Placement()
     expert_fn: ExpertFn | None = None
+    precision: Precision | None = None
     param_dtype: Any = jnp.float32
     kernel_init: Inits = None
 
@@ -83,7 +85,7 @@ class MoE(nn.Module):
         Example:
             >>> out, stats = moe.apply(variables, x)
         """
-        layer = Layer(self.config, self.group, self.placement, self.expert_fn)
+        layer = Layer(self.config, self.group, self.placement, self.expert_fn, self.precision)
         values: dict[str, jax.Array] = {}
         for name, weight in layer.weights().items():
             shape = layer.shape_here(weight)  # which Linen compares with what it is given
