@@ -160,7 +160,8 @@ class Config:
         self._check_wire()
 
     def _check_wire(self) -> None:
-        _check_choice("wire_backward", self.wire_backward, (False, True))
+        if not isinstance(self.wire_backward, bool):
+            raise _bad("wire_backward", self.wire_backward, "True or False", "pass a bool")
         if self.wire is None:
             if self.wire_backward:
                 raise _bad("wire_backward", True, "False without a wire", "set wire=jax_ep.FP8()")

@@ -130,6 +130,8 @@ class Group:
         if self._parent is not None:
             state += ", view"
             sizes = f"top_k={self.config.top_k}, hidden={self.config.hidden}, "
+        if self.config.wire is not None:
+            sizes += f"wire={self.config.wire}, "
         return (
             f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
             f"num_experts={self.config.num_experts}, {sizes}"
