@@ -27,7 +27,7 @@ def grouped_ffn_fp8(
     them; the sums of a block are in f32. The gradients are computed in the carrier's dtype, from
     dequantised rows and the weights as they were given: the first layer is computed again so,
     which keeps [R, F] arrays out of memory, and gradients close to those of `grouped_ffn`.
-    Platforms as in `grouped_matmul`.
+    Platforms as in `grouped_matmul`; of NVIDIA's GPUs those from compute capability 8.9.
 
     Args:
         x: `recv.x` of `dispatch_quantized` in expert_major, [R, H]; its blocks are a power of two
