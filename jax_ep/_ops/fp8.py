@@ -187,7 +187,8 @@ def as_float(scales: jax.Array) -> jax.Array:
     """Scales of either kind as f32."""
     if scales.dtype == jnp.float32:
         return scales
-    return _power_of_two(lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32))
+    biased = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+    return jnp.where(biased == 0xFF, jnp.nan, _power_of_two(biased))
 
 
 def _ceil_exponent(amax: jax.Array) -> jax.Array:

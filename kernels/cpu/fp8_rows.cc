@@ -72,7 +72,8 @@ inline float StoreScale(Fp8Scale kind, uint32_t amax_bits, std::byte* to) {
 
 inline float LoadScale(Fp8Scale kind, const std::byte* from) {
   if (kind == Fp8Scale::kUe8m0) {
-    return std::bit_cast<float>(static_cast<uint32_t>(*from) << 23);
+    const auto biased = static_cast<uint32_t>(*from);
+    return std::bit_cast<float>(biased == 0xffu ? 0x7fc00000u : biased << 23);
   }
   float scale;
   std::memcpy(&scale, from, sizeof(scale));

@@ -90,6 +90,12 @@ def test_the_inverse_is_rounded_as_a_division() -> None:
     assert_same(jax.jit(fp8.largest_over)(amax), np.float32(448) / amax)
 
 
+def test_a_scale_that_is_no_number() -> None:
+    ones, scales = jnp.ones((1, 4), jnp.float8_e4m3fn), jnp.full((1, 1), jnp.nan)
+    for dtype in (jnp.float32, jnp.float8_e8m0fnu):
+        assert jnp.isnan(jax_ep.fp8.dequantize(ones, scales.astype(dtype))).all()
+
+
 def test_shapes_and_dtypes_of_rows() -> None:
     x = jnp.ones((2, 3, 64), jnp.bfloat16)
     values, scales = jax_ep.fp8.quantize(x, jax_ep.FP8(block=32, scale="ue8m0"))

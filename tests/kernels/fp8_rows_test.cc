@@ -188,6 +188,20 @@ TEST(Fp8Rows, EdgesOfTheScale) {
   }
 }
 
+TEST(Fp8Rows, BytesOfAPoisonedCallAreNan) {
+  for (const Fp8Scale scale : kScales) {
+    const Fp8Rows format{.hidden = 8, .block = 4, .scale = scale};
+    std::vector<std::byte> record(format.record_bytes(), std::byte{0xff});
+    std::vector<float> row(format.hidden);
+    for (const std::byte value :
+         {std::byte{0xff}, std::byte{0x38}}) {  // NaN; 1, whose scale is NaN
+      for (uint64_t i = 0; i < format.hidden; ++i) record[i] = value;
+      DequantizeRows(format, 1, record.data(), reinterpret_cast<std::byte*>(row.data()));
+      for (const float element : row) EXPECT_TRUE(std::isnan(element));
+    }
+  }
+}
+
 TEST(Fp8Rows, ARecordIsPaddedTo32Bytes) {
   Fp8Rows format{.hidden = 7168, .block = 128, .scale = Fp8Scale::kF32};
   EXPECT_EQ(format.record_bytes(), 7392u);

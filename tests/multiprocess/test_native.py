@@ -20,7 +20,7 @@ def _cases(processes, devices_per_process, *options):
     pattern = r"^\[0\] ?case (\S+) (\S+) (\S+) (\S+)$"
     for size, name, moves, sums in re.findall(pattern, done.text, re.MULTILINE):
         cases.setdefault(size, {})[name] = (moves, sums)
-    assert cases and all(len(of_size) == 9 for of_size in cases.values()), done.text[-6000:]
+    assert cases and all(len(of_size) == 11 for of_size in cases.values()), done.text[-6000:]
     return cases
 
 

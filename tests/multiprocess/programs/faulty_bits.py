@@ -17,7 +17,7 @@ parser.add_argument("--first", type=int, default=0)
 parser.add_argument("--last", type=int, default=9)
 parser.add_argument("--node-size", type=int, default=2)
 args = parser.parse_args()
-N, T, H, K = jax.device_count(), 24, 72, 2
+N, T, H, K = jax.device_count(), 24, 128, 2
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 rng = np.random.default_rng(3)
 x = rng.standard_normal((N * T, H)).astype(np.float32)
@@ -46,7 +46,8 @@ def digests(faulty):
                 def loss(x, weights):
                     recv = jax_ep.dispatch(group, x, idx, weights, mode=mode)
                     out = jax_ep.combine(group, recv.x * 1.5, recv)
-                    return jnp.sum(out**2), (recv.x, out)
+                    quantized = jax_ep.dispatch_quantized(group, x, plan=recv.plan).x
+                    return jnp.sum(out**2), (recv.x, out, quantized)
 
                 return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weights)[0][1], (
                     jax.grad(lambda x, w: loss(x, w)[0], argnums=(0, 1))(x, weights)

@@ -135,6 +135,24 @@ CASES = {
     "ll-batched": dict(
         tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"
     ),
+    "ht-fp8": dict(
+        tokens=33,
+        top_k=3,
+        hidden=96,
+        dtype=bf16,
+        layout="rank_major",
+        mode="ht",
+        wire=jax_ep.FP8(block=32),
+    ),
+    "ll-fp8": dict(
+        tokens=7,
+        top_k=2,
+        hidden=64,
+        dtype=f32,
+        layout="expert_major",
+        mode="ll",
+        wire=jax_ep.FP8(block=64, scale="ue8m0"),
+    ),
     "ll-rank": dict(tokens=3, top_k=2, hidden=16, dtype=f32, layout="rank_major", mode="ll"),
     "empty": dict(
         tokens=0, top_k=2, hidden=16, dtype=f32, layout="expert_major", mode="ht", recv_rows=16
