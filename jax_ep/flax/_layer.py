@@ -89,13 +89,21 @@ class Layer:
         if self.precision is None:
             return
         config, known = self.config, get_args(Precision)
+        group = self.group.config
+        wire = group.wire or jax_ep.FP8()
         wrong = ""
         if self.precision not in known:
             wrong = f", expected None or one of {known}"
         elif self.expert_fn is not None:
             wrong = " with an expert_fn, expected one of both; leave one out"
         elif not config.gated or config.activation is not jax.nn.silu:
-            wrong = ", expected gated experts with jax.nn.silu; use precision=None for others"
+            activation = getattr(config.activation, "__name__", config.activation)
+            wrong = (
+                f" with gated={config.gated}, activation={activation}, expected gated experts with "
+                "jax.nn.silu; use precision=None for others"
+            )
+        elif misfit := wire.misfit(group.hidden, group.dtype):
+            wrong = f" with rows in {wire}, expected {misfit}; set Config.wire"
         if wrong:
             raise ValueError(f"jax_ep.flax.MoE: got precision={self.precision!r}{wrong}")
 

@@ -46,9 +46,9 @@ class MoE(nn.Module):
         group: as in `jax_ep.flax.MoE`.
         placement: as in `jax_ep.flax.MoE`.
         expert_fn: as in `jax_ep.flax.MoE`.
-        precision: as in `jax_ep.flax.MoE`.
         param_dtype: as in `jax_ep.flax.MoE`.
         kernel_init: as in `jax_ep.flax.MoE`.
+        precision: as in `jax_ep.flax.MoE`.
 
     Example:
         >>> moe = jax_ep.flax.linen.MoE(config, group)
@@ -60,9 +60,9 @@ class MoE(nn.Module):
     group: jax_ep.Group
     placement: Placement = Placement()
     expert_fn: ExpertFn | None = None
-    precision: Precision | None = None
     param_dtype: Any = jnp.float32
     kernel_init: Inits = None
+    precision: Precision | None = None  # behind the others: fields may be given by position
 
     @nn.compact
     def __call__(

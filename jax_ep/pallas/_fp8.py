@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import jax_ep
 from jax_ep.pallas import _ffn, _kernels, _opaque
 
-_MIN_BLOCK = 16
-
 
 def grouped_ffn_fp8(
     x: jax_ep.Quantized,
@@ -29,11 +27,11 @@ def grouped_ffn_fp8(
     them; the sums of a block are in f32. The gradients are computed in the carrier's dtype, from
     dequantised rows and the weights as they were given: the first layer is computed again so,
     which keeps [R, F] arrays out of memory, and gradients close to those of `grouped_ffn`.
-    Platforms as in `grouped_matmul`.
+    Platforms as in `grouped_matmul`; of NVIDIA's GPUs those from compute capability 8.9.
 
     Args:
         x: `recv.x` of `dispatch_quantized` in expert_major, [R, H]; its blocks are a power of two
-            of at least 16.
+            of at least 32.
         group_sizes: integers [E_l], as `recv.group_sizes`.
         w_gate: [E_l, H, F] in the carrier's dtype.
         w_up: [E_l, H, F] in the carrier's dtype.
@@ -57,10 +55,10 @@ def grouped_ffn_fp8(
             "pass recv.x of dispatch_quantized"
         )
     block = _block(x)
-    if block < _MIN_BLOCK or block & (block - 1):
+    if block < _kernels.MIN_FP8_DEPTH or block & (block - 1):
         raise ValueError(
             f"jax_ep.pallas.{name}: got blocks of {block}, expected a power of two of at least "
-            f"{_MIN_BLOCK}, the side of a tile; set FP8(block=) so"
+            f"{_kernels.MIN_FP8_DEPTH}, the depth of a product in FP8; set FP8(block=) so"
         )
     _ffn.check_operands(name, x.carrier, group_sizes, w_gate, w_up, w_down)
     leaves, tree = jax.tree.flatten(x)

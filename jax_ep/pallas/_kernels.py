@@ -22,6 +22,7 @@ from jax_ep import _jax_compat
 from jax_ep.pallas import _opaque, _units
 
 MIN_TILE = 16  # the smallest side of a tensor-core product
+MIN_FP8_DEPTH = 32  # and along K in FP8: Triton would hand the tensor cores less as if it were 32
 MAX_TILE = 128
 _REDUCTION_TILE_BYTES = 128  # of one row of a tile along the reduced axis: one cache line
 
@@ -37,7 +38,8 @@ class Term(NamedTuple):
 class Scales(NamedTuple):
     """Factors of FP8 operands, f32: of a row in each block of K, and of a column in each.
 
-    lhs: per lhs [R, K / block]; rhs: per rhs [G, K / block, N].
+    lhs: per lhs [R, K / block]; rhs: per rhs [G, K / block, N]. Blocks are powers of two of at
+    least MIN_FP8_DEPTH.
     """
 
     lhs: tuple[jax.Array, ...]
@@ -105,7 +107,8 @@ def rows_product(
         return (_opaque.vary(zero, *lhs, *rhs, group_sizes)[0],) * num_results
     tiles = tiles or default_tiles(num_rows, num_groups, reduced, columns, dtype)
     if scales is not None:  # a step stays inside of a block
-        tiles = tiles._replace(reduced=min(tiles.reduced, scales.block))
+        depth = max(tiles.reduced, MIN_FP8_DEPTH)
+        tiles = tiles._replace(reduced=min(depth, scales.block))
     units = _units.make_units(group_sizes, num_rows, tiles.rows)
     factors = () if scales is None else (*scales.lhs, *scales.rhs)
     kernel = functools.partial(
