@@ -34,7 +34,7 @@ def scales_of(amax: np.ndarray, scale: str) -> tuple[np.ndarray, np.ndarray]:
 
 def quantize(rows: np.ndarray, block: int, scale: str) -> tuple[np.ndarray, np.ndarray]:
     """Values e4m3fn [..., H] and scales [..., H / block], f32 or e8m0."""
-    wide = rows.astype(np.float32).reshape(*rows.shape[:-1], -1, block)
+    wide = rows.astype(np.float32).reshape(*rows.shape[:-1], rows.shape[-1] // block, block)
     with np.errstate(invalid="ignore"):
         amax = np.max(np.where(np.isfinite(wide), np.abs(wide), 0), axis=-1, initial=0)
         scales, inverses = scales_of(amax.astype(np.float32), scale)
@@ -44,7 +44,8 @@ def quantize(rows: np.ndarray, block: int, scale: str) -> tuple[np.ndarray, np.n
 
 def dequantize(values: np.ndarray, scales: np.ndarray, dtype: str) -> np.ndarray:
     """Rows [..., H]."""
-    wide = values.astype(np.float32).reshape(*scales.shape, -1)
+    block = values.shape[-1] // scales.shape[-1]
+    wide = values.astype(np.float32).reshape(*scales.shape, block)
     with np.errstate(invalid="ignore", over="ignore"):
         product = wide * scales.astype(np.float32)[..., None]
         return product.reshape(values.shape).astype(

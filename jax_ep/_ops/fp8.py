@@ -39,6 +39,7 @@ def quantize(x: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.Array]:
     Example:
         >>> values, scales = jax_ep.fp8.quantize(x, jax_ep.FP8(block=128))
     """
+    _require_arrays("quantize", x)
     if x.dtype.name not in _DTYPES or x.ndim < 1 or x.shape[-1] % fmt.block:
         raise ValueError(
             f"jax_ep.fp8.quantize: got x {x.dtype}{list(x.shape)}, expected [..., H] in one of "
@@ -70,6 +71,7 @@ def quantize_weights(w: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.A
     Example:
         >>> values, scales = jax_ep.fp8.quantize_weights(w_up)
     """
+    _require_arrays("quantize_weights", w)
     if w.dtype.name not in _DTYPES or w.ndim < 2:
         raise ValueError(
             f"jax_ep.fp8.quantize_weights: got w {w.dtype}{list(w.shape)}, expected [..., K, N] in "
@@ -84,6 +86,15 @@ def quantize_weights(w: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.A
     scales, inverse = _scales(blocks, (-3, -1), fmt)
     values = (blocks * inverse).astype(jnp.float8_e4m3fn).reshape(shape)
     return values[..., :rows, :columns], scales[..., 0, :, 0]
+
+
+def _require_arrays(function: str, *arrays: Any) -> None:
+    for array in arrays:
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise ValueError(
+                f"jax_ep.fp8.{function}: got an operand of type {type(array).__name__}, expected "
+                "an array; pass a jax.Array"
+            )
 
 
 def _scales(blocks: jax.Array, axes: tuple[int, ...], fmt: FP8) -> tuple[jax.Array, jax.Array]:
@@ -117,6 +128,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) 
     Example:
         >>> rows = jax_ep.fp8.dequantize(values, scales, jnp.bfloat16)
     """
+    _require_arrays("dequantize", values, scales)
     num_blocks = scales.shape[-1] if scales.ndim else 0
     fits = values.ndim == scales.ndim and values.shape[:-1] == scales.shape[:-1]
     if not fits or values.shape[-1] % max(num_blocks, 1) or (not num_blocks and values.shape[-1]):
@@ -138,7 +150,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) 
     values, scales = lax.stop_gradient((values, as_float(scales)))
     block = values.shape[-1] // max(num_blocks, 1)
     blocks = values.astype(jnp.float32).reshape(*scales.shape, block)
-    return (blocks * scales[..., None]).reshape(values.shape).astype(dtype)
+    return _rounded((blocks * scales[..., None]).reshape(values.shape), dtype)
 
 
 def rows(quantized: Quantized) -> jax.Array:
@@ -181,6 +193,16 @@ def _straight_through_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array
 
 
 _straight_through.defvjp(_straight_through_forward, _straight_through_backward)
+
+
+def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
+    """f32 to `dtype`, also where XLA may leave a rounding out (xla_allow_excess_precision)."""
+    name = jnp.dtype(dtype).name
+    if name == "bfloat16":
+        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
+    narrow = wide.astype(dtype)
+    # reduce_precision would flush subnormals of float16.
+    return lax.optimization_barrier(narrow) if name == "float16" else narrow
 
 
 def as_float(scales: jax.Array) -> jax.Array:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jax_ep
 from jax_ep.pallas import _ffn, _kernels, _opaque
 
+_OLDEST_CAPABILITY = (8, 9)  # of NVIDIA's GPUs with FP8
+
 
 def grouped_ffn_fp8(
     x: jax_ep.Quantized,
@@ -42,6 +44,7 @@ def grouped_ffn_fp8(
 
     Raises:
         ValueError: shapes or dtypes do not fit.
+        NotImplementedError: this process has NVIDIA GPUs without FP8.
 
     Example:
         >>> recv = jax_ep.dispatch_quantized(group, x, topk_idx, topk_weights)
@@ -54,18 +57,48 @@ def grouped_ffn_fp8(
             f"jax_ep.pallas.{name}: got x of type {type(x).__name__}, expected a jax_ep.Quantized; "
             "pass recv.x of dispatch_quantized"
         )
-    block = _block(x)
-    if block < _kernels.MIN_FP8_DEPTH or block & (block - 1):
-        raise ValueError(
-            f"jax_ep.pallas.{name}: got blocks of {block}, expected a power of two of at least "
-            f"{_kernels.MIN_FP8_DEPTH}, the depth of a product in FP8; set FP8(block=) so"
-        )
+    _check_devices(name)
     _ffn.check_operands(name, x.carrier, group_sizes, w_gate, w_up, w_down)
+    _check_rows(name, x)
     leaves, tree = jax.tree.flatten(x)
     *leaves, sizes, w_gate, w_up, w_down = _opaque.vary(
         *leaves, group_sizes.astype(jnp.int32), w_gate, w_up, w_down
     )
     return _ffn_fp8(jax.tree.unflatten(tree, leaves), sizes, w_gate, w_up, w_down)
+
+
+def _check_rows(name: str, x: jax_ep.Quantized) -> None:
+    """Raises ValueError unless values and scales are those of the carrier's rows."""
+    rows, hidden = x.carrier.shape
+    in_rows = _in_rows(x)
+    fits = x.values.shape == (rows, hidden) and x.values.dtype == jnp.float8_e4m3fn
+    if not fits or in_rows.ndim != 2 or in_rows.shape[0] != rows or hidden % in_rows.shape[1]:
+        raise ValueError(
+            f"jax_ep.pallas.{name}: got values {x.values.dtype}{list(x.values.shape)} and scales "
+            f"{list(x.scales.shape)} in {x.scales_layout}, expected float8_e4m3fn"
+            f"[{rows}, {hidden}] and a scale per row and block; pass recv.x of dispatch_quantized "
+            "in expert_major"
+        )
+    block = hidden // in_rows.shape[1]
+    if block < _kernels.MIN_FP8_DEPTH or block & (block - 1):
+        raise ValueError(
+            f"jax_ep.pallas.{name}: got blocks of {block}, expected a power of two of at least "
+            f"{_kernels.MIN_FP8_DEPTH}, the depth of a product in FP8; set FP8(block=) so"
+        )
+
+
+def _check_devices(name: str) -> None:
+    """Triton's compiler ends the process where a GPU has no FP8."""
+    if jax.default_backend() != "gpu":
+        return
+    for device in jax.local_devices():
+        capability = getattr(device, "compute_capability", "")  # AMD's is a name
+        parts = capability.split(".")
+        if all(map(str.isdigit, parts)) and tuple(map(int, parts)) < _OLDEST_CAPABILITY:
+            raise NotImplementedError(
+                f"jax_ep.pallas.{name}: got a GPU of compute capability {capability}, expected at "
+                "least 8.9; use grouped_ffn with jax_ep.fp8.rows(x)"
+            )
 
 
 @jax.custom_vjp

@@ -114,6 +114,10 @@ def test_shapes_and_dtypes_of_rows() -> None:
         (lambda: jax_ep.fp8.quantize(jnp.ones((4, 100))), r"got x float32\[4, 100\].*block=128"),
         (lambda: jax_ep.fp8.quantize(jnp.ones((4, 128), jnp.int32)), r"got x int32"),
         (
+            lambda: jax_ep.fp8.quantize([1.0] * 128),
+            r"got an operand of type list, expected an array",
+        ),
+        (
             lambda: jax_ep.fp8.dequantize(jnp.ones((4, 8), jnp.float8_e4m3fn), jnp.ones((3, 4))),
             r"expected \[..., H\] and \[..., H / block\]",
         ),

@@ -1,7 +1,9 @@
 """grouped_ffn_fp8 against a loop over groups in NumPy, and its gradients against those of dtype."""
 
+import dataclasses
 import re
 
+import fp8_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +30,9 @@ def received(rows, fmt, layout="rows"):
     return jax_ep.Quantized(values, scales, jnp.zeros_like(rows), layout)
 
 
+GOOD = received(jnp.ones((8, HIDDEN)), FORMATS["f32"])
+
+
 def weights(dtype="float32", hidden=HIDDEN, width=WIDTH, groups=GROUPS):
     wide, narrow = (groups, hidden, width), (groups, width, hidden)
     return random(wide, 1, dtype), random(wide, 2, dtype), random(narrow, 3, dtype)
@@ -40,14 +45,13 @@ def blocks_of(matrix, fmt):
     padded = np.pad(matrix, missing)
     grid = (padded.shape[0] // block, block, padded.shape[1] // block, block)
     flat = padded.reshape(grid).swapaxes(1, 2).reshape(-1, block * block)
-    quantized = jax_ep.fp8.quantize(jnp.asarray(flat), jax_ep.FP8(block * block, fmt.scale))
-    back = np.asarray(jax_ep.fp8.dequantize(*quantized, jnp.float32))
+    back = fp8_oracle.travelled(flat, block * block, fmt.scale)
     back = back.reshape(grid[0], grid[2], block, block).swapaxes(1, 2)
     return back.reshape(padded.shape)[:rows, :columns]
 
 
 def expected_ffn(rows, sizes, w_gate, w_up, w_down, fmt):
-    x = np.asarray(jax_ep.fp8.dequantize(*jax_ep.fp8.quantize(rows, fmt), jnp.float32))
+    x = fp8_oracle.travelled(np.asarray(rows), fmt.block, fmt.scale)
     out = np.zeros(rows.shape, np.float32)
     begin = 0
     for g, size in enumerate(sizes):
@@ -55,8 +59,8 @@ def expected_ffn(rows, sizes, w_gate, w_up, w_down, fmt):
         gate, up = mine @ blocks_of(w_gate[g], fmt), mine @ blocks_of(w_up[g], fmt)
         hidden = gate / (1 + np.exp(-gate)) * up
         padded = np.pad(hidden, ((0, 0), (0, -WIDTH % fmt.block)))
-        hidden = jax_ep.fp8.dequantize(*jax_ep.fp8.quantize(jnp.asarray(padded), fmt), jnp.float32)
-        out[begin : begin + size] = np.asarray(hidden)[:, :WIDTH] @ blocks_of(w_down[g], fmt)
+        hidden = fp8_oracle.travelled(padded, fmt.block, fmt.scale)[:, :WIDTH]
+        out[begin : begin + size] = hidden @ blocks_of(w_down[g], fmt)
         begin += size
     return out
 
@@ -74,6 +78,18 @@ def test_products_in_fp8(sizes, fmt):
     error = np.abs(np.asarray(got) - wanted)
     assert np.median(error) <= 1e-6 * max(np.abs(wanted).max(), 1)
     assert not np.asarray(got)[sum(sizes) :].any()
+
+
+class OldGpu:
+    platform = "gpu"
+    compute_capability = "8.0"
+
+
+def test_gpus_without_fp8_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [OldGpu()])
+    with pytest.raises(NotImplementedError, match=r"capability 8.0, expected at least 8.9"):
+        grouped_ffn_fp8(received(jnp.ones((8, HIDDEN)), FORMATS["f32"]), jnp.array([8]), *weights())
 
 
 def cosine(a, b):
@@ -132,14 +148,19 @@ def test_it_lowers_for_cuda_to_products_of_fp8_tiles(fmt, width):
     ("x", "message"),
     [
         (jnp.ones((8, HIDDEN)), "got x of type .*expected a jax_ep.Quantized"),
-        (
-            received(jnp.ones((8, 96)), jax_ep.FP8(block=48)),
-            "got blocks of 48, expected",
-        ),
+        (received(jnp.ones((8, 96)), jax_ep.FP8(block=48)), "got blocks of 48, expected"),
         (received(jnp.ones((8, HIDDEN)), jax_ep.FP8(block=16)), "got blocks of 16, expected .* 32"),
-        (received(jnp.ones((8, 32)), jax_ep.FP8(block=32)), r"grouped_ffn_fp8: got w_gate"),
+        (GOOD, r"grouped_ffn_fp8: got w_gate"),
+        (dataclasses.replace(GOOD, scales=GOOD.scales[:4]), r"scales \[4, 2\] in rows, expected"),
+        (dataclasses.replace(GOOD, values=GOOD.values[:4]), r"got values float8_e4m3fn\[4, 64\]"),
+        (dataclasses.replace(GOOD, scales_layout="columns"), r"scales \[8, 2\] in columns"),
+        (
+            jax.tree.map(lambda leaf: leaf[None], GOOD),
+            r"got x float32\[1, 8, 64\], expected \[R, H\]",
+        ),
     ],
 )
 def test_misuse(x, message):
+    hidden = x.carrier.shape[-1] if isinstance(x, jax_ep.Quantized) and x is not GOOD else 32
     with pytest.raises(ValueError, match=message):
-        grouped_ffn_fp8(x, jnp.array(SIZES["odd"]), *weights())
+        grouped_ffn_fp8(x, jnp.array(SIZES["odd"]), *weights(hidden=hidden))

@@ -1,9 +1,9 @@
 """Dispatch through a network in FP8 against dtype: 4 processes, each a node of its own.
 
-    python benchmarks/run_fp8.py
+    python benchmarks/run_quantized.py
 
-Writes results/fp8_cpu.json. The programs take turns; a time is that of the slowest process, and
-quantising and dequantising are part of it. The rows cross libfabric on this host.
+Writes results/quantized_cpu.json. The programs take turns; a time is that of the slowest process,
+and quantising and dequantising are part of it. The rows cross libfabric on this host.
 """
 
 import argparse
@@ -113,12 +113,12 @@ def main():
     """Starts the processes and writes the file; as one of them, measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "fp8_cpu.json")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results" / "quantized_cpu.json")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     out = options.out.resolve()
     if not options.measure:
-        worker = [str(HERE / "run_fp8.py"), "--measure", "--out", str(out)]
+        worker = [str(HERE / "run_quantized.py"), "--measure", "--out", str(out)]
         worker += ["--repeats", str(options.repeats)]
         print(run([sys.executable, "-m", "jax_ep", "launch", "-n", 4, *worker]))
         return
