@@ -46,7 +46,7 @@ struct Bf16 {
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const uint32_t quiet_nan = (bits >> 16) | 0x40u;
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return static_cast<Storage>(is_nan ? quiet_nan : rounded);
+    return static_cast<Storage>(Select(is_nan, quiet_nan, rounded));
   }
 };
 
@@ -74,9 +74,9 @@ struct F16 {
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - half_bits;
     const uint32_t normal =
         (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;  // NaN, infinity
-    return static_cast<Storage>(sign | (magnitude >= ((127u + 16u) << 23) ? special : finite));
+    const uint32_t finite = Select(magnitude < (113u << 23), subnormal, normal);
+    const uint32_t special = Select(magnitude > 0x7f800000u, 0x7e00u, 0x7c00u);  // NaN, infinity
+    return static_cast<Storage>(sign | Select(magnitude >= ((127u + 16u) << 23), special, finite));
   }
 };
 
