@@ -1,6 +1,8 @@
 // Rows as FP8 records and back (docs/semantics.md, "FP8 rows"): H values of float8_e4m3fn, the
 // scales of their blocks, zeros up to a multiple of 32 bytes. The results are the same bits on
-// every machine, also where f32 subnormals are flushed, as XLA's threads do.
+// every machine, also where f32 subnormals are flushed, as XLA's threads do. That holds for records
+// that QuantizeRows wrote: their scales are 2^-109 or more. In those of others a scale, or an
+// element times its scale, of less than 2^-126 may become zero.
 #pragma once
 
 #include <cstddef>

@@ -121,6 +121,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Result<ffi::
   const Fp8Rows& format = shapes->format;
   const auto* from = static_cast<const std::byte*>(rows.untyped_data());
   auto* to = static_cast<std::byte*>(records->untyped_data());
+  if (UsesHugePages()) PreferHugePages(to, records->size_bytes());
   ForRows(pool, shapes->num_rows, [&](int64_t begin, int64_t end) {
     const auto first = static_cast<uint64_t>(begin);
     QuantizeRows(format, static_cast<uint64_t>(end - begin), from + first * format.row_bytes(),

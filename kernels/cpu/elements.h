@@ -17,15 +17,26 @@
 
 namespace jax_ep {
 
+// `a` or `b`, without what a compiler might turn back into a branch: that would not vectorise.
+template <typename Bits>
+__attribute__((always_inline)) inline Bits Select(bool condition, Bits a, Bits b) {
+  const auto mask = static_cast<Bits>(Bits{0} - static_cast<Bits>(condition));
+  return static_cast<Bits>(b ^ ((a ^ b) & mask));
+}
+
 // One element type: storage, and exact or rounding conversions that compile to branch-free code.
 struct F32 {
   using Storage = float;
+  using Bits = uint32_t;
+  static constexpr Bits kInfinity = 0x7f800000u;
   static inline float Load(Storage value) { return value; }
   static inline Storage Store(float value) { return value; }
 };
 
 struct Bf16 {
   using Storage = uint16_t;
+  using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7f80;
   static inline float Load(Storage value) {
     return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
   }
@@ -35,12 +46,14 @@ struct Bf16 {
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     const uint32_t quiet_nan = (bits >> 16) | 0x40u;
     const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return static_cast<Storage>(is_nan ? quiet_nan : rounded);
+    return static_cast<Storage>(Select(is_nan, quiet_nan, rounded));
   }
 };
 
 struct F16 {
   using Storage = uint16_t;
+  using Bits = uint16_t;
+  static constexpr Bits kInfinity = 0x7c00;
   static inline float Load(Storage value) {
     const uint32_t sign = static_cast<uint32_t>(value & 0x8000u) << 16;
     const uint32_t magnitude = value & 0x7fffu;
@@ -48,8 +61,8 @@ struct F16 {
     const float subnormal = static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
     const uint32_t normal = (magnitude << 13) + ((127u - 15u) << 23);
     const uint32_t special = (magnitude << 13) | 0x7f800000u;  // infinity, NaN
-    const uint32_t finite = magnitude < 0x400u ? std::bit_cast<uint32_t>(subnormal) : normal;
-    return std::bit_cast<float>(sign | (magnitude >= 0x7c00u ? special : finite));
+    const uint32_t finite = Select(magnitude < 0x400u, std::bit_cast<uint32_t>(subnormal), normal);
+    return std::bit_cast<float>(sign | Select(magnitude >= 0x7c00u, special, finite));
   }
   static inline Storage Store(float value) {
     const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -61,9 +74,9 @@ struct F16 {
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - half_bits;
     const uint32_t normal =
         (magnitude - ((127u - 15u) << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-    const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;  // NaN, infinity
-    return static_cast<Storage>(sign | (magnitude >= ((127u + 16u) << 23) ? special : finite));
+    const uint32_t finite = Select(magnitude < (113u << 23), subnormal, normal);
+    const uint32_t special = Select(magnitude > 0x7f800000u, 0x7e00u, 0x7c00u);  // NaN, infinity
+    return static_cast<Storage>(sign | Select(magnitude >= ((127u + 16u) << 23), special, finite));
   }
 };
 

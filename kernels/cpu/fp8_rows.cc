@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "kernels/cpu/elements.h"
 
@@ -14,10 +15,8 @@ constexpr float kLargest = 448;   // of e4m3fn
 // Below, a block counts as zero: its scale and its inverse must be normal floats.
 constexpr uint32_t kSmallestAmax = (127u - 100u) << 23;  // bits of 2^-100
 
-// `a` or `b`, without what a compiler might turn back into a branch: that would not vectorise.
-__attribute__((always_inline)) inline uint32_t Select(bool condition, uint32_t a, uint32_t b) {
-  return b ^ ((a ^ b) & (0u - static_cast<uint32_t>(condition)));
-}
+// How many blocks are quantised together.
+constexpr uint64_t kMostAtOnce = 16, kElemsAtOnce = 2048;
 
 // To nearest, ties to even.
 __attribute__((always_inline)) inline uint8_t ToE4m3(float value) {
@@ -43,16 +42,19 @@ __attribute__((always_inline)) inline float FromE4m3(uint8_t code) {
   return std::bit_cast<float>(sign | Select(magnitude == kNan, 0x7fc00000u, finite));
 }
 
-// Bits of the largest magnitude of the finite elements: they are ordered as the floats are.
+// Bits of the largest magnitude of the finite elements. Storage is ordered as the floats are, so
+// only the result is converted: narrow types fill more lanes, and f16 has no subnormals to mind.
 template <typename Elem>
 __attribute__((always_inline)) inline uint32_t AmaxBits(
     const typename Elem::Storage* __restrict elems, uint64_t count) {
-  uint32_t most = 0;
+  using Bits = typename Elem::Bits;
+  constexpr auto kMagnitude = static_cast<Bits>(std::numeric_limits<Bits>::max() >> 1);
+  Bits most = 0;
   for (uint64_t i = 0; i < count; ++i) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(Elem::Load(elems[i])) & 0x7fffffffu;
-    most = std::max(most, Select(magnitude < kInfinity, magnitude, 0u));
+    const auto magnitude = static_cast<Bits>(std::bit_cast<Bits>(elems[i]) & kMagnitude);
+    most = std::max(most, Select<Bits>(magnitude < Elem::kInfinity, magnitude, 0));
   }
-  return most;
+  return std::bit_cast<uint32_t>(Elem::Load(std::bit_cast<typename Elem::Storage>(most)));
 }
 
 // Writes the scale of a block and returns its inverse.
@@ -89,17 +91,30 @@ __attribute__((always_inline)) inline void QuantizeBody(const Fp8Rows& format, u
   const uint64_t hidden = format.hidden, block = format.block, row_bytes = format.row_bytes();
   const Fp8Scale kind = format.scale;
   const uint64_t pitch = format.record_bytes(), scale_bytes = ScaleBytes(kind);
-  const uint64_t used = hidden + format.num_blocks() * scale_bytes;
+  const uint64_t num_blocks = format.num_blocks(), used = hidden + num_blocks * scale_bytes;
+  // The scales of some blocks, then their values: a block's values wait long for its scale. No more
+  // than stays in the nearest cache.
+  const uint64_t at_once = std::clamp<uint64_t>(kElemsAtOnce / block, 1, kMostAtOnce);
   for (uint64_t row = 0; row < num_rows; ++row) {
+    const auto* row_elems = Typed<Elem>(rows + row * row_bytes);
     std::byte* record = records + row * pitch;
     std::byte* scale = record + hidden;
-    for (uint64_t begin = 0; begin < hidden; begin += block) {
-      const auto* __restrict elems = Typed<Elem>(rows + row * row_bytes) + begin;
-      auto* __restrict values = reinterpret_cast<uint8_t*>(record + begin);
-      const float inverse = StoreScale(kind, AmaxBits<Elem>(elems, block), scale);
-      scale += scale_bytes;
-      for (uint64_t i = 0; i < block; ++i) {
-        values[i] = ToE4m3(Elem::Load(elems[i]) * inverse);
+    for (uint64_t first = 0; first < num_blocks; first += at_once) {
+      const uint64_t count = std::min(at_once, num_blocks - first);
+      float inverses[kMostAtOnce];
+      for (uint64_t b = 0; b < count; ++b) {
+        const uint32_t amax_bits = AmaxBits<Elem>(row_elems + (first + b) * block, block);
+        inverses[b] = StoreScale(kind, amax_bits, scale);
+        scale += scale_bytes;
+      }
+      for (uint64_t b = 0; b < count; ++b) {
+        const uint64_t begin = (first + b) * block;
+        const auto* __restrict elems = row_elems + begin;
+        auto* __restrict values = reinterpret_cast<uint8_t*>(record + begin);
+        const float inverse = inverses[b];
+        for (uint64_t i = 0; i < block; ++i) {
+          values[i] = ToE4m3(Elem::Load(elems[i]) * inverse);
+        }
       }
     }
     std::memset(record + used, 0, pitch - used);

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "kernels/cpu/rows.h"
@@ -130,6 +131,8 @@ void Check(const Fp8Rows& format, const std::vector<std::byte>& rows) {
 
 constexpr Fp8Scale kScales[] = {Fp8Scale::kF32, Fp8Scale::kUe8m0};
 
+constexpr ElemType kTypes[] = {ElemType::kF32, ElemType::kBf16, ElemType::kF16};
+
 std::vector<std::byte> BytesOf(const std::vector<float>& values) {
   std::vector<std::byte> bytes(values.size() * sizeof(float));
   std::memcpy(bytes.data(), values.data(), bytes.size());
@@ -163,6 +166,73 @@ TEST(Fp8Rows, RandomFloatsInBlocksOfAnySize) {
     }
     for (const Fp8Scale scale : kScales) {
       Check({.hidden = block * 3, .block = block, .scale = scale}, BytesOf(values));
+    }
+  }
+}
+
+TEST(Fp8Rows, AnyBitsInBlocksOfAnySize) {
+  std::mt19937 random(2);
+  for (const ElemType type : {ElemType::kBf16, ElemType::kF16}) {
+    // Rows of one block, of a few, and of many.
+    for (const auto& [block, num_blocks] : std::vector<std::pair<uint64_t, uint64_t>>{
+             {1, 37}, {7, 19}, {48, 16}, {128, 17}, {201, 11}, {2049, 3}, {5000, 1}}) {
+      std::vector<std::byte> rows(block * num_blocks * 3 * ElemBytes(type));
+      // One exponent a block, so that every element counts; then any bits.
+      for (uint64_t i = 0; i < rows.size() / 2; ++i) {
+        auto bits = static_cast<uint16_t>(random());
+        if (i / block % 4 != 0) {
+          bits = static_cast<uint16_t>((bits & 0x83ffu) | ((i / block * 0x0400u) & 0x7c00u));
+        }
+        std::memcpy(rows.data() + 2 * i, &bits, sizeof(bits));
+      }
+      for (const Fp8Scale scale : kScales) {
+        Check({.elem_type = type, .hidden = block * num_blocks, .block = block, .scale = scale},
+              rows);
+      }
+    }
+  }
+}
+
+// Records whose codes no element of theirs has made: each code under each scale, as a sender of
+// another kind may write them.
+TEST(Fp8Rows, EachCodeComesBackTimesItsScale) {
+  constexpr uint64_t kBlock = 256;
+  for (const ElemType type : kTypes) {
+    for (const Fp8Scale kind : kScales) {
+      // Both ends of what QuantizeRows makes in this type, and between.
+      for (const float scale_value : {0x1p-108f, 0x1p-14f, 0x1p-3f, 1.0f, 0x1p7f, 0x1p30f, 0x1p119f,
+                                      0x1.234568p-20f, 0x1.fffffep6f, 0x1.234568p100f}) {
+        int exponent;
+        if (kind == Fp8Scale::kUe8m0 && std::frexp(scale_value, &exponent) != 0.5f) continue;
+        const Fp8Rows format{.elem_type = type, .hidden = kBlock, .block = kBlock, .scale = kind};
+        std::vector<std::byte> record(format.record_bytes());
+        for (uint64_t code = 0; code < kBlock; ++code) record[code] = std::byte(code);
+        if (kind == Fp8Scale::kUe8m0) {
+          record[kBlock] = std::byte(std::ilogb(scale_value) + 127);
+        } else {
+          std::memcpy(record.data() + kBlock, &scale_value, sizeof(scale_value));
+        }
+        for (const bool flushes : {false, true}) {
+          std::vector<std::byte> row(format.row_bytes());
+          {
+            const Flushed flushed(flushes);
+            DequantizeRows(format, 1, record.data(), row.data());
+          }
+          for (uint64_t code = 0; code < kBlock; ++code) {
+            const uint64_t elem_bytes = ElemBytes(type);
+            const std::byte* got = row.data() + code * elem_bytes;
+            const double value = ValueOf(static_cast<uint8_t>(code));
+            if (std::isnan(value)) {
+              EXPECT_TRUE(std::isnan(DecodeElem(type, got)));
+              continue;
+            }
+            const auto product = static_cast<float>(value * static_cast<double>(scale_value));
+            std::byte wanted[4];
+            StoreRounded(type, wanted, &product, 1);  // rows_test checks it
+            EXPECT_EQ(std::memcmp(got, wanted, elem_bytes), 0) << code << " by " << scale_value;
+          }
+        }
+      }
     }
   }
 }
