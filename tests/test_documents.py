@@ -47,16 +47,17 @@ def _numbers(value):
         yield float(value)
 
 
-def test_numbers_of_the_page_on_performance_were_measured():
+@pytest.mark.parametrize("page", ["performance.md", "performance_cpu.md"])
+def test_numbers_of_the_pages_on_performance_were_measured(page):
     measured = [
         n for path in RESULTS.glob("*.json") for n in _numbers(json.loads(path.read_text()))
     ]
-    page = (ROOT / "docs" / "performance.md").read_text()
-    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7}\b", "", page)
+    text = (ROOT / "docs" / page).read_text()
+    prose = re.sub(r"`[^`]*`|\]\([^)]*\)|\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7}\b", "", text)
     # Whole numbers below 1,000 are left out: nearly each of them stands in some file by chance.
-    for text in set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d+", prose)) - NOT_MEASURED:
-        digits = len(text.partition(".")[2])
-        wanted = float(text.replace(",", ""))
+    for figure in set(re.findall(r"\d{1,3}(?:,\d{3})+|\d+\.\d+", prose)) - NOT_MEASURED:
+        digits = len(figure.partition(".")[2])
+        wanted = float(figure.replace(",", ""))
         # A bound in microseconds may be rounded to hundreds.
         places = (digits, -2) if wanted >= 10_000 else (digits,)
         assert any(
@@ -64,7 +65,7 @@ def test_numbers_of_the_page_on_performance_were_measured():
             for number in measured
             for unit in UNITS
             for places_of in places
-        ), f"{text} stands in no file of benchmarks/results"
+        ), f"{figure} stands in no file of benchmarks/results"
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.iterdir()), ids=lambda path: path.name)

@@ -24,6 +24,9 @@ from jax_ep.pallas import _opaque, _units
 MIN_TILE = 16  # the smallest side of a tensor-core product
 MIN_FP8_DEPTH = 32  # and along K in FP8: Triton would hand the tensor cores less as if it were 32
 MAX_TILE = 128
+# Columns of a tile whose only product is of 2-byte elements: it reads a quarter less of operands
+# for each sum than one of 128, which is time and, at a GPU's power limit, clock.
+MAX_COLUMNS = 256
 _REDUCTION_TILE_BYTES = 128  # of one row of a tile along the reduced axis: one cache line
 
 
@@ -48,22 +51,35 @@ class Scales(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Sides of a tile, powers of two from 16: rows, reduced elements, output columns."""
+    """Sides of a tile, powers of two from 16: rows, reduced elements, output columns.
+
+    stages: tiles of operands that a program has in flight.
+    """
 
     rows: int
     reduced: int
     columns: int
+    stages: int = 3
 
 
-def default_tiles(num_rows: int, num_groups: int, reduced: int, columns: int, dtype: Any) -> Tiles:
-    """Tiles whose three stages, of one lhs and two rhs, fit in the shared memory of an A100."""
+def default_tiles(
+    num_rows: int, num_groups: int, reduced: int, columns: int, dtype: Any, num_products: int = 1
+) -> Tiles:
+    """Tiles whose stages, of one lhs and `num_products` rhs, fit in the shared memory of an A100.
+
+    Chosen by time on an H200 (docs/performance.md).
+    """
     average = num_rows // max(1, num_groups)
     along = _REDUCTION_TILE_BYTES // jnp.dtype(dtype).itemsize
     return Tiles(
         rows=_side(average, MAX_TILE),
         reduced=_side(reduced, along),
-        columns=_side(columns, MAX_TILE),
+        columns=_side(columns, _most_columns(dtype, num_products)),
     )
+
+
+def _most_columns(dtype: Any, num_products: int) -> int:
+    return MAX_COLUMNS if num_products == 1 and jnp.dtype(dtype).itemsize == 2 else MAX_TILE
 
 
 def rows_product(
@@ -85,7 +101,8 @@ def rows_product(
         lhs: arrays [R, K].
         rhs: arrays [G, K, N], or [G, N, K] with `transpose_rhs`.
         group_sizes: i32[G].
-        terms: what is multiplied with what, into which accumulator.
+        terms: what is multiplied with what, into which accumulator. Terms of one lhs are computed
+            together, and those of the next lhs are added when they are done.
         epilogue: takes the accumulators, f32 [rows, N], gives `num_results` arrays of their shape;
             of zeros it must give zeros.
         num_results: arrays that the epilogue gives.
@@ -105,7 +122,10 @@ def rows_product(
     if 0 in (num_rows, reduced, columns, num_groups):
         zero = jnp.zeros((num_rows, columns), out_dtype)
         return (_opaque.vary(zero, *lhs, *rhs, group_sizes)[0],) * num_results
-    tiles = tiles or default_tiles(num_rows, num_groups, reduced, columns, dtype)
+    if tiles is None:
+        # Scaled sums are kept beside the sums: as many registers as a second product.
+        most = max(len(each) for each in _passes(terms)) if scales is None else 2
+        tiles = default_tiles(num_rows, num_groups, reduced, columns, dtype, most)
     if scales is not None:  # a step stays inside of a block
         depth = max(tiles.reduced, MIN_FP8_DEPTH)
         tiles = tiles._replace(reduced=min(depth, scales.block))
@@ -160,7 +180,9 @@ def _rows_kernel(
     is_column = _below(first_column, tiles.columns, columns)
     contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
 
-    def step(i: jax.Array, accumulators: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(
+        own_terms: list[Term], i: jax.Array, accumulators: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         first = i * tiles.reduced
         slab = pl.ds(first, tiles.reduced)
         is_reduced = _below(first, tiles.reduced, reduced)
@@ -168,11 +190,11 @@ def _rows_kernel(
             place, mask = (own_columns, slab), _both(is_column, is_reduced)
         else:
             place, mask = (slab, own_columns), _both(is_reduced, is_column)
-        left = [_load(ref.at[rows, slab], _both(is_row, is_reduced)) for ref in lhs]
-        right = [_load(ref.at[group, *place], mask) for ref in rhs]
+        left = _load(lhs[own_terms[0].lhs].at[rows, slab], _both(is_row, is_reduced))
+        right = [_load(rhs[term.rhs].at[group, *place], mask) for term in own_terms]
         sums = list(accumulators)
-        for term in terms:
-            product = _dot(left[term.lhs], right[term.rhs], contract, interpret)
+        for term, weights in zip(own_terms, right, strict=True):
+            product = _dot(left, weights, contract, interpret)
             if block is not None:
                 of_rows = _load(lhs_factors[term.lhs].at[rows, first // block], is_row)
                 factors = rhs_factors[term.rhs].at[group, first // block, own_columns]
@@ -186,10 +208,17 @@ def _rows_kernel(
     is_used = (group < num_groups) & (start < end)
     steps = is_used.astype(jnp.int32) * pl.cdiv(reduced, tiles.reduced)
     zeros = jnp.zeros((tiles.rows, tiles.columns), jnp.float32)
-    accumulators = lax.fori_loop(0, steps, step, (zeros,) * num_outputs)
+    accumulators = (zeros,) * num_outputs
+    for own_terms in _passes(terms):
+        accumulators = lax.fori_loop(0, steps, functools.partial(step, own_terms), accumulators)
     for ref, value in zip(results, epilogue(*accumulators), strict=True):
         mask = _both(is_row, is_column)
         plgpu.store(ref.at[rows, own_columns], value.astype(ref.dtype), mask=mask)
+
+
+def _passes(terms: tuple[Term, ...]) -> list[list[Term]]:
+    """The terms of each lhs, which share its loads."""
+    return [[term for term in terms if term.lhs == lhs] for lhs in sorted({t.lhs for t in terms})]
 
 
 def weight_product(
@@ -213,10 +242,11 @@ def weight_product(
         return _opaque.vary(zero, lhs, rhs, group_sizes)[0]
     if tiles is None:
         along = _REDUCTION_TILE_BYTES // jnp.dtype(lhs.dtype).itemsize
+        most_columns = _most_columns(lhs.dtype, 1)
         tiles = Tiles(
             rows=_side(num_rows, along),
             reduced=_side(left_columns, MAX_TILE),
-            columns=_side(columns, MAX_TILE),
+            columns=_side(columns, most_columns),
         )
     begins = _units.offsets(group_sizes, num_rows)
     # Two axes, not three: the Triton backend has three, and vmap takes one.
@@ -271,7 +301,9 @@ def _call(
             out_shape=results,
             grid=grid,
             interpret=interpret,
-            compiler_params=plgpu.CompilerParams(num_warps=8 if is_large else 4, num_stages=3),
+            compiler_params=plgpu.CompilerParams(
+                num_warps=8 if is_large else 4, num_stages=tiles.stages
+            ),
         )(*arrays)
         return tuple(out)
 

@@ -8,7 +8,7 @@ namespace jax_ep {
 
 // Asks the kernel to back the whole huge pages inside [begin, begin + num_bytes) with such pages,
 // from their first touch on. Only a hint, which changes no content: it does nothing where the
-// system has them off or the array is small. (docs/performance.md, CPU)
+// system has them off or the array is small. (docs/performance_cpu.md)
 void PreferHugePages(std::byte* begin, uint64_t num_bytes);
 
 }  // namespace jax_ep

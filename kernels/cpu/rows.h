@@ -12,7 +12,7 @@ namespace jax_ep {
 
 // From this size on, an array that is written once and read later by others is written past the
 // caches: a cached store first reads the line that it replaces. Smaller ones are still in the cache
-// when the next operation reads them. (docs/performance.md, CPU)
+// when the next operation reads them. (docs/performance_cpu.md)
 inline constexpr uint64_t kStreamFromBytes = uint64_t{8} << 20;
 
 // memcpy past the caches. StreamFence must follow, on the same thread, before anything that tells

@@ -9,7 +9,7 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.triton import dialect as triton_dialect
 
-from jax_ep.pallas import grouped_ffn, grouped_matmul
+from jax_ep.pallas import _kernels, grouped_ffn, grouped_matmul
 
 # Neither side is a multiple of a tile; 150 rows of 5 groups are cut into tiles of 32.
 ROWS, GROUPS, HIDDEN, WIDTH = 150, 5, 72, 136
@@ -103,6 +103,31 @@ def test_the_value_has_the_same_bits_with_and_without_gradient():
     alone = jax.jit(grouped_ffn)(x, sizes, *weights())
     both = value_and_vjp(grouped_ffn, x, sizes, x, *weights())[0]
     np.testing.assert_array_equal(alone, both)
+
+
+def test_a_side_of_several_wide_tiles():
+    """One product of 2-byte elements has tiles of 256 columns; 520 columns are three of them."""
+    x, g = random((24, 40), 13, "bfloat16"), random((24, 520), 14, "bfloat16")
+    w, sizes = random((2, 40, 520), 15, "bfloat16"), jnp.array([17, 6], jnp.int32)
+    got = value_and_vjp(kernel_matmul, g, sizes, x, w)
+    wide = [a.astype(jnp.float32) for a in (g, x, w)]
+    expected = value_and_vjp(ragged_matmul, wide[0], sizes, *wide[1:])
+    for a, b in zip(got, expected, strict=True):
+        close(a, b, TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products", "columns", "stages_bytes"),
+    [("bfloat16", 1, 256, 144), ("bfloat16", 2, 128, 144), ("float32", 1, 128, 96)],
+)
+def test_stages_of_tiles_fit_in_the_shared_memory_of_an_a100(
+    dtype, products, columns, stages_bytes
+):
+    tiles = _kernels.default_tiles(65536, 64, 7168, 2048, dtype, products)
+    assert tiles.columns == columns
+    elements = tiles.rows * tiles.reduced + products * tiles.reduced * tiles.columns
+    stages = tiles.stages * elements * jnp.dtype(dtype).itemsize
+    assert stages == stages_bytes << 10 <= 163 << 10  # CUDA C++ Programming Guide, 8.0
 
 
 def test_gradients_of_gradients():
