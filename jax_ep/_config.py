@@ -64,6 +64,10 @@ class Config:
         peer_timeout_s: silence after which a process counts as gone, in seconds, at most timeout_s.
             None: 15, or timeout_s if that is less.
         max_in_flight: how many starts may precede their done, 1 to 7.
+        overlap: whether operations of mode ht run beside other work on NVIDIA GPUs. None: where
+            this jax can (0.10.2, or 0.11.1 and newer). True: also with few multiprocessors for
+            each, which is best where other work lies beside every one of them (docs/overlap.md);
+            an error where it cannot be. False: never. Elsewhere XLA decides.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -90,6 +94,7 @@ class Config:
     timeout_s: float = 600.0
     peer_timeout_s: float | None = None
     max_in_flight: int = 2
+    overlap: bool | None = None
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
@@ -156,6 +161,10 @@ class Config:
                 self.max_tokens,
                 f"at most {MAX_LL_TOKENS} with mode='ll'",
                 "lower it, or use mode='ht' or 'auto'",
+            )
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise _bad(
+                "overlap", self.overlap, "None, True or False", "pass a bool or leave it out"
             )
         self._check_wire()
 

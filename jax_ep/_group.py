@@ -13,7 +13,7 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal, Protocol, Unpack
 
-from jax_ep import _config, _mesh, _view_config, _warn
+from jax_ep import _config, _jax_compat, _mesh, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
@@ -238,6 +238,11 @@ class Group:
         if self.lowering_only or self.native:
             return ("cpu", "cuda", "rocm")
         return ("cpu",)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether calls of mode ht run beside other work where they are lowered for CUDA."""
+        return self.config.overlap is not False and _jax_compat.has_streams()
 
     def recv_rows(self, num_tokens: int, layout: Layout = "expert_major") -> int:
         """Receive rows R for T tokens per rank.

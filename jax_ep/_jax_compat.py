@@ -17,9 +17,11 @@ import jax
 import numpy as np
 from jax import ad_checkpoint, lax
 from jax.interpreters import mlir
+from jaxlib.mlir.dialects import func as _func
 
 _lax: Any = lax  # its collectives carry no types in jax 0.10
 _ad_checkpoint: Any = ad_checkpoint
+func: Any = _func
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -51,6 +53,26 @@ def result_type(
         else:
             changes["vma"] = aval.vma - drop
     return aval.update(shape=shape, dtype=np.dtype(dtype), weak_type=False, **changes)
+
+
+@functools.cache
+def _uniform_primitive() -> Any:
+    from jax.extend.core import Primitive  # at the first use: it imports Pallas
+
+    made: Any = Primitive("jax_ep_uniform")
+    made.def_abstract_eval(lambda array, *, result: result)
+    mlir.register_lowering(made, lambda ctx, array, *, result: [array])
+    return made
+
+
+def as_uniform(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`array`, which is equal along `axes` and is typed so from here on; not differentiable."""
+    axes = tuple(axes)
+    if not axes:
+        return array
+    result = result_type(array, array.shape, array.dtype, invariant_over=axes)
+    uniform: jax.Array = _uniform_primitive().bind(array, result=result)
+    return uniform
 
 
 def context_mesh() -> Any:
@@ -279,11 +301,18 @@ def call_primitive(
 
     Returns:
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
-        by `result_type`) and `attributes` (a dict of ints and tuples of ints, as i64).
+        by `result_type`), `attributes` (a dict of ints and tuples of ints, as i64) and `stream`
+        (None, or as in `_call_on_stream`).
     """
 
     def lower(
-        ctx: Any, *operands: Any, owner: Any, target: str, attributes: Any, **_: Any
+        ctx: Any,
+        *operands: Any,
+        owner: Any,
+        target: str,
+        attributes: Any,
+        stream: str | None,
+        **_: Any,
     ) -> Sequence[Any]:
         mesh = getattr(ctx.module_context.axis_context, "mesh", None)
         known = isinstance(mesh, jax.sharding.Mesh) and not _is_for_export(ctx)
@@ -299,7 +328,10 @@ def call_primitive(
                 lowering.module = _Module(ctx.module_context.module, module_key, numbered)
             lowering.module.targets.add(target)
         words = {name: np.asarray(value, np.int64)[()] for name, value in attributes}
-        results: Sequence[Any] = rule(ctx, *operands, **words, module=np.int64(0))
+        emit = functools.partial(rule, ctx, **words, module=np.int64(0))
+        if stream is not None:
+            return _call_on_stream(ctx, emit, operands, stream)
+        results: Sequence[Any] = emit(*operands)
         return results
 
     @functools.cache
@@ -318,6 +350,7 @@ def call_primitive(
         target: str,
         results: tuple[Any, ...],
         attributes: Mapping[str, int | tuple[int, ...]],
+        stream: str | None = None,
     ) -> Sequence[jax.Array]:
         bound: Sequence[jax.Array] = primitive().bind(
             *operands,
@@ -325,10 +358,64 @@ def call_primitive(
             target=target,
             results=results,
             attributes=tuple(attributes.items()),
+            stream=stream,
         )
         return bound
 
     return call
+
+
+# XLA of jax 0.10.2 makes functions asynchronous, that of 0.11.1 and newer custom calls.
+_HAS_STREAMED_FUNCTIONS = (0, 10, 2) <= jax.__version_info__ < (0, 11)
+_HAS_STREAMED_CALLS = jax.__version_info__ >= (0, 11, 1)
+
+
+def has_streams() -> bool:
+    """Whether XLA of this jax can run custom calls on another of a GPU's streams."""
+    return _HAS_STREAMED_FUNCTIONS or _HAS_STREAMED_CALLS
+
+
+def _call_on_stream(
+    ctx: Any, emit: Callable[..., Sequence[Any]], operands: Sequence[Any], stream: str
+) -> Sequence[Any]:
+    """Lowers a custom call to an asynchronous one on a GPU's `stream` of XLA.
+
+    Args:
+        ctx: of the lowering.
+        emit: from operands to the results of the custom call.
+        operands: of it.
+        stream: "collective", or the number of a compute stream.
+    """
+    streamed: dict[str, Any] = {"_xla_stream_annotation": mlir.ir.StringAttr.get(stream)}
+    if _HAS_STREAMED_CALLS:
+        results = list(emit(*operands))
+        operation = results[0].owner
+        operation = getattr(operation, "operation", operation)
+        operation.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get(streamed)
+        return results
+    ir = mlir.ir
+    inputs = [operand.type for operand in operands]
+    with ir.InsertionPoint.at_block_begin(ctx.module_context.module.body):
+        function = func.FuncOp("jax_ep_beside", ir.FunctionType.get(inputs, []))
+    function.attributes["sym_visibility"] = ir.StringAttr.get("private")
+    ctx.module_context.symbol_table.insert(function)
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+        inner = list(emit(*block.arguments))
+        func.ReturnOp(inner)
+    outputs = [result.type for result in inner]
+    whole_type = ir.FunctionType.get(inputs, outputs)
+    function.attributes["function_type"] = ir.TypeAttr.get(whole_type)
+    call = func.CallOp(outputs, ir.FlatSymbolRefAttr.get(function.name.value), list(operands))
+    streamed["inlineable"] = ir.StringAttr.get("false")
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(streamed)
+    return list(call.results)
+
+
+def tie(*trees: Any) -> Any:
+    """The trees, none of whose arrays XLA uses before all of them are there."""
+    tied: Any = _lax.optimization_barrier(trees)
+    return tied
 
 
 def stores_programs() -> bool:

@@ -12,6 +12,8 @@ from jax_ep import _config
 from jax_ep._config import Mode
 from jax_ep._group import Group
 from jax_ep._ops import api
+from jax_ep._overlap import overlap as overlap_
+from jax_ep._overlap import tie_gradients
 from jax_ep._types import ExchangeStats, Plan
 
 ExpertFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -29,6 +31,7 @@ def moe(
     chunks: int = 1,
     mode: Mode | None = None,
     plan: Plan | None = None,
+    overlap: bool = False,
     return_stats: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -43,6 +46,7 @@ def moe(
     chunks: int = 1,
     mode: Mode | None = None,
     plan: Plan | None = None,
+    overlap: bool = False,
     return_stats: Literal[True],
 ) -> tuple[jax.Array, ExchangeStats]: ...
 @overload
@@ -57,6 +61,7 @@ def moe(
     chunks: int = 1,
     mode: Mode | None = None,
     plan: Plan | None = None,
+    overlap: bool = False,
     return_stats: bool,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]: ...
 def moe(
@@ -70,6 +75,7 @@ def moe(
     chunks: int = 1,
     mode: Mode | None = None,
     plan: Plan | None = None,
+    overlap: bool = False,
     return_stats: bool = False,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]:
     """A whole mixture-of-experts layer: dispatch, `expert_fn` on this rank's rows, combine.
@@ -84,6 +90,9 @@ def moe(
         params: this rank's expert parameters, handed to expert_fn.
         chunks: > 1 (at most T) splits the tokens, padded with -1 rows, and scans over the chunks
             with a checkpointed body: R is R(T / chunks) and memory that of one chunk.
+        overlap: with chunks > 1: the chunks are unrolled instead, and the exchanges of one run
+            beside the experts of another (docs/overlap.md). Memory is that of two chunks; a
+            backward keeps what it needs of all.
         mode: "ht" or "ll"; None: Config.mode, by the tokens of a chunk.
         plan: a plan in expert_major to follow instead of topk_idx; with chunks=1 only.
         return_stats: also return an `ExchangeStats`.
@@ -92,8 +101,8 @@ def moe(
         [T, H] in Config.dtype; with return_stats a tuple of it and the stats.
 
     Raises:
-        ValueError: as `dispatch` and `combine`, chunks < 1, or a plan with chunks or of another
-            layout.
+        ValueError: as `dispatch` and `combine`, chunks < 1, a plan with chunks or of another
+            layout, or overlap with one chunk.
 
     Example:
         >>> def experts(kernels, rows, group_sizes):
@@ -122,6 +131,12 @@ def moe(
         stats = ExchangeStats(made.pairs_per_expert, made.num_dropped, made.overflow)
         return api.combine(group, y, recv), stats
 
+    if overlap and chunks == 1:
+        raise ValueError(
+            "jax_ep.moe: got overlap=True with chunks=1, expected chunks > 1, as one chunk's "
+            "exchanges run beside another's experts; pass chunks=2, or leave overlap out"
+        )
+
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:
         out, stats = layer(x, topk_idx, topk_weights)
@@ -139,11 +154,15 @@ def moe(
         padded = jnp.pad(array, ((0, missing), (0, 0)), constant_values=fill)
         return padded.reshape(chunks, chunk_tokens, array.shape[1])
 
-    # The plan is small and costs an exchange, so the backward keeps it instead of planning again.
-    policy = jax.checkpoint_policies.save_only_these_names("jax_ep_plan")
     weights = None if topk_weights is None else split(topk_weights, 0)
-    body = jax.checkpoint(lambda _, chunk: (None, layer(*chunk)), policy=policy)
-    _, (outs, each) = jax.lax.scan(body, None, (split(x, 0), split(topk_idx, -1), weights))
+    parts = (split(x, 0), split(topk_idx, -1), weights)
+    if overlap:
+        outs, each = _unrolled(group, parts, expert_fn, params, mode)
+    else:
+        # The plan is small and costs an exchange: the backward keeps it instead of planning again.
+        policy = jax.checkpoint_policies.save_only_these_names("jax_ep_plan")
+        body = jax.checkpoint(lambda _, chunk: (None, layer(*chunk)), policy=policy)
+        _, (outs, each) = jax.lax.scan(body, None, parts)
     joined: jax.Array = outs.reshape(-1, x.shape[1])[:num_tokens]
     if not return_stats:
         return joined
@@ -152,3 +171,47 @@ def moe(
         jnp.sum(each.num_dropped, dtype=jnp.int32),
         jnp.max(each.overflow),
     )
+
+
+def _unrolled(
+    group: Group,
+    parts: tuple[jax.Array, jax.Array, jax.Array | None],
+    expert_fn: ExpertFn,
+    params: Any,
+    mode: Mode | None,
+) -> tuple[jax.Array, ExchangeStats]:
+    """Results and stats of each chunk of `parts`; stacked, as a scan over them would give.
+
+    Beside the experts of chunk i run the dispatch of i + 1 and the combine of i - 1:
+
+        exchange  dispatch 0 | dispatch 1 | combine 0, dispatch 2 | combine 1 ...
+        experts              |  chunk 0   |        chunk 1        |  chunk 2  ...
+    """
+    chunks = parts[0].shape[0]
+    outs: list[jax.Array] = []
+    each: list[ExchangeStats] = []
+    part, coming_params = tie_gradients(_chunk(parts, 0), params)
+    coming = api.dispatch(group, *part, mode=mode)
+    for i in range(chunks):
+        recv, own = coming, coming_params
+        if i + 1 < chunks:  # which leaves when the one before it is here: memory of two
+            recv, part = overlap_(recv, _chunk(parts, i + 1))
+            part, coming_params = tie_gradients(part, params)
+            coming = api.dispatch(group, *part, mode=mode)
+        y = expert_fn(own, recv.x, recv.group_sizes)
+        # With all that the combine reads, so that nothing else keeps it from starting here.
+        if i + 1 < chunks:
+            coming, (y, recv) = overlap_(coming, (y, recv))
+        if outs:
+            outs[-1], (y, recv) = overlap_(outs[-1], (y, recv))
+        outs.append(api.combine(group, y, recv))
+        made = recv.plan
+        each.append(ExchangeStats(made.pairs_per_expert, made.num_dropped, made.overflow))
+    return jnp.stack(outs), jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+
+
+def _chunk(
+    parts: tuple[jax.Array, jax.Array, jax.Array | None], i: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    x, ids, weights = parts
+    return x[i], ids[i], None if weights is None else weights[i]

@@ -75,6 +75,30 @@ int64_t ExpectedRows(const GroupShape& shape, Layout layout, int64_t num_tokens,
   return rows;
 }
 
+namespace {
+
+// `parts`: the results in the order of Python's PlanArrays.
+PlanParams PlanOf(const CallKind& call, int64_t num_tokens, int64_t recv_rows, const Arg& topk_idx,
+                  const std::array<std::span<int32_t>, 9>& parts) {
+  return {.mode = call.mode,
+          .layout = call.layout,
+          .program = call.program,
+          .num_tokens = num_tokens,
+          .recv_rows = recv_rows,
+          .topk_idx = In<int32_t>(topk_idx),
+          .out = {.group_sizes = parts[0],
+                  .group_counts = parts[1],
+                  .send_slot = parts[2],
+                  .recv_src = parts[3],
+                  .send_counts = parts[4],
+                  .recv_counts = parts[5],
+                  .num_dropped = parts[6].data(),
+                  .overflow = parts[7].data(),
+                  .recv_topk_idx = parts[8]}};
+}
+
+}  // namespace
+
 Result<PlanParams> MakePlan(const CallKind& call, const GroupShape& shape, Checker& check,
                             const Arg& topk_idx, std::array<Ret*, 9> rets) {
   const int64_t num_tokens = TokensOf(topk_idx, shape);
@@ -95,21 +119,39 @@ Result<PlanParams> MakePlan(const CallKind& call, const GroupShape& shape, Check
   check.Require("recv_topk_idx", *rets[8], kI32,
                 call.layout == Layout::kRankMajor ? num_ranks * num_pairs : 0);
   if (!check.status().ok()) return check.status();
-  return PlanParams{.mode = call.mode,
-                    .layout = call.layout,
-                    .program = call.program,
-                    .num_tokens = num_tokens,
-                    .recv_rows = rows,
-                    .topk_idx = In<int32_t>(topk_idx),
-                    .out = {.group_sizes = Out<int32_t>(*rets[0]),
-                            .group_counts = Out<int32_t>(*rets[1]),
-                            .send_slot = Out<int32_t>(*rets[2]),
-                            .recv_src = Out<int32_t>(*rets[3]),
-                            .send_counts = Out<int32_t>(*rets[4]),
-                            .recv_counts = Out<int32_t>(*rets[5]),
-                            .num_dropped = Out<int32_t>(*rets[6]).data(),
-                            .overflow = Out<int32_t>(*rets[7]).data(),
-                            .recv_topk_idx = Out<int32_t>(*rets[8])}};
+  std::array<std::span<int32_t>, 9> parts;
+  for (size_t i = 0; i < parts.size(); ++i) parts[i] = Out<int32_t>(*rets[i]);
+  return PlanOf(call, num_tokens, rows, topk_idx, parts);
+}
+
+Result<PlanParams> MakePackedPlan(const CallKind& call, const GroupShape& shape, Checker& check,
+                                  const Arg& topk_idx, int64_t recv_rows, Ret& packed) {
+  const int64_t num_tokens = TokensOf(topk_idx, shape);
+  const int64_t num_pairs = num_tokens * shape.top_k;
+  const auto num_experts = static_cast<int64_t>(shape.experts_per_rank());
+  const auto num_ranks = static_cast<int64_t>(shape.num_ranks);
+  const bool rank_major = call.layout == Layout::kRankMajor;
+  const std::array<int64_t, 9> counts = {
+      num_experts, num_experts, num_pairs,
+      recv_rows,   num_ranks,   num_ranks,
+      1,           1,           rank_major ? num_ranks * num_pairs : 0};
+  uint64_t total = 0;
+  for (const int64_t count : counts) total += AlignUp(static_cast<uint64_t>(count), kPackedAlign);
+  CheckTokens(check, shape, call.mode, num_tokens);
+  check.Require("topk_idx", topk_idx, kI32, num_pairs);
+  const int64_t expected_rows = ExpectedRows(shape, call.layout, num_tokens, recv_rows);
+  check.Require(recv_rows >= 0 && recv_rows == expected_rows, [&] {
+    return "recv_rows is " + std::to_string(recv_rows) + ", which does not fit the layout";
+  });
+  check.Require("packed", packed, kI32, static_cast<int64_t>(total));
+  if (!check.status().ok()) return check.status();
+  std::span<int32_t> rest = Out<int32_t>(packed);
+  std::array<std::span<int32_t>, 9> parts;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    parts[i] = rest.first(static_cast<size_t>(counts[i]));
+    rest = rest.subspan(AlignUp(static_cast<uint64_t>(counts[i]), kPackedAlign));
+  }
+  return PlanOf(call, num_tokens, recv_rows, topk_idx, parts);
 }
 
 Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shape, Checker& check,

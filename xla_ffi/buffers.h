@@ -77,6 +77,17 @@ struct CallKind {
   uint32_t program;  // PlanParams.program
 };
 
+// The upper half of a module's key is a hash of the lowered program (site.h).
+inline CallKind Kind(int64_t module, int64_t mode, int64_t layout) {
+  constexpr uint32_t kHashShift = 32;
+  return {static_cast<Mode>(mode), static_cast<Layout>(layout),
+          static_cast<uint32_t>(static_cast<uint64_t>(module) >> kHashShift)};
+}
+
+inline int64_t RowsOf(const Arg& recv_src) {
+  return static_cast<int64_t>(recv_src.element_count());
+}
+
 // T from a [T, K] array.
 inline int64_t TokensOf(const Arg& pairs, const GroupShape& shape) {
   return static_cast<int64_t>(pairs.element_count() / shape.top_k);
@@ -87,6 +98,12 @@ int64_t ExpectedRows(const GroupShape& shape, Layout layout, int64_t num_tokens,
 
 Result<PlanParams> MakePlan(const CallKind& call, const GroupShape& shape, Checker& check,
                             const Arg& topk_idx, std::array<Ret*, 9> rets);
+
+// The same with all results in one array: in the order of Python's PlanArrays, each at a multiple
+// of kPackedAlign elements, recv_src of `recv_rows` elements.
+inline constexpr uint64_t kPackedAlign = 32;
+Result<PlanParams> MakePackedPlan(const CallKind& call, const GroupShape& shape, Checker& check,
+                                  const Arg& topk_idx, int64_t recv_rows, Ret& packed);
 
 // Fields common to whole calls and halves; a null field is not part of the call, a zero-element
 // buffer is absent.

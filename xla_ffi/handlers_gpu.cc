@@ -11,6 +11,7 @@
 
 #include "xla_ffi/error.h"
 #include "xla_ffi/gpu_session.h"
+#include "xla_ffi/operations_beside.h"
 #include "xla_ffi/session_table.h"
 #include "xla_ffi/signatures.h"
 
@@ -182,10 +183,22 @@ XLA_FFI_DEFINE_HANDLER(kCombineStart, Ops::CombineStart, signatures::CombineStar
 XLA_FFI_DEFINE_HANDLER(kCombineDone, Ops::CombineDone, signatures::CombineDone<GpuContext>(),
                        kReplayable);
 
+// Mode ht beside other work. Not replayable: in a command buffer XLA starts and ends an
+// asynchronous call at one place.
+using Beside = OperationsBeside<GpuPlatform>;
+XLA_FFI_DEFINE_HANDLER(kPlanBeside, Beside::Plan, signatures::PackedPlan<GpuContext>());
+XLA_FFI_DEFINE_HANDLER(kDispatchRows, Beside::DispatchRows, signatures::DispatchRows<GpuContext>());
+XLA_FFI_DEFINE_HANDLER(kDispatchWeights, Beside::DispatchWeights,
+                       signatures::DispatchWeights<GpuContext>());
+XLA_FFI_DEFINE_HANDLER(kDispatchDots, Beside::DispatchDots, signatures::DispatchDots<GpuContext>());
+XLA_FFI_DEFINE_HANDLER(kCombineRows, Beside::CombineRows, signatures::CombineRows<GpuContext>());
+XLA_FFI_DEFINE_HANDLER(kCombineScalars, Beside::CombineScalars,
+                       signatures::CombineScalars<GpuContext>());
+
 }  // namespace
 
 std::span<const HandlerRegistration> GpuHandlers() {
-  static const std::array<HandlerRegistration, 10> kHandlers{{
+  static const std::array<HandlerRegistration, 16> kHandlers{{
       {"jax_ep_plan", nullptr, kPlan},
       {"jax_ep_dispatch", nullptr, kDispatch},
       {"jax_ep_ll_dispatch", nullptr, kLlDispatch},
@@ -196,6 +209,12 @@ std::span<const HandlerRegistration> GpuHandlers() {
       {"jax_ep_ll_dispatch_done", nullptr, kLlDispatchDone},
       {"jax_ep_combine_start", nullptr, kCombineStart},
       {"jax_ep_combine_done", nullptr, kCombineDone},
+      {"jax_ep_plan_beside", nullptr, kPlanBeside},
+      {"jax_ep_dispatch_rows_beside", nullptr, kDispatchRows},
+      {"jax_ep_dispatch_weights_beside", nullptr, kDispatchWeights},
+      {"jax_ep_dispatch_dots_beside", nullptr, kDispatchDots},
+      {"jax_ep_combine_rows_beside", nullptr, kCombineRows},
+      {"jax_ep_combine_scalars_beside", nullptr, kCombineScalars},
   }};
   return kHandlers;
 }

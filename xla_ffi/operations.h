@@ -222,17 +222,6 @@ struct Operations {
     return Platform::Submit(context, session, sizes, position, "combine_done", make,
                             typename Platform::FinishCombine{In<int32_t>(epoch).data()});
   }
-
- private:
-  // The upper half of a module's key is a hash of the lowered program (site.h).
-  static CallKind Kind(int64_t module, int64_t mode, int64_t layout) {
-    constexpr uint32_t kHashShift = 32;
-    return {static_cast<Mode>(mode), static_cast<Layout>(layout),
-            static_cast<uint32_t>(static_cast<uint64_t>(module) >> kHashShift)};
-  }
-  static int64_t RowsOf(const Arg& recv_src) {
-    return static_cast<int64_t>(recv_src.element_count());
-  }
 };
 
 // One custom call: its name and handlers. `instantiate` is null where a platform needs no state.

@@ -153,5 +153,69 @@ auto CombineDone() {
       .template Ret<ffi::AnyBuffer>();  // pair_scalars_out
 }
 
+// Calls of mode ht that run beside other work: one result each, for XLA would wait for a call of
+// several right after its start (jax_ep/_ops/beside.py).
+
+template <typename Context>
+auto PackedPlan() {
+  return Leading<Context>()
+      .template Attr<int64_t>("recv_rows")  // R
+      .template Arg<ffi::AnyBuffer>()       // topk_idx i32[T, K]
+      .template Ret<ffi::AnyBuffer>();      // i32: a plan's results, as buffers.h packs them
+}
+
+template <typename Context>
+auto DispatchRows() {
+  return Leading<Context>()
+      .template Attr<int64_t>("pad")
+      .template Arg<ffi::AnyBuffer>()   // x [T, H]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Ret<ffi::AnyBuffer>();  // recv_x [R, H]
+}
+
+template <typename Context>
+auto DispatchWeights() {
+  return Leading<Context>()
+      .template Attr<int64_t>("pad")
+      .template Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Arg<ffi::AnyBuffer>()   // recv_topk_idx
+      .template Ret<ffi::AnyBuffer>();  // recv_weights f32[R]; rank_major f32[N, T, K]
+}
+
+template <typename Context>
+auto DispatchDots() {
+  return Leading<Context>()
+      .template Attr<int64_t>("pad")
+      .template Arg<ffi::AnyBuffer>()   // x [T, H]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Arg<ffi::AnyBuffer>()   // y [R, H]
+      .template Arg<ffi::AnyBuffer>()   // row_weights f32[R]
+      .template Ret<ffi::AnyBuffer>()   // recv_x [R, H]
+      .template Ret<ffi::AnyBuffer>();  // recv_dots f32[R]; of small use alone, hence two results
+}
+
+template <typename Context>
+auto CombineRows() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // y [R, H]
+      .template Arg<ffi::AnyBuffer>()   // row_weights f32[R]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Ret<ffi::AnyBuffer>();  // out [T, H]
+}
+
+template <typename Context>
+auto CombineScalars() {
+  return Leading<Context>()
+      .template Arg<ffi::AnyBuffer>()   // pair scalars f32[R]; rank_major f32[R, K]
+      .template Arg<ffi::AnyBuffer>()   // send_slot
+      .template Arg<ffi::AnyBuffer>()   // recv_src
+      .template Ret<ffi::AnyBuffer>();  // pair_scalars_out f32[T, K]
+}
+
 }  // namespace signatures
 }  // namespace jax_ep

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax_ep import _extension, _jax_compat
 from jax_ep._ops import lowering, sharding
 from jax_ep._ops.call import Call
-from jax_ep._ops.operations import FOLLOWS, OPERATIONS, array_types
+from jax_ep._ops.operations import CALLS, FOLLOWS, ArrayType, array_types, packed_plan
 
-TARGETS = {name: f"jax_ep_{name}" for name in OPERATIONS}
+TARGETS = {name: f"jax_ep_{name}" for name in CALLS}
 
 _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
@@ -61,13 +61,26 @@ def register(platform: str) -> None:
             _registered.add(platform)
 
 
-def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:
-    """Emits the custom call of `operation`: arrays by name in and out, as in OPERATIONS.
+def run(
+    operation: str,
+    call: Call,
+    arrays: Mapping[str, jax.Array | None],
+    stream: str | None = None,
+) -> dict[str, Any]:
+    """Emits the custom call of `operation`: arrays by name in and out, as in CALLS.
 
     All arrays that are given vary over the same axes, and so do the results, but for `overflow`,
     which is uniform over the group.
+
+    Args:
+        operation: its name in `operations.CALLS`.
+        call: what is static in it.
+        arrays: its operands; others are ignored.
+        stream: of XLA's, on which it runs asynchronously; None: in order with all else.
     """
-    entry, types = OPERATIONS[operation], array_types(call)
+    entry, types = CALLS[operation], array_types(call)
+    if operation == "plan_beside":
+        types["packed_plan"] = ArrayType((packed_plan(call)[1],), jnp.int32)
     given = {name for name, array in arrays.items() if array is not None}
     like = arrays["topk_idx" if "topk_idx" in given else "send_slot"]
     assert like is not None
@@ -95,6 +108,7 @@ def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> d
         "mode": _MODE_CODES[call.mode],
         "layout": _LAYOUT_CODES[call.layout],
         "pad": _PAD_CODES[call.pad],
+        "recv_rows": call.rows,
         "has_weights": "weights" in given,
         "has_pair_scalars": "pair_scalars" in given,
     }
@@ -108,6 +122,7 @@ def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> d
             name: attributes[name]
             for name in ("session", "mode", "layout", "sizes", *entry.attributes)
         },
+        stream=stream,
     )
     return {
         name: None if shape(name) is None else array

@@ -6,6 +6,7 @@ table is xla_ffi/signatures.h.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -57,6 +58,22 @@ OPERATIONS = {
     ),
 }
 
+# What runs beside other work on a GPU: parts of these operations, with one result if that may be
+# (beside.py).
+_SLOTS = ("send_slot", "recv_src")
+BESIDE = {
+    "plan_beside": Operation(("topk_idx",), ("packed_plan",), ("recv_rows",)),
+    "dispatch_rows_beside": Operation(("x", *_SLOTS), ("recv_x",), ("pad",)),
+    "dispatch_weights_beside": Operation(("weights", *_ROUTE), ("recv_weights",), ("pad",)),
+    "dispatch_dots_beside": Operation(
+        ("x", *_SLOTS, "y", "row_weights"), ("recv_x", "recv_dots"), ("pad",)
+    ),
+    "combine_rows_beside": Operation(("y", "row_weights", *_SLOTS), ("out",)),
+    "combine_scalars_beside": Operation(("pair_scalars", *_SLOTS), ("pair_scalars_out",)),
+}
+
+CALLS = OPERATIONS | BESIDE  # every custom call
+
 # These results exist only if the operand does: dispatch without x delivers no rows.
 FOLLOWS = {
     "recv_x": "x",
@@ -74,8 +91,22 @@ class ArrayType(NamedTuple):
     dtype: Any
 
 
+_PACKED_ALIGN = 32  # elements; xla_ffi/buffers.h
+
+
+def packed_plan(call: Call) -> tuple[dict[str, int], int]:
+    """Where each leaf of a plan begins in an array of all of them, and that array's size."""
+    types, places, size = array_types(call), {}, 0
+    for name in _PLAN:
+        places[name] = size
+        shape = types[name].shape
+        elements = 0 if shape is None else math.prod(shape)
+        size += -(-elements // _PACKED_ALIGN) * _PACKED_ALIGN
+    return places, size
+
+
 def array_types(call: Call) -> dict[str, ArrayType]:
-    """The type that each name of the table stands for in `call`."""
+    """The type that each name of the table stands for in `call`, but for `packed_plan`."""
     tokens, top_k, hidden, rows = call.num_tokens, call.top_k, call.hidden, call.rows
     ranks, experts = call.group.num_ranks, call.group.experts_per_rank
     rank_major = call.layout == "rank_major"

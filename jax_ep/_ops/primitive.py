@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
-from jax_ep._ops import ffi, reference
+from jax_ep._ops import beside, ffi, reference
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 
@@ -86,6 +86,9 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     def run_native(arrays: dict[str, Any]) -> dict[str, Any]:
         return ffi.run(operation, call, arrays)
 
+    def run_beside(arrays: dict[str, Any]) -> dict[str, Any]:
+        return beside.run(operation, call, arrays)
+
     def run_reference(arrays: dict[str, Any]) -> dict[str, Any]:
         uniform = {"overflow": axes - frozenset(call.group.axes)}
         results = reference.run(operation, call, arrays)
@@ -97,6 +100,8 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     if not platforms or call.num_tokens == 0:
         return run_reference(arrays)
     branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, run_native)
+    if beside.applies(call):
+        branches["cuda"] = run_beside
     if call.group.implementation == "native":
         # This branch is never taken; with it, and no default, JAX refuses to lower for other
         # platforms (NotImplementedError) instead of leaving an unknown custom call to the compiler.

@@ -198,12 +198,16 @@ class Layer:
             self._ready(name, weights[name], dtype) if name in weights else None
             for name in ("w_gate", "w_up", "w_down")
         ]
-        recv, y = self._experts(
-            tokens, ids, _jax_compat.to_varying(topk_weights, tp), experts, mode
-        )
-        out = jax_ep.combine(self.group, y, recv)
+        recv = self._dispatch(tokens, ids, _jax_compat.to_varying(topk_weights, tp), mode)
         if config.shared_width:
-            out = out + self._shared(weights, tokens)
+            # Beside the dispatch the shared expert's first products, beside the combine the last.
+            recv, hidden = jax_ep.overlap(recv, self._shared_hidden(weights, tokens))
+            y, hidden = jax_ep.overlap(self._experts(recv, experts), hidden)
+            down = self._ready("shared_down", weights["shared_down"], dtype)
+            out, shared = jax_ep.overlap(jax_ep.combine(self.group, y, recv), hidden @ down)
+            out = out + shared
+        else:
+            out = jax_ep.combine(self.group, self._experts(recv, experts), recv)
         if mask is not None:
             out = jnp.where(mask[:, None], out, jnp.zeros((), out.dtype))
         if tp:
@@ -212,24 +216,24 @@ class Layer:
             ids, probabilities, mask, recv.plan.num_dropped, stat_axes
         )
 
-    def _experts(
-        self,
-        tokens: jax.Array,
-        ids: jax.Array,
-        topk_weights: jax.Array,
-        weights: list[Any],
-        mode: Mode | None,
-    ) -> tuple[jax_ep.Received, jax.Array]:
-        """What this rank received, and what its experts made of it."""
+    def _dispatch(
+        self, tokens: jax.Array, ids: jax.Array, topk_weights: jax.Array, mode: Mode | None
+    ) -> jax_ep.Received | jax_ep.ReceivedQuantized:
         if self.precision == "fp8":
+            return jax_ep.dispatch_quantized(self.group, tokens, ids, topk_weights, mode=mode)
+        return jax_ep.dispatch(self.group, tokens, ids, topk_weights, mode=mode)
+
+    def _experts(
+        self, recv: jax_ep.Received | jax_ep.ReceivedQuantized, weights: list[Any]
+    ) -> jax.Array:
+        """What this rank's experts make of the rows that it received."""
+        if isinstance(recv, jax_ep.ReceivedQuantized):
             from jax_ep.pallas import grouped_ffn_fp8
 
-            rows = jax_ep.dispatch_quantized(self.group, tokens, ids, topk_weights, mode=mode)
-            return rows, grouped_ffn_fp8(rows.x, rows.group_sizes, *weights)
-        recv = jax_ep.dispatch(self.group, tokens, ids, topk_weights, mode=mode)
+            return grouped_ffn_fp8(recv.x, recv.group_sizes, *weights)
         activation = self.config.activation
         expert_fn = self.expert_fn or functools.partial(ragged_ffn, activation=activation)
-        return recv, expert_fn(recv.x, recv.group_sizes, *weights)
+        return expert_fn(recv.x, recv.group_sizes, *weights)
 
     def _ready(self, name: str, weight: jax.Array, dtype: Any) -> jax.Array:
         """A weight as the products want it: in `dtype`, whole along hidden.
@@ -282,15 +286,14 @@ class Layer:
         affinity = jax.nn.sigmoid(logits)
         return ids, affinity / jnp.sum(affinity, axis=-1, keepdims=True), chosen
 
-    def _shared(self, weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+    def _shared_hidden(self, weights: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+        """What the last product of the shared expert reads."""
         dtype = tokens.dtype
         up = tokens @ self._ready("shared_up", weights["shared_up"], dtype)
         if "shared_gate" in weights:
             gate = tokens @ self._ready("shared_gate", weights["shared_gate"], dtype)
-            hidden = self.config.activation(gate) * up
-        else:
-            hidden = self.config.activation(up)
-        return hidden @ self._ready("shared_down", weights["shared_down"], dtype)
+            return self.config.activation(gate) * up
+        return self.config.activation(up)
 
     def _stats(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jax_ep
 from jax_ep.pallas import _kernels, _matmul, _opaque
 
 GATE_AND_UP = (_kernels.Term(lhs=0, rhs=0, out=0), _kernels.Term(lhs=0, rhs=1, out=1))
@@ -86,8 +87,13 @@ def backward(residuals: Any, g: jax.Array) -> tuple[Any, ...]:
     x, group_sizes, w_gate, w_up, w_down, gate, up = residuals
     d_hidden = _matmul.product((g,), (w_down,), group_sizes, True)
     hidden, gated_backward = jax.vjp(gated, gate, up)
-    d_first = _first_layer_gradients((x, group_sizes, w_gate, w_up), *gated_backward(d_hidden))
-    return *d_first, _matmul.weights(hidden, g, group_sizes)
+    d_gate, d_up = gated_backward(d_hidden)
+    d_x = _matmul.product((d_gate, d_up), (w_gate, w_up), group_sizes, True)
+    # Rows first: the exchange that takes them back runs beside the gradients of the weights.
+    d_x, (x, d_gate, d_up, hidden, g) = jax_ep.overlap(d_x, (x, d_gate, d_up, hidden, g))
+    d_w_gate, d_w_up = (_matmul.weights(x, d, group_sizes) for d in (d_gate, d_up))
+    d_w_down = _matmul.weights(hidden, g, group_sizes)
+    return d_x, _matmul.no_gradient(group_sizes), d_w_gate, d_w_up, d_w_down
 
 
 _ffn.defvjp(_ffn_forward, backward)
@@ -114,16 +120,7 @@ def _first_layer_backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     d_hidden, d_gate, d_up = cotangents
     _, gated_backward = jax.vjp(gated, gate, up)
     through_gate, through_up = gated_backward(d_hidden)
-    return _first_layer_gradients(operands, d_gate + through_gate, d_up + through_up)
-
-
-first_layer.defvjp(_first_layer_forward, _first_layer_backward)
-
-
-def _first_layer_gradients(
-    operands: tuple[jax.Array, ...], d_gate: jax.Array, d_up: jax.Array
-) -> tuple[Any, ...]:
-    """Cotangents of (x, group_sizes, w_gate, w_up) from those of gate and up."""
+    d_gate, d_up = d_gate + through_gate, d_up + through_up
     x, group_sizes, w_gate, w_up = operands
     return (
         _matmul.product((d_gate, d_up), (w_gate, w_up), group_sizes, True),
@@ -131,6 +128,9 @@ def _first_layer_gradients(
         _matmul.weights(x, d_gate, group_sizes),
         _matmul.weights(x, d_up, group_sizes),
     )
+
+
+first_layer.defvjp(_first_layer_forward, _first_layer_backward)
 
 
 def gated(gate: jax.Array, up: jax.Array) -> jax.Array:

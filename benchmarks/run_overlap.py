@@ -1,0 +1,239 @@
+"""What overlap hides: value_and_grad of MoE layers with Config.overlap off, on, and with few SMs.
+
+    python benchmarks/run_overlap.py [--ranks N] [--tokens T] [--rounds R]
+
+Writes results/overlap_MACHINE.json. One process, all GPUs or the first N. The layers, of
+DeepSeek-V3's shape with 128 experts for each rank at most, are
+
+    plain     moe(): dispatch, grouped_ffn, combine
+    shared    the same and a shared expert of 4 experts' width, tied by jax_ep.overlap
+    chunks=N  moe(chunks=N, overlap=True)
+
+"outside" is a layer's time less that of its products alone, which run on the same rows in the same
+round; "hidden" is the share of the synchronous layer's outside that overlap takes off. All variants
+of a layer must give the same bits. Spans of one traced step of each go into the file, too: the
+picture in docs/overlap.md is made from them.
+"""
+
+import argparse
+import dataclasses
+import functools
+import glob
+import json
+import pathlib
+import tempfile
+
+import gpu_layer_worker as worker
+import jax
+import jax.numpy as jnp
+import moe_layers
+from run_cpu import HERE, stamp
+from specs import SPECS, machine
+
+import jax_ep
+
+MOST_EXPERTS = 128  # of a rank
+VARIANTS = {"synchronous": False, "overlap": None, "few SMs": True}
+
+
+def plain(group, experts):
+    def layer(params, x, ids, gates):
+        return jax_ep.moe(group, x, ids, gates, experts, params["routed"])
+
+    return layer
+
+
+def chunked(chunks, group, experts):
+    def layer(params, x, ids, gates):
+        return jax_ep.moe(
+            group, x, ids, gates, experts, params["routed"], chunks=chunks, overlap=True
+        )
+
+    return layer
+
+
+def shared(group, experts):
+    def layer(params, x, ids, gates):
+        gate, up, down = params["shared"]
+        recv = jax_ep.dispatch(group, x, ids, gates)
+        recv, hidden = jax_ep.overlap(recv, jax.nn.silu(x @ gate) * (x @ up))
+        y, hidden = jax_ep.overlap(experts(params["routed"], recv.x, recv.group_sizes), hidden)
+        out, beside = jax_ep.overlap(jax_ep.combine(group, y, recv), hidden @ down)
+        return out + beside
+
+    return layer
+
+
+LAYERS = {
+    "plain": plain,
+    "shared": shared,
+    "chunks=2": functools.partial(chunked, 2),
+    "chunks=4": functools.partial(chunked, 4),
+}
+
+
+def step_of(case, layer):
+    def local(params, x, ids, gates):
+        def loss(params, x, gates):
+            out = layer(params, x[0], ids[0], gates[0])
+            return 0.5 * jnp.sum(out.astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss, argnums=(0, 1, 2))(params, x, gates)
+        return value[None], grads
+
+    axis = moe_layers.AXIS
+    spec = jax.P(axis)
+    params = {"routed": spec, "shared": jax.P()}
+    mapped = jax.shard_map(
+        local,
+        mesh=case.mesh,
+        in_specs=(params, spec, spec, spec),
+        out_specs=(spec, (params, spec, spec)),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
+
+
+def products_of(case, is_shared):
+    """The layer's products alone, forward and backward, on as many rows."""
+    rows_program, (kernels, rows, g, counts) = case.gemms(worker.FFN["grouped_ffn"])
+
+    def local(shared, x, g):
+        def ffn(shared, x):
+            gate, up, down = shared
+            return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+        y, pull = jax.vjp(ffn, shared, x[0])
+        return y[None], pull(g[0])[1][None], pull(g[0])[0]
+
+    spec = jax.P(moe_layers.AXIS)
+    beside = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=case.mesh,
+            in_specs=(jax.P(), spec, spec),
+            out_specs=(spec, spec, jax.P()),
+            check_vma=False,
+        )
+    )
+
+    def run(params, x):
+        jax.block_until_ready(rows_program(kernels, rows, g, counts))
+        if is_shared:
+            jax.block_until_ready(beside(params["shared"], x, x))
+
+    return run
+
+
+def digest(results):
+    """A number that differs if any bit does, but for sums that agree by chance."""
+
+    def of(array):
+        words = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{array.dtype.itemsize * 8}"))
+        return jnp.sum(words.astype(jnp.uint32) * jnp.uint32(2654435761), dtype=jnp.uint32)
+
+    return [
+        int(value) for value in jax.device_get(jax.tree.map(jax.jit(of), jax.tree.leaves(results)))
+    ]
+
+
+def spans_of(call):
+    """[[lane, start us, length us, kernel], ...] of one traced run on the first GPU."""
+    folder = tempfile.mkdtemp()
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(call())
+    (path,) = glob.glob(folder + "/**/*.xplane.pb", recursive=True)
+    spans = []
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        if not plane.name.endswith("GPU:0"):
+            continue
+        for line in plane.lines:
+            if "Stream" not in line.name:
+                continue
+            for event in line.events:
+                lane = "exchange" if "jax_ep::gpu" in event.name else "rest"
+                spans.append([lane, event.start_ns / 1e3, event.duration_ns / 1e3, event.name[:60]])
+    first = min((span[1] for span in spans), default=0)
+    return [
+        [lane, round(at - first, 1), round(us, 1), name]
+        for lane, at, us, name in sorted(spans, key=lambda s: s[1])
+    ]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=0, help="0: every device")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--layers", nargs="+", default=list(LAYERS))
+    parser.add_argument("--spec", default="deepseek-v3")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    options = parser.parse_args()
+    ranks = options.ranks or jax.device_count()
+    spec = SPECS[options.spec]
+    spec = dataclasses.replace(spec, num_experts=min(spec.num_experts, MOST_EXPERTS * ranks))
+    SPECS[options.spec] = spec
+    case = worker.Case(
+        argparse.Namespace(
+            spec=options.spec, ranks=ranks, routing="uniform", tokens=options.tokens, align=16
+        )
+    )
+    width = 4 * spec.expert_hidden
+    params = {
+        "routed": case.kernels,
+        "shared": [
+            jax.random.normal(jax.random.key(9), shape, case.dtype) * shape[0] ** -0.5
+            for shape in ((spec.hidden, width), (spec.hidden, width), (width, spec.hidden))
+        ],
+    }
+    experts = worker.experts_of(worker.FFN["grouped_ffn"])
+    groups = {
+        name: jax_ep.create_group(
+            case.mesh,
+            moe_layers.AXIS,
+            dataclasses.replace(case.config, overlap=overlap, recv_rows=None, capacity_factor=1.25),
+        )
+        for name, overlap in VARIANTS.items()
+    }
+    report = stamp() | {
+        "machine": machine(ranks),
+        "program": "run_overlap.py",
+        "shape": f"{options.spec}, {spec.num_experts} experts, {options.tokens} tokens a rank",
+        "layers": {},
+    }
+    for name in options.layers:
+        make = LAYERS[name]
+        products = functools.partial(products_of(case, name == "shared"), params, case.x)
+        calls = {}
+        for variant, group in groups.items():
+            step = (
+                step_of(case, make(group, experts)).lower(params, case.x, *case.routing).compile()
+            )
+            calls[variant] = functools.partial(step, params, case.x, *case.routing)
+        bits = {variant: digest(call()) for variant, call in calls.items()}
+        assert len(set(map(tuple, bits.values()))) == 1, f"{name}: variants differ: {bits}"
+        times = worker.rounds_of({"gemms": products} | calls, options.rounds)
+        outside = {variant: times[variant] - times["gemms"] for variant in calls}
+        report["layers"][name] = {
+            "products_us": round(times["gemms"]),
+            "us": {variant: round(times[variant]) for variant in calls},
+            "outside_us": {variant: round(us) for variant, us in outside.items()},
+            "hidden": {
+                variant: round(1 - us / outside["synchronous"], 3)
+                for variant, us in outside.items()
+            },
+        }
+        print(name, json.dumps(report["layers"][name]), flush=True)
+        if name in ("shared", "chunks=2"):
+            report["layers"][name]["spans"] = {
+                variant: spans_of(call) for variant, call in calls.items()
+            }
+    for group in groups.values():
+        group.close()
+    kind = jax.devices()[0].device_kind.split()[-1].lower()
+    path = options.out / f"overlap_{ranks}x{kind}.json"
+    path.write_text(json.dumps(report, indent=None) + "\n")
+
+
+if __name__ == "__main__":
+    main()
