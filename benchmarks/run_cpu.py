@@ -71,12 +71,12 @@ def commit():
     return run([*git, "rev-parse", "--short", "HEAD"]).strip() + ("-dirty" if changes else "")
 
 
-def stamp():
-    """What every results file begins with."""
+def stamp(of=None):
+    """What every results file begins with; `of`: the commit, where there is no repository."""
     return {
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
-        "commit": commit(),
+        "commit": of or commit(),
     }
 
 

@@ -55,9 +55,10 @@ def chunked(chunks, group, experts):
 def shared(group, experts):
     def layer(params, x, ids, gates):
         gate, up, down = params["shared"]
+        x, routed = jax_ep.overlap_gradients(x, params["routed"])
         recv = jax_ep.dispatch(group, x, ids, gates)
         recv, hidden = jax_ep.overlap(recv, jax.nn.silu(x @ gate) * (x @ up))
-        y, hidden = jax_ep.overlap(experts(params["routed"], recv.x, recv.group_sizes), hidden)
+        y, hidden = jax_ep.overlap(experts(routed, recv.x, recv.group_sizes), hidden)
         out, beside = jax_ep.overlap(jax_ep.combine(group, y, recv), hidden @ down)
         return out + beside
 
@@ -68,7 +69,6 @@ LAYERS = {
     "plain": plain,
     "shared": shared,
     "chunks=2": functools.partial(chunked, 2),
-    "chunks=4": functools.partial(chunked, 4),
 }
 
 
@@ -168,6 +168,7 @@ def main():
     parser.add_argument("--layers", nargs="+", default=list(LAYERS))
     parser.add_argument("--spec", default="deepseek-v3")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    parser.add_argument("--commit", help="where there is no repository")
     options = parser.parse_args()
     ranks = options.ranks or jax.device_count()
     spec = SPECS[options.spec]
@@ -195,7 +196,7 @@ def main():
         )
         for name, overlap in VARIANTS.items()
     }
-    report = stamp() | {
+    report = stamp(options.commit) | {
         "machine": machine(ranks),
         "program": "run_overlap.py",
         "shape": f"{options.spec}, {spec.num_experts} experts, {options.tokens} tokens a rank",

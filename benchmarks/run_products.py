@@ -72,6 +72,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
+    parser.add_argument("--commit", help="where there is no repository")
     options = parser.parse_args()
     x, g = random((ROWS, HIDDEN), 0), random((ROWS, HIDDEN), 1)
     times, clocks = {}, {}
@@ -99,7 +100,7 @@ def main():
                 measure(name, program, (x, g, *weights, sizes[kind]), turn)
         clocks[f"{num_groups} groups, random"] = busy(program, (x, g, *weights, sizes["random"]))
         del weights
-    report = stamp() | {
+    report = stamp(options.commit) | {
         "machine": f"1 x {jax.devices()[0].device_kind}",
         "program": "run_products.py",
         "rows, hidden, width": [ROWS, HIDDEN, WIDTH],

@@ -31,6 +31,7 @@ from jax_ep._ops.api import wait as wait
 from jax_ep._ops.quantized import dispatch_bytes as dispatch_bytes
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._overlap import overlap as overlap
+from jax_ep._overlap import overlap_gradients as overlap_gradients
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._types import ExchangeStats as ExchangeStats
 from jax_ep._types import InFlight as InFlight
@@ -72,6 +73,7 @@ __all__ = [
     "initialize",
     "moe",
     "overlap",
+    "overlap_gradients",
     "plan",
     "routing",
     "wait",

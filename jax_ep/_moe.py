@@ -13,7 +13,7 @@ from jax_ep._config import Mode
 from jax_ep._group import Group
 from jax_ep._ops import api
 from jax_ep._overlap import overlap as overlap_
-from jax_ep._overlap import tie_gradients
+from jax_ep._overlap import overlap_gradients
 from jax_ep._types import ExchangeStats, Plan
 
 ExpertFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -125,8 +125,9 @@ def moe(
     def layer(
         x: jax.Array, topk_idx: jax.Array | None, topk_weights: jax.Array | None
     ) -> tuple[jax.Array, ExchangeStats]:
+        x, own = overlap_gradients(x, params)
         recv = api.dispatch(group, x, topk_idx, topk_weights, plan=plan, mode=mode)
-        y = expert_fn(params, recv.x, recv.group_sizes)
+        y = expert_fn(own, recv.x, recv.group_sizes)
         made = recv.plan
         stats = ExchangeStats(made.pairs_per_expert, made.num_dropped, made.overflow)
         return api.combine(group, y, recv), stats
@@ -190,13 +191,13 @@ def _unrolled(
     chunks = parts[0].shape[0]
     outs: list[jax.Array] = []
     each: list[ExchangeStats] = []
-    part, coming_params = tie_gradients(_chunk(parts, 0), params)
+    part, coming_params = overlap_gradients(_chunk(parts, 0), params)
     coming = api.dispatch(group, *part, mode=mode)
     for i in range(chunks):
         recv, own = coming, coming_params
         if i + 1 < chunks:  # which leaves when the one before it is here: memory of two
             recv, part = overlap_(recv, _chunk(parts, i + 1))
-            part, coming_params = tie_gradients(part, params)
+            part, coming_params = overlap_gradients(part, params)
             coming = api.dispatch(group, *part, mode=mode)
         y = expert_fn(own, recv.x, recv.group_sizes)
         # With all that the combine reads, so that nothing else keeps it from starting here.

@@ -1,4 +1,4 @@
-"""overlap(): says which work lies beside which exchange, forward and backward."""
+"""overlap: says which work lies beside which exchange, forward and backward."""
 
 from __future__ import annotations
 
@@ -36,15 +36,23 @@ def overlap(received: A, other: B) -> tuple[A, B]:
     return tied
 
 
-def tie_gradients(sent: A, params: B) -> tuple[A, B]:
-    """Both, with their cotangents tied: weight gradients come before the wait for those of `sent`.
+def overlap_gradients(sent: A, params: B) -> tuple[A, B]:
+    """Both, with their gradients tied as `overlap` ties; in the forward pass nothing is tied.
+
+    The gradient of what is dispatched is an exchange, and those of the experts' weights do not wait
+    for it: with this they are computed beside it. `moe` and the Flax layers do it themselves.
 
     Args:
-        sent: what is dispatched; its gradient is an exchange.
-        params: of the experts; their gradients are products that this exchange can run beside.
+        sent: a pytree, what is dispatched.
+        params: a pytree, the experts' weights.
 
     Returns:
         (sent, params).
+
+    Example:
+        >>> x, kernels = jax_ep.overlap_gradients(x, kernels)
+        >>> recv = jax_ep.dispatch(group, x, ids, weights)
+        >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
     """
     tied: tuple[A, B] = _tie_gradients((sent, params))
     return tied

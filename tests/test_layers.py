@@ -112,7 +112,8 @@ PYTHON_LAYERS = {
     "_ops": BASE,
     "_runtime": BASE,
     "_create_group": (*BASE, "_ops", "_runtime"),
-    "_moe": (*BASE, "_ops"),
+    "_moe": (*BASE, "_ops", "_overlap"),
+    "_overlap": BASE,
     "_launch": BASE,
     "_cli": (*BASE, "_launch", "_runtime", "testing"),
 }

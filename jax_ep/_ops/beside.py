@@ -52,6 +52,8 @@ def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> d
         if part == "dispatch_rows_beside" and arrays.get("y") is not None:
             part = "dispatch_dots_beside"
         results |= ffi.run(part, call, arrays, _STREAM)
+    if (rows := results.get("recv_x")) is not None:
+        results["recv_x"] = rows.reshape(call.rows, rows.shape[-1])
     return results
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_ep import _extension, _jax_compat
 from jax_ep._ops import lowering, sharding
 from jax_ep._ops.call import Call
-from jax_ep._ops.operations import CALLS, FOLLOWS, ArrayType, array_types, packed_plan
+from jax_ep._ops.operations import BESIDE, CALLS, FOLLOWS, array_types, types_beside
 
 TARGETS = {name: f"jax_ep_{name}" for name in CALLS}
 
@@ -78,9 +78,8 @@ def run(
         arrays: its operands; others are ignored.
         stream: of XLA's, on which it runs asynchronously; None: in order with all else.
     """
-    entry, types = CALLS[operation], array_types(call)
-    if operation == "plan_beside":
-        types["packed_plan"] = ArrayType((packed_plan(call)[1],), jnp.int32)
+    entry = CALLS[operation]
+    types = (types_beside if operation in BESIDE else array_types)(call)
     given = {name for name, array in arrays.items() if array is not None}
     like = arrays["topk_idx" if "topk_idx" in given else "send_slot"]
     assert like is not None

@@ -105,8 +105,20 @@ def packed_plan(call: Call) -> tuple[dict[str, int], int]:
     return places, size
 
 
+def types_beside(call: Call) -> dict[str, ArrayType]:
+    """`array_types` of the calls in BESIDE.
+
+    Rows have the shape that users get. Else XLA would wait for them where it reshapes them, which
+    is at once, for it takes no time.
+    """
+    types = array_types(call)
+    if call.row_bytes is None:
+        types["recv_x"] = ArrayType(call.recv_shape, call.dtype)
+    return types | {"packed_plan": ArrayType((packed_plan(call)[1],), jnp.int32)}
+
+
 def array_types(call: Call) -> dict[str, ArrayType]:
-    """The type that each name of the table stands for in `call`, but for `packed_plan`."""
+    """The type that each name of the table stands for in `call`."""
     tokens, top_k, hidden, rows = call.num_tokens, call.top_k, call.hidden, call.rows
     ranks, experts = call.group.num_ranks, call.group.experts_per_rank
     rank_major = call.layout == "rank_major"

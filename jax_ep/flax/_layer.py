@@ -198,6 +198,7 @@ class Layer:
             self._ready(name, weights[name], dtype) if name in weights else None
             for name in ("w_gate", "w_up", "w_down")
         ]
+        tokens, experts = jax_ep.overlap_gradients(tokens, experts)
         recv = self._dispatch(tokens, ids, _jax_compat.to_varying(topk_weights, tp), mode)
         if config.shared_width:
             # Beside the dispatch the shared expert's first products, beside the combine the last.

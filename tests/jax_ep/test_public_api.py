@@ -45,6 +45,8 @@ NAMES = {
     "fp8",
     "initialize",
     "moe",
+    "overlap",
+    "overlap_gradients",
     "plan",
     "routing",
     "wait",
