@@ -65,9 +65,9 @@ class Config:
             None: 15, or timeout_s if that is less.
         max_in_flight: how many starts may precede their done, 1 to 7.
         overlap: whether operations of mode ht run beside other work on NVIDIA GPUs. None: where
-            this jax can (0.10.2, or 0.11.1 and newer). True: also with few multiprocessors for
-            each, which is best where other work lies beside every one of them (docs/overlap.md);
-            an error where it cannot be. False: never. Elsewhere XLA decides.
+            this jax can (0.10.2, or 0.11.1 and newer) and rows of max_tokens are 32 MiB and more.
+            True: always, and with few multiprocessors for each (docs/overlap.md); an error where
+            this jax cannot. False: never. Elsewhere XLA decides.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.

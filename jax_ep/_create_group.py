@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_ep import _config, _env, _log, _mesh, _warn
+from jax_ep import _config, _env, _jax_compat, _log, _mesh, _warn
 from jax_ep._config import Config
 from jax_ep._group import Group, Implementation
 from jax_ep._ops import ffi
@@ -69,6 +69,8 @@ def create_group(
         _check_arguments(mesh, axis, config, implementation)
         axes = _mesh.axis_tuple(axis)
         _config.check_sizes("jax_ep.create_group", config, _mesh.axis_size(mesh, axes))
+        if native and platform == "gpu" and config.overlap:
+            _check_overlap(mesh)
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -135,6 +137,19 @@ def _ffi_platform(mesh: Any) -> str:
     if device.platform == "cpu":
         return "cpu"
     return "ROCM" if "rocm" in device.client.platform_version.lower() else "CUDA"
+
+
+def _check_overlap(mesh: Any) -> None:
+    """Raises unless XLA can run calls on these devices beside other work."""
+    wrong = ""
+    if _ffi_platform(mesh) != "CUDA":
+        wrong = "AMD GPUs, expected NVIDIA GPUs"
+    elif not _jax_compat.has_streams():
+        wrong = f"jax {jax.__version__}, expected 0.10.2, or 0.11.1 or newer"
+    if wrong:
+        raise NotImplementedError(
+            f"jax_ep.create_group: got Config.overlap=True on {wrong}; leave overlap out"
+        )
 
 
 def _check_mesh(mesh: Any) -> None:

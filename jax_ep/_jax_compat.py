@@ -366,8 +366,8 @@ def call_primitive(
 
 
 # XLA of jax 0.10.2 makes functions asynchronous, that of 0.11.1 and newer custom calls.
-_HAS_STREAMED_FUNCTIONS = (0, 10, 2) <= jax.__version_info__ < (0, 11)
-_HAS_STREAMED_CALLS = jax.__version_info__ >= (0, 11, 1)
+_HAS_STREAMED_FUNCTIONS: bool = (0, 10, 2) <= jax.__version_info__ < (0, 11)
+_HAS_STREAMED_CALLS: bool = jax.__version_info__ >= (0, 11, 1)
 
 
 def has_streams() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from jax_ep import _env, _extension
+from jax_ep import _env, _extension, _jax_compat
 from jax_ep._cli.sections import Row, print_sections
 from jax_ep._runtime import gpu
 
@@ -60,6 +60,9 @@ def _devices(has_native: bool) -> Iterator[Row]:
     is_native = has_native and (platform == "cpu" or (platform == "gpu" and not gpu_problem))
     yield "default implementation", "native" if is_native else "xla"
     yield "GPU kernels", f"not used: {gpu_problem}" if gpu_problem else "available"
+    if platform == "gpu":
+        can = "where rows of a call are 32 MiB and more" if _jax_compat.has_streams() else "never"
+        yield "exchanges beside products", f"{can}, with jax {jax.__version__}"
     yield "jax devices", f"{len(devices)} ({jax.local_device_count()} of this process)"
     yield "processes", f"{jax.process_count()} (this is {jax.process_index()})"
 

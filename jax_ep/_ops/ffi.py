@@ -111,9 +111,13 @@ def run(
         "has_weights": "weights" in given,
         "has_pair_scalars": "pair_scalars" in given,
     }
+    operands = [sharding.position(call.group), *map(operand, entry.operands)]
+    if stream is not None:
+        # XLA (jax 0.11) would fuse a call with slices that it reads, and some of these fusions lose
+        # the stream: two calls of the group would run at the same time.
+        operands = list(_jax_compat.tie(*operands))
     results = _call(
-        sharding.position(call.group),
-        *map(operand, entry.operands),
+        *operands,
         owner=call.group,
         target=TARGETS[operation],
         results=tuple(map(result, entry.results)),

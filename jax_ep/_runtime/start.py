@@ -69,7 +69,8 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         debug=_env.flag("JAX_EP_DEBUG") is True,
     )
     if on_gpu:
-        session = gpu.start(options, exchange, layout.devices, layout.mates)
+        few_sms = group.config.overlap is True
+        session = gpu.start(options, exchange, layout.devices, layout.mates, few_sms=few_sms)
     else:
         session = cpu.start(core.Session(options), exchange)
     try:
