@@ -78,7 +78,9 @@ LAYERS = {
 def step_of(case, layer):
     def local(params, x, ids, gates):
         def loss(params, x, gates):
-            out = layer(params, x[0], ids[0], gates[0])
+            # What stands before a layer in a model, so that the host is ahead of the GPU.
+            before = x[0] @ params["before"] @ params["before"]
+            out = layer(params, before, ids[0], gates[0])
             return 0.5 * jnp.sum(out.astype(jnp.float32) ** 2)
 
         value, grads = jax.value_and_grad(loss, argnums=(0, 1, 2))(params, x, gates)
@@ -86,7 +88,7 @@ def step_of(case, layer):
 
     axis = moe_layers.AXIS
     spec = jax.P(axis)
-    params = {"routed": spec, "shared": jax.P()}
+    params = {"routed": spec, "shared": jax.P(), "before": jax.P()}
     mapped = jax.shard_map(
         local,
         mesh=case.mesh,
@@ -101,13 +103,17 @@ def products_of(case, is_shared):
     """The layer's products alone, forward and backward, on as many rows."""
     rows_program, (kernels, rows, g, counts) = case.gemms(worker.FFN["grouped_ffn"])
 
-    def local(shared, x, g):
-        def ffn(shared, x):
-            gate, up, down = shared
-            return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+    def local(params, x, g):
+        def ffn(params, x):
+            x = x @ params["before"] @ params["before"]
+            if is_shared:
+                gate, up, down = params["shared"]
+                x = (jax.nn.silu(x @ gate) * (x @ up)) @ down
+            return x
 
-        y, pull = jax.vjp(ffn, shared, x[0])
-        return y[None], pull(g[0])[1][None], pull(g[0])[0]
+        y, pull = jax.vjp(ffn, params, x[0])
+        d_params, d_x = pull(g[0])
+        return y[None], d_x[None], d_params
 
     spec = jax.P(moe_layers.AXIS)
     beside = jax.jit(
@@ -121,9 +127,8 @@ def products_of(case, is_shared):
     )
 
     def run(params, x):
-        jax.block_until_ready(rows_program(kernels, rows, g, counts))
-        if is_shared:
-            jax.block_until_ready(beside(params["shared"], x, x))
+        dense = {name: params[name] for name in ("before", "shared")}
+        return beside(dense, x, x), rows_program(kernels, rows, g, counts)
 
     return run
 
@@ -199,6 +204,8 @@ def main():
     )
     width = 4 * spec.expert_hidden
     params = {
+        "before": jax.random.normal(jax.random.key(8), (spec.hidden, spec.hidden), case.dtype)
+        * spec.hidden**-0.5,
         "routed": case.kernels,
         "shared": [
             jax.random.normal(jax.random.key(9), shape, case.dtype) * shape[0] ** -0.5

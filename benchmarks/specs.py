@@ -26,6 +26,9 @@ SPECS = {
     "deepseek-v3": Spec(
         tokens=4096, hidden=7168, top_k=8, num_experts=256, dtype="bfloat16", expert_hidden=2048
     ),
+    "qwen3-30b": Spec(
+        tokens=4096, hidden=2048, top_k=8, num_experts=128, dtype="bfloat16", expert_hidden=768
+    ),
     "qwen3-235b": Spec(
         tokens=4096, hidden=4096, top_k=8, num_experts=128, dtype="bfloat16", expert_hidden=1536
     ),

@@ -29,7 +29,10 @@ def run(program: str, flags: str) -> str:
         pytest.skip("needs GPUs and `pytest -m gpu`")
     done = subprocess.run(
         [sys.executable, PROGRAMS / f"{program}.py"],
-        env={**os.environ, "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS[flags]}"},
+        env={
+            **os.environ,
+            "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {FLAGS[flags]}".strip(),
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -1,7 +1,7 @@
 """2,000 steps of training with native collectives in the same program: equal bits with overlap.
 
-The weights of the shared expert are gathered (as in FSDP), gradients are summed by psum, and a
-momentum is kept. Prints a digest of what was trained.
+The weights of the shared expert are gathered (as in FSDP) and gradients are summed by psum; the
+optimiser steps by the sign of a momentum. Prints a digest of what was trained.
 """
 
 import functools
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import overlap as programs
 from jax.sharding import PartitionSpec as P
 
-STEPS, RATE = 2000, 1e-3
+STEPS, RATE = 2000, 1e-5
 
 
 def main():
     x, ids, gates, params = programs.arrays()
+    x = x * 20  # of unit size
     digests = {}
     for overlap in (False, True):
         group = programs.group(overlap)
@@ -29,17 +30,18 @@ def main():
         )
 
         def loss(params, x, layer=layer):
-            out = layer(x, ids, gates, params).astype(jnp.float32)
+            weights = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            out = layer(x, ids, gates, weights).astype(jnp.float32)
             return jnp.mean((out - 1) ** 2)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(params, momentum, x, loss=loss):
             value, gradients = jax.value_and_grad(loss)(params, x)
             momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradients)
-            params = jax.tree.map(lambda p, m: (p - RATE * m).astype(p.dtype), params, momentum)
+            params = jax.tree.map(lambda p, m: p - RATE * jnp.sign(m), params, momentum)
             return params, momentum, value
 
-        trained = jax.tree.map(jnp.array, params)
+        trained = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
         momentum = jax.tree.map(jnp.zeros_like, trained)
         values = []
         for _ in range(STEPS):

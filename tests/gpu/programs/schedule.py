@@ -4,15 +4,15 @@ import re
 
 
 def schedule_of(text):
-    """The longest of the module's computations as a line of words.
+    """The module's computations that have calls of jax_ep, as lines of words with " | " between.
 
     Words: NAME> where a call of jax_ep on another stream starts (NAME as in operations.BESIDE) and
     <NAME where it is waited for; NAME where one runs in order; G for products, runs of them as 3G.
     """
     computations = dict(re.findall(r"\n(?:ENTRY )?%(\S+) \([^\n]*\{\n(.*?)\n\}", text, re.S))
     lines = [_words(body, computations) for body in computations.values()]
-    longest = max(lines, key=len)
-    return re.sub(r"(?:G )+", lambda m: f"{len(m[0]) // 2}G ", " ".join(longest) + " ").strip()
+    scheduled = " | ".join(" ".join(words) for words in lines if any(">" in w for w in words))
+    return re.sub(r"\b(?:G )+", lambda m: f"{len(m[0]) // 2}G ", scheduled + " ").strip()
 
 
 def _words(body, computations):
