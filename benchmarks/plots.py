@@ -36,6 +36,26 @@ def exchanges(results, path):
     figure.savefig(path, dpi=110)
 
 
+def overlap(report, path):
+    """A traced step of the layer with a shared expert: what the GPU's streams do, and when."""
+    spans = next(iter(report["specs"].values()))["shared"]["spans"]
+    plt = pyplot()
+    figure, grid = plt.subplots(
+        len(spans), 1, figsize=(11, 1.5 * len(spans) + 0.6), sharex=True, layout="constrained"
+    )
+    lanes = {"rest": (0, "0.65", "products"), "exchange": (1, "tab:green", "exchange")}
+    for axes, (variant, events) in zip(grid, spans.items(), strict=True):
+        for lane, (place, colour, _) in lanes.items():
+            bars = [(at / 1e3, us / 1e3) for name, at, us, _ in events if name == lane]
+            axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour)
+        axes.set_yticks(
+            [place for place, _, _ in lanes.values()], [n for _, _, n in lanes.values()]
+        )
+        axes.set_title(f"Config.overlap={variant == 'overlap'}", loc="left", fontsize=10)
+    grid[-1].set_xlabel("ms since the first kernel (jax.profiler)")
+    figure.savefig(path, dpi=110)
+
+
 def layers(results, path):
     """Whole layers: the experts' products below, all other time above; long bars are cut off.
 

@@ -1,4 +1,4 @@
-"""What overlap hides: value_and_grad of MoE layers with Config.overlap off, on, and with few SMs.
+"""What overlap hides: value_and_grad of MoE layers with Config.overlap off and on.
 
     python benchmarks/run_overlap.py [--ranks N] [--tokens T] [--rounds R]
 
@@ -12,8 +12,7 @@ DeepSeek-V3's shape with 128 experts for each rank at most, are
 "outside" is a layer's time less that of its products alone, which run on as many rows in the same
 round; "saved" what a variant takes less than the synchronous layer in the same round, "hidden" its
 share of the synchronous layer's outside. Medians of these over rounds. All variants
-of a layer must give the same bits. Spans of one traced step of each go into the file, too: the
-picture in docs/overlap.md is made from them.
+of a layer must give the same bits. Spans of a traced step of each are kept and drawn.
 """
 
 import argparse
@@ -30,13 +29,14 @@ import jax
 import jax.numpy as jnp
 import moe_layers
 import numpy as np
+import plots
 from run_cpu import HERE, stamp
 from specs import SPECS, machine
 
 import jax_ep
 
 MOST_EXPERTS = 128  # of a rank
-VARIANTS = {"synchronous": False, "overlap": None, "few SMs": True}
+VARIANTS = {"synchronous": False, "overlap": True}
 
 
 def plain(group, experts):
@@ -183,80 +183,82 @@ def spans_of(call):
     ]
 
 
+def report_of(spec_name, ranks, options):
+    """One shape: {layer: times}."""
+    spec = SPECS[spec_name]
+    spec = dataclasses.replace(spec, num_experts=min(spec.num_experts, MOST_EXPERTS * ranks))
+    SPECS[spec_name] = spec
+    case = worker.Case(
+        argparse.Namespace(
+            spec=spec_name, ranks=ranks, routing="uniform", tokens=options.tokens, align=16
+        )
+    )
+
+    def normal(seed, *shape):
+        return jax.random.normal(jax.random.key(seed), shape, case.dtype) * shape[0] ** -0.5
+
+    hidden, width = spec.hidden, 4 * spec.expert_hidden
+    params = {
+        "before": normal(8, hidden, hidden),
+        "routed": case.kernels,
+        "shared": [normal(9, hidden, width), normal(10, hidden, width), normal(11, width, hidden)],
+    }
+    experts = worker.experts_of(worker.FFN["grouped_ffn"])
+    config = dataclasses.replace(case.config, recv_rows=None, capacity_factor=1.25)
+    groups = {
+        name: jax_ep.create_group(
+            case.mesh, moe_layers.AXIS, dataclasses.replace(config, overlap=overlap)
+        )
+        for name, overlap in VARIANTS.items()
+    }
+    arrays = (params, case.x, *case.routing)
+    layers = {}
+    for name in options.layers:
+        calls = {}
+        for variant, group in groups.items():
+            step = step_of(case, LAYERS[name](group, experts)).lower(*arrays).compile()
+            calls[variant] = functools.partial(step, *arrays)
+        bits = {variant: digest(call()) for variant, call in calls.items()}
+        assert len(set(map(tuple, bits.values()))) == 1, f"{name}: variants differ: {bits}"
+        products = functools.partial(products_of(case, name == "shared"), params, case.x)
+        times = times_of({"products": products} | calls, options.rounds)
+        outside = float(np.median(times["synchronous"] - times["products"]))
+        saved = float(np.median(times["synchronous"] - times["overlap"]))
+        layers[name] = {
+            "us": {each: round(float(np.median(us))) for each, us in times.items()},
+            "outside_us": round(outside),
+            "saved_us": round(saved),
+            "hidden": round(saved / outside, 3),
+        }
+        print(spec_name, name, json.dumps(layers[name]), flush=True)
+        if name == "shared":
+            layers[name]["spans"] = {variant: spans_of(call) for variant, call in calls.items()}
+    for group in groups.values():
+        group.close()
+    return layers
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="0: every device")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--layers", nargs="+", default=list(LAYERS))
-    parser.add_argument("--spec", default="deepseek-v3")
+    parser.add_argument("--specs", nargs="+", default=["deepseek-v3", "qwen3-30b"])
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--commit", help="where there is no repository")
     options = parser.parse_args()
     ranks = options.ranks or jax.device_count()
-    spec = SPECS[options.spec]
-    spec = dataclasses.replace(spec, num_experts=min(spec.num_experts, MOST_EXPERTS * ranks))
-    SPECS[options.spec] = spec
-    case = worker.Case(
-        argparse.Namespace(
-            spec=options.spec, ranks=ranks, routing="uniform", tokens=options.tokens, align=16
-        )
-    )
-    width = 4 * spec.expert_hidden
-    params = {
-        "before": jax.random.normal(jax.random.key(8), (spec.hidden, spec.hidden), case.dtype)
-        * spec.hidden**-0.5,
-        "routed": case.kernels,
-        "shared": [
-            jax.random.normal(jax.random.key(9), shape, case.dtype) * shape[0] ** -0.5
-            for shape in ((spec.hidden, width), (spec.hidden, width), (width, spec.hidden))
-        ],
-    }
-    experts = worker.experts_of(worker.FFN["grouped_ffn"])
-    groups = {
-        name: jax_ep.create_group(
-            case.mesh,
-            moe_layers.AXIS,
-            dataclasses.replace(case.config, overlap=overlap, recv_rows=None, capacity_factor=1.25),
-        )
-        for name, overlap in VARIANTS.items()
-    }
     report = stamp(options.commit) | {
-        "machine": machine(ranks),
-        "program": "run_overlap.py",
-        "shape": f"{options.spec}, {spec.num_experts} experts, {options.tokens} tokens a rank",
-        "layers": {},
+        "machine": machine(ranks)["machine"],
+        "jax": jax.__version__,
+        "program": f"run_overlap.py, {options.tokens} tokens a rank, {options.rounds} rounds",
+        "specs": {name: report_of(name, ranks, options) for name in options.specs},
     }
-    for name in options.layers:
-        make = LAYERS[name]
-        products = functools.partial(products_of(case, name == "shared"), params, case.x)
-        calls = {}
-        for variant, group in groups.items():
-            step = (
-                step_of(case, make(group, experts)).lower(params, case.x, *case.routing).compile()
-            )
-            calls[variant] = functools.partial(step, params, case.x, *case.routing)
-        bits = {variant: digest(call()) for variant, call in calls.items()}
-        assert len(set(map(tuple, bits.values()))) == 1, f"{name}: variants differ: {bits}"
-        times = times_of({"products": products} | calls, options.rounds)
-        outside = {v: np.median(times[v] - times["products"]) for v in calls}
-        saved = {v: np.median(times["synchronous"] - times[v]) for v in calls}
-        report["layers"][name] = {
-            "us": {each: round(np.median(us)) for each, us in times.items()},
-            "outside_us": {v: round(us) for v, us in outside.items()},
-            "saved_us": {v: round(us) for v, us in saved.items()},
-            "hidden": {v: round(us / outside["synchronous"], 3) for v, us in saved.items()},
-        }
-        print(name, json.dumps(report["layers"][name]), flush=True)
-        if name in ("shared", "chunks=2"):
-            report["layers"][name]["spans"] = {
-                variant: spans_of(call) for variant, call in calls.items()
-            }
-    for group in groups.values():
-        group.close()
     kind = jax.devices()[0].device_kind.split()[-1].lower()
     path = options.out / f"overlap_{ranks}x{kind}.json"
-    path.write_text(json.dumps(report, indent=None) + "\n")
+    path.write_text(json.dumps(report) + "\n")
+    plots.overlap(report, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,9 @@ class Config:
         peer_timeout_s: silence after which a process counts as gone, in seconds, at most timeout_s.
             None: 15, or timeout_s if that is less.
         max_in_flight: how many starts may precede their done, 1 to 7.
-        overlap: whether operations of mode ht run beside other work on NVIDIA GPUs. None: where
-            this jax can (0.10.2, or 0.11.1 and newer) and rows of max_tokens are 32 MiB and more.
-            True: always, and with few multiprocessors for each (docs/overlap.md); an error where
-            this jax cannot. False: never. Elsewhere XLA decides.
+        overlap: True: operations of mode ht run beside other work on NVIDIA GPUs, which needs jax
+            0.10.2, or 0.11.1 or newer. None: as False today, since it has not paid where it was
+            measured (docs/overlap.md). On other platforms nothing changes.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.

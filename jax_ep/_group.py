@@ -22,11 +22,6 @@ from jax_ep._view_config import ViewSizes
 Implementation = Literal["native", "xla"] | None
 
 
-# Rows of a call from which on Config.overlap=None overlaps. Fewer move in less than some 30 us, and
-# an asynchronous call costs the host 6 us more than one in a command buffer.
-_MIN_OVERLAPPED_BYTES = 32 << 20
-
-
 @dataclasses.dataclass(frozen=True)
 class Health:
     """State of a group as this process sees it.
@@ -248,15 +243,9 @@ class Group:
     def overlaps(self) -> bool:
         """Whether calls of mode ht run beside other work where they are lowered for CUDA.
 
-        Of all of them or none, as calls in order would meet those beside them.
+        All of them or none, as calls in order would meet those beside them.
         """
-        config = self._whole.config
-        if config.overlap is False or not _jax_compat.has_streams():
-            return False
-        if config.overlap:
-            return True
-        row_bytes = config.hidden * int(config.dtype.itemsize)
-        return config.max_tokens * config.top_k * row_bytes >= _MIN_OVERLAPPED_BYTES
+        return self.config.overlap is True and _jax_compat.has_streams()
 
     def recv_rows(self, num_tokens: int, layout: Layout = "expert_major") -> int:
         """Receive rows R for T tokens per rank.

@@ -61,8 +61,8 @@ def _devices(has_native: bool) -> Iterator[Row]:
     yield "default implementation", "native" if is_native else "xla"
     yield "GPU kernels", f"not used: {gpu_problem}" if gpu_problem else "available"
     if platform == "gpu":
-        can = "where rows of a call are 32 MiB and more" if _jax_compat.has_streams() else "never"
-        yield "exchanges beside products", f"{can}, with jax {jax.__version__}"
+        can = "possible" if _jax_compat.has_streams() else "not possible"
+        yield "Config.overlap", f"{can} with jax {jax.__version__}"
     yield "jax devices", f"{len(devices)} ({jax.local_device_count()} of this process)"
     yield "processes", f"{jax.process_count()} (this is {jax.process_index()})"
 

@@ -16,8 +16,6 @@ import numpy as np
 from jax_ep import _env, _extension, _memory
 from jax_ep._runtime import bootstrap, descriptors
 
-_FEW_SMS = 24  # kFewestSms of kernels/gpu/sm_budget.h
-
 
 def load_library() -> None:
     """Loads the GPU library, which needs no GPU.
@@ -43,17 +41,11 @@ def check_flags() -> None:
 
 
 def start(
-    options: Any,
-    exchange: bootstrap.Exchange,
-    devices: Sequence[Any],
-    mates: Collection[int],
-    *,
-    few_sms: bool,
+    options: Any, exchange: bootstrap.Exchange, devices: Sequence[Any], mates: Collection[int]
 ) -> Any:
     """A started `_core.GpuSession` for this process's `devices`; collective over the processes.
 
-    `mates` are the processes that share a node with this one; `few_sms`: calls of mode ht leave as
-    many multiprocessors as they can to what runs beside them.
+    `mates` are the processes that share a node with this one.
 
     Raises:
         ValueError: XLA_FLAGS or an environment variable does not fit, or GPUs of one node cannot
@@ -70,8 +62,7 @@ def start(
         live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),
         min_arena_bytes=_min_arena_bytes(devices[0]),
         require_arena=zero_copy is True,
-        # 0: by need, call by call
-        max_sms=_env.positive_int("JAX_EP_GPU_SMS") or (_FEW_SMS if few_sms else 0),
+        max_sms=_env.positive_int("JAX_EP_GPU_SMS") or 0,  # 0: by need, call by call
         use_tma=_env.flag("JAX_EP_GPU_TMA") is not False,
     )
     try:

@@ -69,8 +69,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         debug=_env.flag("JAX_EP_DEBUG") is True,
     )
     if on_gpu:
-        few_sms = group.config.overlap is True
-        session = gpu.start(options, exchange, layout.devices, layout.mates, few_sms=few_sms)
+        session = gpu.start(options, exchange, layout.devices, layout.mates)
     else:
         session = cpu.start(core.Session(options), exchange)
     try:
