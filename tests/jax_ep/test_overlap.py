@@ -34,7 +34,9 @@ def test_overlap_gives_back_values_and_gradients() -> None:
             x, w = jax_ep.overlap_gradients(x, w)
             made, other = jax_ep.overlap(made, other)
         assert made["none"] is None
-        return jnp.sum(made["rows"] * other[0] * w) + jnp.sum(made["counts"].astype(x.dtype) * x[0, :3])
+        return jnp.sum(made["rows"] * other[0] * w) + jnp.sum(
+            made["counts"].astype(x.dtype) * x[0, :3]
+        )
 
     x, w = jnp.arange(16.0).reshape(4, 4), jnp.ones((4, 4))
     plain, tied = (
