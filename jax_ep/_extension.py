@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
+
+
+def is_built() -> bool:
+    """Whether it is installed at all; a pure Python installation has none."""
+    return importlib.util.find_spec("jax_ep._core") is not None
 
 
 def load() -> Any:
