@@ -171,7 +171,9 @@ TEST(Ofi, an_unknown_provider_or_interface_is_explained) {
   setenv("JAX_EP_SOCKET_IFNAME", "nosuch0", 1);
   const Status interface = MakeTransport("ofi", TransportOptions{}).status();
   unsetenv("JAX_EP_SOCKET_IFNAME");
-  if (provider.code() == StatusCode::kUnimplemented) GTEST_SKIP() << provider.message();
+  if (provider.message().find("is not installed") != std::string::npos) {
+    GTEST_SKIP() << provider.message();
+  }
   EXPECT_NE(provider.message().find("nosuch"), std::string::npos) << provider.message();
   EXPECT_NE(interface.message().find("nosuch0"), std::string::npos) << interface.message();
 }
