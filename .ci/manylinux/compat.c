@@ -1,4 +1,4 @@
-// What newer headers of glibc and its libstdc++ use and 2.28 lacks. Each is hidden: no other library
+// What newer headers of glibc and libstdc++ use and 2.28 lacks. Each is hidden: no other library
 // of the process sees it. If a link says that something else is undefined, it belongs here.
 #define _GNU_SOURCE
 #include <dlfcn.h>
