@@ -30,7 +30,11 @@ def test_the_version_has_one_place() -> None:
     for name in ("pyproject.toml", "cuda13/pyproject.toml"):
         project = tomllib.loads((ROOT / name).read_text())
         assert "version" in project["project"]["dynamic"]
-        source = project["tool"]["scikit-build"]["metadata"]["version"]["input"]
+        (source,) = (
+            each["input"]
+            for each in project["tool"]["dynamic-metadata"]
+            if each["field"] == "version"
+        )
         assert (ROOT / name).parent.joinpath(source).resolve() == ROOT / "jax_ep/_version.py"
         assert jax_ep.__version__ not in (ROOT / name).read_text()
     assert "version:" not in (ROOT / "CITATION.cff").read_text().replace("cff-version:", "")
