@@ -39,6 +39,7 @@ from jax_ep._types import Plan as Plan
 from jax_ep._types import Quantized as Quantized
 from jax_ep._types import Received as Received
 from jax_ep._types import ReceivedQuantized as ReceivedQuantized
+from jax_ep._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from jax_ep._launch.initialize import initialize as initialize

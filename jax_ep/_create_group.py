@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jax_ep import _config, _env, _jax_compat, _log, _mesh, _warn
+from jax_ep import _config, _env, _extension, _jax_compat, _log, _mesh, _warn
 from jax_ep._config import Config
 from jax_ep._group import Group, Implementation
 from jax_ep._ops import ffi
@@ -31,14 +31,15 @@ def create_group(
         axis: an axis name, or a tuple of names (ranks are row-major over it). Every other mesh axis
             gives an independent group.
         config: sizes and limits.
-        implementation: None (native on cpu and GPUs, else "xla"), "native" or "xla".
+        implementation: None (native on cpu and GPUs where it is installed, else "xla", with a
+            warning if only that is missing), "native" or "xla".
 
     Returns:
         The `Group`.
 
     Raises:
         ValueError: axis or config do not fit the mesh; says got, expected and the fix.
-        NotImplementedError: "native" on a platform without handlers.
+        NotImplementedError: "native" on a platform without handlers, or not installed for it.
 
     Example:
         >>> mesh = jax.make_mesh((4,), ("ep",))
@@ -118,6 +119,12 @@ def _summary(group: Group) -> str:
 
 def _start(group: Group, exchange: bootstrap.Exchange) -> None:
     """Registers the handlers and starts the native session; collective over the processes."""
+    if not _extension.is_built():
+        raise NotImplementedError(
+            "jax_ep.create_group: this installation is pure Python, without the native extension "
+            "jax_ep._core; run `pip install jax_ep` (in a checkout `pip install .`), or pass "
+            "implementation='xla'"
+        )
     from jax_ep._runtime import start  # what native groups alone need
 
     try:

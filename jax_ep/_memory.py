@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jax_ep import _extension
+from jax_ep import _extension, _gpu_library
 
 Platform = Literal["cpu", "gpu", "xla"]
-
-
-def gpu_library_path() -> str:
-    """Where libjax_ep_gpu.so is, beside the extension."""
-    return str(Path(_extension.load().__file__).parent / "libjax_ep_gpu.so")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +112,7 @@ def _exchange_bytes(
         group_shape = core.GroupShape(**shape)
         if platform == "cpu":
             return core.heap_bytes(group_shape), 0, ""
-        heap, stage = core.gpu_memory_bytes(gpu_library_path(), group_shape)
+        heap, stage = core.gpu_memory_bytes(_gpu_library.path(), group_shape)
     except (ImportError, NotImplementedError) as error:
         return None, None, str(error)
     return heap, stage, ""

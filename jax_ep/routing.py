@@ -8,6 +8,14 @@ import numpy as np
 
 from jax_ep import _config
 
+__all__ = [
+    "expert_load",
+    "group_limited_topk",
+    "load_balancing_loss",
+    "topk_sigmoid_bias",
+    "topk_softmax",
+]
+
 
 def topk_softmax(
     logits: jax.Array, top_k: int, *, normalize: bool = True, mask: jax.Array | None = None

@@ -6,6 +6,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+__all__ = ["ROUTING_KINDS", "RoutingKind", "make_routing", "sum_tolerance"]
+
 RoutingKind = Literal[
     "uniform", "zipf", "one_expert", "idle_rank", "empty_experts", "holes", "repeated", "invalid"
 ]

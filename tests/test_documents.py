@@ -9,7 +9,8 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "benchmarks/README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+PAGES += [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 # A document may use another unit than a file: ms for us, GB for bytes, percent for shares.
 UNITS = (1.0, 1e-3, 1e3, 1e-6, 1e-9, 100.0)
 NOT_MEASURED = {"1.17"}  # libfabric's version

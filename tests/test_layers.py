@@ -97,6 +97,7 @@ BASE = (
     "_env",
     "_extension",
     "_fp8_format",
+    "_gpu_library",
     "_group",
     "_jax_compat",
     "_log",
@@ -104,6 +105,7 @@ BASE = (
     "_mesh",
     "_session_number",
     "_types",
+    "_version",
     "_view_config",
     "_warn",
 )

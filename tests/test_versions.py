@@ -13,7 +13,7 @@ def _versions(requirements, name, sign):
 
 
 def test_the_build_takes_the_headers_of_the_oldest_supported_jaxlib():
-    (built,) = _versions(PROJECT["build-system"]["requires"], "jaxlib", "==")
+    (built,) = _versions(PROJECT["tool"]["scikit-build"]["build"]["requires"], "jaxlib", "==")
     needed = PROJECT["project"]["dependencies"]
     assert _versions(needed, "jaxlib", ">=") == _versions(needed, "jax", ">=") == [built]
     cmake = (ROOT / "xla_ffi/CMakeLists.txt").read_text(encoding="utf-8")

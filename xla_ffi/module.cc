@@ -245,22 +245,29 @@ NB_MODULE(_core, m) {
   using jax_ep::PySession;
   m.doc() = "The native part of jax_ep: FFI handlers and sessions. Private; use jax_ep.";
   m.def("registrations", &jax_ep::Registrations, nb::arg("platform"),
+        nb::sig("def registrations(platform: str) -> tuple[dict[str, dict[str, object]], "
+                "dict[str, dict[str, object]]]"),
         "(types, targets) to give to jax.ffi.register_ffi_type and register_ffi_target, in that "
         "order, for platform \"cpu\" or a GPU platform.");
   m.def(
       "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
       "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
-  m.def("transports", &jax_ep::Transports, "[(name, available, reason)] of every transport.");
+  m.def("transports", &jax_ep::Transports,
+        nb::sig("def transports() -> list[tuple[str, bool, str]]"),
+        "[(name, available, reason)] of every transport.");
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");
   jax_ep::BindOptions(m);
   auto session = nb::class_<PySession>(m, "Session", "One group in this process (session.h).");
   session.def(nb::init<const jax_ep::SessionOptions&>(), nb::arg("options"))
-      .def("connect", &PySession::Connect, nb::arg("blobs"), "Takes {process index: local_blob}.")
+      .def("connect", &PySession::Connect, nb::arg("blobs"),
+           nb::sig("def connect(self, blobs: dict[int, bytes]) -> None"),
+           "Takes {process index: local_blob}.")
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
       .def("is_balanced", &PySession::IsBalanced,
            "Whether the ranks of this process have been given the same number of calls.")
-      .def("rank_stats", &PySession::RankStats, "Counters of each local rank.");
+      .def("rank_stats", &PySession::RankStats,
+           nb::sig("def rank_stats(self) -> list[dict[str, int]]"), "Counters of each local rank.");
   PySession::Bind(session);
   jax_ep::BindGpu(m);
 }

@@ -153,7 +153,9 @@ class PySessionOf {
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
         .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
-        .def("flow_stats", &PySessionOf::FlowStatsList, "Counters of each proxy flow.")
+        .def("flow_stats", &PySessionOf::FlowStatsList,
+             nanobind::sig("def flow_stats(self) -> list[dict[str, int]]"),
+             "Counters of each proxy flow.")
         .def("dump_state", &PySessionOf::DumpState, "A text with everything a hang report needs.")
         .def_prop_ro("heap_bytes", &PySessionOf::heap_bytes,
                      "Bytes of this process's heaps; 0 after close.");

@@ -102,11 +102,13 @@ void BindGpu(nb::module_& m) {
       .def("export_fds", &PyGpuSession::ExportFds,
            "Descriptors for the other processes; the caller closes them.")
       .def("connect", &PyGpuSession::Connect, nb::arg("blobs"), nb::arg("fds"),
+           nb::sig("def connect(self, blobs: dict[int, bytes], fds: dict[int, list[int]]) -> str"),
            "Takes {process: local_blob} and {process: export_fds}; returns why an arena could not "
            "be mapped, or an empty string.")
       .def("forbid_arenas", &PyGpuSession::ForbidArenas, nb::arg("reason"),
            "All ranks stage their rows from now on; before start.")
-      .def("rank_stats", &PyGpuSession::RankStats, "Counters of each local rank.")
+      .def("rank_stats", &PyGpuSession::RankStats,
+           nb::sig("def rank_stats(self) -> list[dict[str, int]]"), "Counters of each local rank.")
       .def_prop_ro("data_path", &PyGpuSession::data_path, "\"in place\", or \"staged: REASON\".");
   PyGpuSession::Bind(session);
 }

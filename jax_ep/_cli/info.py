@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import resource
@@ -79,8 +78,9 @@ def _gpu_problem(platform: str) -> str:
 
 
 def _transports() -> tuple[bool, list[Row]]:
-    if importlib.util.find_spec("jax_ep._core") is None:
-        reason = "not built: only implementation='xla' works; run `pip install .`"
+    if not _extension.is_built():
+        cause = "left out, as JAX_EP_PURE_PYTHON asked" if _extension.is_left_out() else "not built"
+        reason = f"{cause}: only implementation='xla' works; run `pip install .`"
         return False, [("jax_ep._core", reason)]
     try:
         core = _extension.load()

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _env, _extension, _memory
+from jax_ep import _env, _extension, _gpu_library
 from jax_ep._runtime import bootstrap, descriptors
 
 
@@ -23,7 +23,7 @@ def load_library() -> None:
     Raises:
         NotImplementedError: it is not installed, or of another version; the text says what to do.
     """
-    _extension.load().load_gpu_library(_memory.gpu_library_path())
+    _extension.load().load_gpu_library(_gpu_library.path())
 
 
 def check_flags() -> None:
@@ -58,7 +58,7 @@ def start(
     probes = [] if zero_copy is False else [_probe(device) for device in devices]
     session = _extension.load().GpuSession(
         options=options,
-        library_path=_memory.gpu_library_path(),
+        library_path=_gpu_library.path(),
         live_pointers=[array.unsafe_buffer_pointer() for array in probes] or [0] * len(devices),
         min_arena_bytes=_min_arena_bytes(devices[0]),
         require_arena=zero_copy is True,

@@ -17,6 +17,8 @@ from jax_ep.flax._init import Inits, initializer
 from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, Precision
 from jax_ep.flax._placement import Placement
 
+__all__ = ["STATE", "MoE"]
+
 STATE = "router_state"
 """Collection of the balancing bias: `variables[STATE]["router_bias"]`, f32[E]."""
 

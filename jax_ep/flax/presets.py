@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from jax_ep.flax._config import MoEConfig
 
+__all__ = [
+    "DEEPSEEK_V3",
+    "MIXTRAL_8X7B",
+    "MIXTRAL_8X22B",
+    "QWEN3_30B_A3B",
+    "QWEN3_235B_A22B",
+]
+
 MIXTRAL_8X7B = MoEConfig(num_experts=8, top_k=2, hidden=4096, expert_width=14336)
 """Mixtral 8x7B (2401.04088): softmax over the two chosen experts."""
 

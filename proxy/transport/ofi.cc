@@ -3,14 +3,10 @@
 #include "proxy/transport/ofi.h"
 
 #include <string>
-
-#include "proxy/base/env.h"
-
-#if __has_include(<rdma/fabric.h>)
-
 #include <utility>
 #include <vector>
 
+#include "proxy/base/env.h"
 #include "proxy/base/log.h"
 #include "proxy/transport/ofi_library.h"
 #include "proxy/transport/ofi_rail.h"
@@ -72,21 +68,3 @@ Status ProbeOfi(std::string* description) {
 }
 
 }  // namespace jax_ep
-
-#else  // without libfabric's headers
-
-namespace jax_ep {
-
-Result<std::unique_ptr<Transport>> MakeOfiTransport(const TransportOptions& /*options*/) {
-  std::string description;
-  return ProbeOfi(&description);
-}
-
-Status ProbeOfi(std::string* /*description*/) {
-  return Unimplemented(
-      "this build has no libfabric: install its headers (Debian: libfabric-dev) and build again");
-}
-
-}  // namespace jax_ep
-
-#endif

@@ -10,7 +10,6 @@
 
 namespace jax_ep {
 
-// \error kUnimplemented    this build has no libfabric headers
 // \error kUnavailable      no libfabric here, or no provider of it can do what we need
 // \error kInvalidArgument  JAX_EP_SOCKET_IFNAME, JAX_EP_OFI_PROVIDER or JAX_EP_OFI_DOMAIN names
 //                          something that is not there

@@ -1,5 +1,3 @@
-#if __has_include(<rdma/fabric.h>)
-
 #include "proxy/transport/ofi_library.h"
 
 #include <dlfcn.h>
@@ -235,5 +233,3 @@ Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env, ui
 }
 
 }  // namespace jax_ep
-
-#endif  // has libfabric

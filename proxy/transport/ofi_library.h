@@ -1,5 +1,5 @@
 // libfabric as this process finds it: the library, opened at run time, and the provider and domains
-// ("rails") that the environment and the hardware choose. Only included where <rdma/fabric.h> is.
+// ("rails") that the environment and the hardware choose.
 #pragma once
 
 #include <rdma/fabric.h>

@@ -1,5 +1,3 @@
-#if __has_include(<rdma/fabric.h>)
-
 #include "proxy/transport/ofi_rail.h"
 
 #include <rdma/fi_cm.h>
@@ -310,5 +308,3 @@ Status OfiRail::RepostReceives() {
 }
 
 }  // namespace jax_ep
-
-#endif  // has libfabric

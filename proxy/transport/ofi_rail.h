@@ -1,7 +1,6 @@
 // OfiRail: one libfabric endpoint with its fabric, domain, address vector, completion queue and
 // registered memory. Knows no peers by rank and no protocol. One that was made can write
-// immediates: it has sent one to itself. Only included where <rdma/fabric.h>
-// is.
+// immediates: it has sent one to itself.
 #pragma once
 
 #include <rdma/fabric.h>

@@ -1,8 +1,6 @@
 // The ofi transport. Each rank has one endpoint per rail; every write takes the next rail, so a
 // flow may arrive in any order, which the protocol allows. See loopback.cc for what each method
 // owes.
-#if __has_include(<rdma/fabric.h>)
-
 #include "proxy/transport/ofi_transport.h"
 
 #include <errno.h>
@@ -348,5 +346,3 @@ Result<std::unique_ptr<Transport>> MakeOfiTransport(const OfiLibrary& library,
 }
 
 }  // namespace jax_ep
-
-#endif  // has libfabric

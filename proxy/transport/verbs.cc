@@ -3,14 +3,10 @@
 #include "proxy/transport/verbs.h"
 
 #include <string>
-
-#include "proxy/base/env.h"
-
-#if __has_include(<infiniband/verbs.h>)
-
 #include <utility>
 #include <vector>
 
+#include "proxy/base/env.h"
 #include "proxy/base/log.h"
 #include "proxy/transport/verbs_library.h"
 #include "proxy/transport/verbs_rail.h"
@@ -57,21 +53,3 @@ Status ProbeVerbs(std::string* description) {
 }
 
 }  // namespace jax_ep
-
-#else  // without ibverbs' headers
-
-namespace jax_ep {
-
-Result<std::unique_ptr<Transport>> MakeVerbsTransport(const TransportOptions& /*options*/) {
-  std::string description;
-  return ProbeVerbs(&description);
-}
-
-Status ProbeVerbs(std::string* /*description*/) {
-  return Unimplemented(
-      "this build has no ibverbs: install its headers (Debian: libibverbs-dev) and build again");
-}
-
-}  // namespace jax_ep
-
-#endif

@@ -10,7 +10,6 @@
 
 namespace jax_ep {
 
-// \error kUnimplemented    this build has no ibverbs headers
 // \error kUnavailable      no libibverbs here, or no RDMA device with an active port
 // \error kInvalidArgument  JAX_EP_VERBS_DEVICE or JAX_EP_VERBS_GID_INDEX names what is not there
 Result<std::unique_ptr<Transport>> MakeVerbsTransport(const TransportOptions& options);

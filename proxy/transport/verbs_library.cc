@@ -1,5 +1,3 @@
-#if __has_include(<infiniband/verbs.h>)
-
 #include "proxy/transport/verbs_library.h"
 
 #include <dlfcn.h>
@@ -175,5 +173,3 @@ Result<std::vector<VerbsPort>> ChooseVerbsPorts(const VerbsLibrary& library, con
 }
 
 }  // namespace jax_ep
-
-#endif  // has ibverbs

@@ -1,5 +1,5 @@
 // libibverbs as this process finds it: the library, opened at run time, and the devices ("rails")
-// that the environment and the hardware choose. Only included where <infiniband/verbs.h> is.
+// that the environment and the hardware choose.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -1,5 +1,3 @@
-#if __has_include(<infiniband/verbs.h>)
-
 #include "proxy/transport/verbs_rail.h"
 
 #include <arpa/inet.h>
@@ -274,5 +272,3 @@ Status VerbsRail::RepostReceives() {
 }
 
 }  // namespace jax_ep
-
-#endif  // has ibverbs

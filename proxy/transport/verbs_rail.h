@@ -1,6 +1,5 @@
 // VerbsRail: one port of one RDMA device with its protection domain, completion queue, shared
-// receive queue, queue pairs and registered memory. Knows no peers by rank and no protocol. Only
-// included where <infiniband/verbs.h> is.
+// receive queue, queue pairs and registered memory. Knows no peers by rank and no protocol.
 #pragma once
 
 #include <infiniband/verbs.h>

@@ -1,8 +1,6 @@
 // The verbs transport. Connect makes queue pairs of our own for writing to that peer, and asks the
 // peer's side channel for receiving ones; so each direction of a pair of ranks has its own. Writes
 // take the queue pairs of a peer in turn. See loopback.cc for what each method owes.
-#if __has_include(<infiniband/verbs.h>)
-
 #include "proxy/transport/verbs_transport.h"
 
 #include <arpa/inet.h>
@@ -346,5 +344,3 @@ Result<std::unique_ptr<Transport>> MakeVerbsTransport(
 }
 
 }  // namespace jax_ep
-
-#endif  // has ibverbs

@@ -1,4 +1,4 @@
-// The transport over rails that are open. Only included where <infiniband/verbs.h> is.
+// The transport over rails that are open.
 #pragma once
 
 #include <memory>

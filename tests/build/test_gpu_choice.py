@@ -22,7 +22,11 @@ pytestmark = pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is 
 
 def run_cmake(*arguments: object, **env: str) -> str:
     done = subprocess.run(
-        ["cmake", *map(str, arguments)], capture_output=True, text=True, timeout=200, env=env or None
+        ["cmake", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=env or None,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr

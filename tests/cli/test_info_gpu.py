@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("jax_ep._core")
 
-from jax_ep import _memory
+from jax_ep import _gpu_library
 from jax_ep._cli import info
 
 
@@ -26,13 +26,13 @@ def _rows(platform: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 @pytest.fixture
 def without_library(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     path = str(tmp_path / "libjax_ep_gpu.so")
-    monkeypatch.setattr(_memory, "gpu_library_path", lambda: path)
+    monkeypatch.setattr(_gpu_library, "path", lambda: path)
     return path
 
 
 @pytest.fixture
 def with_library() -> None:
-    if not pathlib.Path(_memory.gpu_library_path()).exists():
+    if not pathlib.Path(_gpu_library.path()).exists():
         pytest.skip("jax_ep was installed without the GPU library (JAX_EP_GPU=cuda)")
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _memory
+from jax_ep import _gpu_library, _memory
 
 CASES = [
     Case(ranks=4, tokens=16),
@@ -75,7 +75,7 @@ def test_xla_holds_nothing() -> None:
 def test_gpus_are_known_where_their_library_is(native: str) -> None:
     config = Case(ranks=4, tokens=16).config()
     memory = config.memory(4, node_size=2, platform="gpu")
-    if not pathlib.Path(_memory.gpu_library_path()).exists():
+    if not pathlib.Path(_gpu_library.path()).exists():
         pytest.skip("jax_ep was installed where nvcc was not found: there is no GPU library")
     one_node = config.memory(4, platform="gpu")
     assert memory.heap_bytes > one_node.heap_bytes > config.max_tokens * 4 * config.hidden
@@ -86,7 +86,7 @@ def test_without_the_gpu_library_the_reason_is_said(
     native: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "libjax_ep_gpu.so")
-    monkeypatch.setattr(_memory, "gpu_library_path", lambda: path)
+    monkeypatch.setattr(_gpu_library, "path", lambda: path)
     memory = Case(ranks=4).config().memory(4, platform="gpu")
     assert memory.heap_bytes is None and memory.network_stage_bytes is None
     assert path in memory.unknown and memory.unknown in str(memory)

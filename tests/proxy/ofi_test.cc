@@ -5,9 +5,7 @@
 #include <string>
 #include <vector>
 
-#if __has_include(<rdma/fabric.h>)
 #include "proxy/transport/ofi_library.h"
-#endif
 #include "tests/proxy/rails.h"
 #include "tests/proxy/transport_conformance.h"
 
@@ -136,7 +134,6 @@ TEST(Ofi, a_stranger_without_the_key_is_refused) {
 
 // A provider that is there but cannot do what we need once failed at its first heartbeat.
 TEST(Ofi, a_provider_that_does_not_open_is_left_out_with_the_reason) {
-#if __has_include(<rdma/fabric.h>)
   const Result<const OfiLibrary*> library = OfiLibrary::Get();
   if (!library.ok()) GTEST_SKIP() << library.status().message();
   Env env;
@@ -165,9 +162,6 @@ TEST(Ofi, a_provider_that_does_not_open_is_left_out_with_the_reason) {
   const Status all = choose(100).status();
   EXPECT_EQ(all.code(), StatusCode::kUnavailable);
   EXPECT_NE(all.message().find("(no immediates)"), std::string::npos) << all.message();
-#else
-  GTEST_SKIP() << "no libfabric headers";
-#endif
 }
 
 TEST(Ofi, an_unknown_provider_or_interface_is_explained) {
@@ -177,7 +171,9 @@ TEST(Ofi, an_unknown_provider_or_interface_is_explained) {
   setenv("JAX_EP_SOCKET_IFNAME", "nosuch0", 1);
   const Status interface = MakeTransport("ofi", TransportOptions{}).status();
   unsetenv("JAX_EP_SOCKET_IFNAME");
-  if (provider.code() == StatusCode::kUnimplemented) GTEST_SKIP() << provider.message();
+  if (provider.message().find("is not installed") != std::string::npos) {
+    GTEST_SKIP() << provider.message();
+  }
   EXPECT_NE(provider.message().find("nosuch"), std::string::npos) << provider.message();
   EXPECT_NE(interface.message().find("nosuch0"), std::string::npos) << interface.message();
 }
