@@ -36,6 +36,71 @@ def exchanges(results, path):
     figure.savefig(path, dpi=110)
 
 
+def peers(report, path):
+    """Bars beside other libraries: mode ht by operation with 64 SMs, a decoder's pair by tokens."""
+    ht, ll = (
+        report["ht_us_by_sms"],
+        report["ll_us_by_tokens (dispatch, combine, the pair back to back)"],
+    )
+    colours = {"jax_ep": "tab:green", "DeepEP V2": "0.45", "NCCL EP": "0.75"}
+    groups = {
+        "dispatch,\nby expert": (
+            "jax_ep plan + dispatch, expert_major, capacity 1.25, zeroed",
+            "DeepEP V2 dispatch, expand",
+            "NCCL EP 0.2 handle update + dispatch, expert-major",
+        ),
+        "combine,\nby expert": (
+            "jax_ep combine from expert_major, weights inside",
+            "NCCL EP 0.2 combine, expert-major",
+        ),
+        "dispatch,\nby rank": (
+            "jax_ep plan + dispatch, rank_major",
+            "DeepEP V2 dispatch",
+            "NCCL EP 0.1 update + dispatch, flat, zero-copy",
+        ),
+        "combine,\nby rank": (
+            "jax_ep combine, rank_major",
+            "DeepEP V2 combine",
+            "NCCL EP 0.1 combine, flat",
+        ),
+    }
+    pairs = {
+        f"{tokens} token{'s' if tokens != '1' else ''}": {
+            name: next(
+                (ll[key][tokens][2] for key in ll if key.startswith(start) and tokens in ll[key]),
+                None,
+            )
+            for name, start in (
+                ("jax_ep", "jax_ep"),
+                ("DeepEP V2", "DeepEP V2"),
+                ("NCCL EP", "NCCL EP 0.2, rank" if tokens == "128" else "NCCL EP 0.1"),
+            )
+        }
+        for tokens in ("1", "8", "32", "128")
+    }
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+    of_ht = {
+        title: {
+            name: next((ht[key]["64"] for key in keys if key.startswith(name)), None)
+            for name in colours
+        }
+        for title, keys in groups.items()
+    }
+    for axes, bars in ((left, of_ht), (right, pairs)):
+        for offset, (name, colour) in enumerate(colours.items()):
+            values = [group[name] for group in bars.values()]
+            places = [i + 0.27 * (offset - 1) for i, value in enumerate(values) if value]
+            drawn = axes.bar(places, [v for v in values if v], 0.25, color=colour, label=name)
+            axes.bar_label(drawn, fontsize=7)
+        axes.set_xticks(range(len(bars)), list(bars))
+        axes.set_ylabel("us")
+        axes.legend(fontsize=8)
+    left.set_title("training: 4,096 tokens, 64 SMs", fontsize=10)
+    right.set_title("decoding: dispatch and combine behind each other", fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
 def overlap(report, path):
     """A traced step of the layer with a shared expert: what the GPU's streams do, and when."""
     spans = next(iter(report["specs"].values()))["shared"]["spans"]
