@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep import _jax_compat
 
@@ -18,7 +20,8 @@ def overlap(received: A, other: B) -> tuple[A, B]:
     XLA starts an exchange as soon as it can and waits for it where its result is first used, but it
     moves nothing in between. What `other` is computed from does not depend on `received`, so that
     work comes before the wait: the exchange runs beside it. In the backward pass the same holds
-    of the cotangents. Nothing is computed here, and no value changes.
+    of the cotangents. Nothing is computed here, and no value changes. What are no arrays of floats
+    is given back as it is.
 
     Args:
         received: a pytree, such as what `dispatch` or `combine` returned.
@@ -32,8 +35,7 @@ def overlap(received: A, other: B) -> tuple[A, B]:
         >>> y = experts(recv.x, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv) + shared
     """
-    tied: tuple[A, B] = _tie((received, other))
-    return tied
+    return _through(_tie, received, other)
 
 
 def overlap_gradients(sent: A, params: B) -> tuple[A, B]:
@@ -54,34 +56,43 @@ def overlap_gradients(sent: A, params: B) -> tuple[A, B]:
         >>> recv = jax_ep.dispatch(group, x, ids, weights)
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
     """
-    tied: tuple[A, B] = _tie_gradients((sent, params))
+    return _through(_tie_gradients, sent, params)
+
+
+def _through(tie: Callable[..., tuple[jax.Array, ...]], first: A, second: B) -> tuple[A, B]:
+    """Both, whose arrays of floats went through `tie`.
+
+    Others have no gradient, and through a custom VJP they would seem to have one.
+    """
+    leaves, structure = jax.tree.flatten((first, second))
+    places = [
+        i
+        for i, leaf in enumerate(leaves)
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
+    for place, leaf in zip(places, tie(*(leaves[i] for i in places)), strict=True):
+        leaves[place] = leaf
+    both: tuple[A, B] = jax.tree.unflatten(structure, leaves)
+    return both
+
+
+def _backward(_: None, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    tied: tuple[jax.Array, ...] = _jax_compat.tie(*cotangents)
     return tied
 
 
 @jax.custom_vjp
-def _tie(trees: Any) -> Any:
-    leaves, structure = jax.tree.flatten(trees)
-    return jax.tree.unflatten(structure, _jax_compat.tie(*leaves))
+def _tie(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    tied: tuple[jax.Array, ...] = _jax_compat.tie(*arrays)
+    return tied
 
 
-def _forward(trees: Any) -> tuple[Any, None]:
-    return _tie(trees), None
-
-
-def _backward(_: None, cotangents: Any) -> tuple[Any]:
-    leaves, structure = jax.tree.flatten(cotangents)
-    places = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
-    for place, leaf in zip(places, _jax_compat.tie(*(leaves[i] for i in places)), strict=True):
-        leaves[place] = leaf
-    return (jax.tree.unflatten(structure, leaves),)
-
-
-_tie.defvjp(_forward, _backward)
+_tie.defvjp(lambda *arrays: (_tie(*arrays), None), _backward)
 
 
 @jax.custom_vjp
-def _tie_gradients(trees: Any) -> Any:
-    return trees
+def _tie_gradients(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    return arrays
 
 
-_tie_gradients.defvjp(lambda trees: (trees, None), _backward)
+_tie_gradients.defvjp(lambda *arrays: (arrays, None), _backward)

@@ -47,6 +47,16 @@ def test_overlap_gives_back_values_and_gradients() -> None:
         np.testing.assert_array_equal(got, expected)
 
 
+def test_integers_get_no_gradient_by_it() -> None:
+    """pmax has no rule for gradients; a count of a plan may be its operand."""
+
+    def loss(x: Array) -> Array:
+        tied, _ = jax_ep.overlap({"x": x, "count": jnp.int32(3)}, 2 * x)
+        return jnp.sum(tied["x"] * lax.pmax(tied["count"], "i").astype(x.dtype))
+
+    np.testing.assert_array_equal(jax.vmap(jax.grad(loss), axis_name="i")(jnp.ones((2, 3))), 3)
+
+
 def test_overlap_ties_in_both_directions() -> None:
     def function(x: Array, w: Array) -> Array:
         x, w = jax_ep.overlap(2 * x, 3 * w)
