@@ -24,7 +24,11 @@ _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
 
-_call = _jax_compat.call_primitive("jax_ep_call", lowering.check, lowering.module_key)
+# A primitive for each, whose name profiles show.
+_calls = {
+    name: _jax_compat.call_primitive(target, lowering.check, lowering.module_key)
+    for name, target in TARGETS.items()
+}
 
 
 def _explain(error: str) -> str:
@@ -116,7 +120,7 @@ def run(
         # XLA (jax 0.11) would fuse a call with slices that it reads, and some of these fusions lose
         # the stream: two calls of the group would run at the same time.
         operands = list(_jax_compat.tie(*operands))
-    results = _call(
+    results = _calls[operation](
         *operands,
         owner=call.group,
         target=TARGETS[operation],

@@ -22,7 +22,7 @@ MAX_UNROLLED_BATCH = 64  # above it, vmap becomes lax.map: program size against 
 
 
 def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any]:
-    """Runs a raw operation, unrolled over batch elements under vmap.
+    """Runs a raw operation, unrolled over batch elements under vmap, under its name in profiles.
 
     Args:
         operation: its name in `operations.OPERATIONS`.
@@ -62,7 +62,8 @@ def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any
             outs = jax.tree.map(lambda *values: jnp.stack(values), *elements)
         return outs, jax.tree.map(lambda _: True, outs)
 
-    results: dict[str, Any] = unbatched(arrays)
+    with jax.named_scope(f"jax_ep.{operation} ({call.mode})"):
+        results: dict[str, Any] = unbatched(arrays)
     return results
 
 

@@ -458,6 +458,25 @@ def test_lowering_needs_no_hardware(platform: str) -> None:
     assert ("all_gather" in text) == (platform == "tpu")
 
 
+def test_operations_have_their_names_in_profiles(implementation: str) -> None:
+    """A profile shows the name of an instruction, and op_name in its metadata."""
+    group, inputs = group_of(CASE, implementation), inputs_of(CASE)
+
+    def loss(x: Array, ids: Array, w: Array) -> Array:
+        recv = jax_ep.dispatch(group, x, ids, w, mode="ht")
+        return jnp.sum(jax_ep.combine(group, recv.x, recv) ** 2)
+
+    step = per_rank(group, jax.grad(loss, argnums=(0, 2)))
+    args = put(group, (inputs.x, inputs.ids, inputs.weights))
+    text = step.lower(*args).compile().as_text()
+    for operation in ("plan", "dispatch", "combine"):
+        named = [line for line in text.splitlines() if f"jax_ep.{operation} (ht)" in line]
+        assert named, operation
+        if implementation == "native":
+            call = f"%jax_ep_{operation}."
+            assert any(call in line and "custom-call(" in line for line in named), operation
+
+
 def _names(lowered: Any) -> list[int]:
     """What each call of a lowered program is named by on CPUs (xla_ffi/site.h)."""
     return [int(name) for name in re.findall(r"module = (-?\d+) : i64", lowered.as_text())]
