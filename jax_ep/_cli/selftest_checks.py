@@ -122,6 +122,23 @@ def _check_drops(mesh: Mesh, native: jax_ep.Group, oracle: jax_ep.Group) -> Erro
     yield from zip(("values", "drop counts"), map(float, errors), strict=True)
 
 
+def _check_fp8(mesh: Mesh, native: jax_ep.Group, oracle: jax_ep.Group) -> Errors:
+    """Rows that travel in FP8 are the same from both, and those that were sent but for rounding."""
+    rounding = 2.0**-4  # of 4 significant bits, of the largest value of a block
+
+    def body(x: jax.Array, idx: jax.Array) -> jax.Array:
+        got, expected = (jax_ep.dispatch(group, x, idx).x for group in (native, oracle))
+        source = jax_ep.combine(native, got, jax_ep.plan(native, idx), weights=None)
+        copies = jnp.sum(idx >= 0, axis=1, keepdims=True)
+        apart = jnp.max(jnp.abs(source - copies * x)) / jnp.max(jnp.abs(copies * x))
+        errors = (jnp.max(jnp.abs(got - expected)), jnp.maximum(apart - rounding, 0))
+        return jnp.stack([lax.pmax(error, AXIS) for error in errors])
+
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(AXIS),) * 2, out_specs=P()))
+    errors = np.asarray(run(*_shard(mesh, _inputs(mesh.size)[:2])))
+    yield from zip(("rows", "rounding"), map(float, errors), strict=True)
+
+
 def _shard(mesh: Mesh, arrays: tuple[np.ndarray[Any, Any], ...]) -> list[jax.Array]:
     return [_shard_one(NamedSharding(mesh, P(AXIS)), array) for array in arrays]
 
@@ -172,6 +189,14 @@ def _checks(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Errors]]]:
         ):
             yield from _check_drops(mesh, group, oracle)
 
+    def fp8() -> Errors:
+        config = _config(wire=jax_ep.FP8(block=HIDDEN // 2))
+        with (
+            jax_ep.create_group(mesh, AXIS, config, implementation="native") as group,
+            jax_ep.create_group(mesh, AXIS, config, implementation="xla") as oracle,
+        ):
+            yield from _check_fp8(mesh, group, oracle)
+
     def no_extension() -> Errors:
         raise RuntimeError("jax_ep._core is not built; run `pip install .`")
 
@@ -185,6 +210,7 @@ def _checks(mesh: Mesh) -> Iterator[tuple[str, Callable[[], Errors]]]:
         for mode in ("ht", "ll"):
             yield f"native {mode}, {nodes} node{'s' * (nodes > 1)}", native(mode, node_size)
     yield "native drops as xla does", drops
+    yield "native FP8 as xla does", fp8
 
 
 def _run_check(check: Callable[[], Errors]) -> tuple[bool, str]:
