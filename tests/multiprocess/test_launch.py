@@ -384,9 +384,8 @@ class TestBadInput:
             ([__file__], "-n"),
         ],
     )
-    def test_a_wrong_command_line_says_what_is_wrong(self, arguments, message, monkeypatch, capsys):
-        monkeypatch.setattr(sys, "argv", ["jax_ep", "launch", *arguments])
+    def test_a_wrong_command_line_says_what_is_wrong(self, arguments, message, capsys):
         with pytest.raises(SystemExit) as ended:
-            __main__.main()
+            __main__.main(["launch", *arguments])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
