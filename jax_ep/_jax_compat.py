@@ -391,6 +391,9 @@ def _call_on_stream(
         results = list(emit(*operands))
         operation = results[0].owner
         operation = getattr(operation, "operation", operation)
+        if "mhlo.frontend_attributes" in operation.attributes:  # of jax.experimental.xla_metadata
+            given = operation.attributes["mhlo.frontend_attributes"]
+            streamed |= {given[i].name: given[i].attr for i in range(len(given))}
         operation.attributes["mhlo.frontend_attributes"] = mlir.ir.DictAttr.get(streamed)
         return results
     ir = mlir.ir
