@@ -1,6 +1,6 @@
 """overlap and its kin: values and gradients as without, and what a program for CUDA then holds.
 
-What XLA makes of such a program is tests/gpu/test_overlap.py.
+What XLA makes of such a program is tests/gpu/test_schedules.py.
 """
 
 from __future__ import annotations
