@@ -415,10 +415,20 @@ def _call_on_stream(
     return list(call.results)
 
 
-def tie(*trees: Any) -> Any:
-    """The trees, none of whose arrays XLA uses before all of them are there."""
-    tied: Any = _lax.optimization_barrier(trees)
-    return tied
+def tie(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """The arrays, which XLA does not use before all of them are there.
+
+    All that vary over the same mesh axes: a barrier of arrays that do not would change their types.
+    """
+    alike: dict[frozenset[str], list[int]] = {}
+    for place, array in enumerate(arrays):
+        alike.setdefault(varying_axes(array), []).append(place)
+    tied = list(arrays)
+    for places in alike.values():
+        group = _lax.optimization_barrier(tuple(arrays[place] for place in places))
+        for place, array in zip(places, group, strict=True):
+            tied[place] = array
+    return tuple(tied)
 
 
 def stores_programs() -> bool:

@@ -77,14 +77,12 @@ def _through(tie: Callable[..., tuple[jax.Array, ...]], first: A, second: B) -> 
 
 
 def _backward(_: None, cotangents: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    tied: tuple[jax.Array, ...] = _jax_compat.tie(*cotangents)
-    return tied
+    return _jax_compat.tie(*cotangents)
 
 
 @jax.custom_vjp
 def _tie(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    tied: tuple[jax.Array, ...] = _jax_compat.tie(*arrays)
-    return tied
+    return _jax_compat.tie(*arrays)
 
 
 _tie.defvjp(lambda *arrays: (_tie(*arrays), None), _backward)

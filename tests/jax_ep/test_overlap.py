@@ -57,6 +57,25 @@ def test_integers_get_no_gradient_by_it() -> None:
     np.testing.assert_array_equal(jax.vmap(jax.grad(loss), axis_name="i")(jnp.ones((2, 3))), 3)
 
 
+def test_what_varies_over_other_axes_keeps_its_type() -> None:
+    """A parameter that all ranks share, in one tree with what differs between them."""
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x: Array, shared: Array) -> Any:
+        def loss(x: Array, shared: Array) -> Array:
+            x, shared = jax_ep.overlap(*jax_ep.overlap_gradients(x, shared))
+            constant, _ = jax_ep.overlap(np.float32(3), x)
+            return jnp.sum(x * shared * constant)
+
+        return jax.grad(loss, argnums=(0, 1))(x, shared)
+
+    specs = (P("i"), P())
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs))
+    d_x, d_shared = mapped(jnp.ones(4), jnp.float32(2))
+    np.testing.assert_array_equal(d_x, 6)
+    np.testing.assert_array_equal(d_shared, 12)
+
+
 def test_overlap_ties_in_both_directions() -> None:
     def function(x: Array, w: Array) -> Array:
         x, w = jax_ep.overlap(2 * x, 3 * w)
