@@ -3,36 +3,50 @@
 CUT_OFF = 2.0  # of the shortest bar
 
 
+OTHERS = {
+    "all_gather": ("all_gather, psum_scatter", "tab:blue", "o"),
+    "dense": ("all_to_all, padded", "tab:orange", "s"),
+    "ragged": ("ragged_all_to_all", "tab:red", "D"),
+}
+
+
 def exchanges(results, path):
-    """Dispatch + combine against tokens, one panel per mode, shape and routing."""
-    panels = {}
-    for result in results:
-        panels.setdefault((result["mode"], result["spec"], result["routing"]), []).append(result)
-    if not panels:
-        return
-    plt = pyplot()
-    columns = min(4, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.4 * rows), squeeze=False, layout="constrained"
+    """A row for each case: dispatch + combine of JAX's collectives over that of jax_ep."""
+    cases = sorted(
+        (case for case in results if "jax_ep" in case["us"]),
+        key=lambda case: (case["mode"], case["spec"], case["routing"], case["tokens"]),
     )
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    for axes, (title, cases) in zip(grid.flat, sorted(panels.items()), strict=False):
-        cases = sorted(cases, key=lambda case: case["tokens"])
-        for name in sorted({name for case in cases for name in case["us"]}):
-            points = [
-                (case["tokens"], case["us"][name]["dispatch"] + case["us"][name]["combine"])
-                for case in cases
-                if name in case["us"]
-            ]
-            axes.plot(*zip(*points, strict=True), marker="o", label=name, **style(name))
-        axes.set(xscale="log", yscale="log", title=" ".join(title), xlabel="tokens per rank")
-        tokens = [case["tokens"] for case in cases]
-        axes.set_xticks(tokens, tokens)
-        axes.set_xticks([], minor=True)
-        axes.legend(fontsize=7)
-    grid[0, 0].set_ylabel("dispatch + combine, us")
+    if not cases:
+        return
+
+    def pair(case, name):
+        return case["us"][name]["dispatch"] + case["us"][name]["combine"]
+
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.3 * len(cases)), layout="constrained")
+    for name, (label, colour, marker) in OTHERS.items():
+        points = [
+            (pair(case, name) / pair(case, "jax_ep"), row)
+            for row, case in enumerate(cases)
+            if name in case["us"]
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker, color=colour, label=label)
+    axes.axvline(1, color="tab:green", linewidth=2, label="jax_ep")
+    titles = [
+        f"{case['mode']}, {case['spec']}, {case['routing']}, {case['tokens']:,}: "
+        f"{pair(case, 'jax_ep'):,.0f} us"
+        for case in cases
+    ]
+    axes.set_yticks(range(len(cases)), titles, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    ticks = [0.5, 1, 2, 5, 10, 20, 50, 100, 200]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("dispatch + combine, as a multiple of jax_ep's time (right: jax_ep is faster)")
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -149,11 +163,6 @@ def layers(results, path):
     axes.set_ylabel("value_and_grad, ms")
     axes.set_title("the experts' products alone (grey) and the rest (red)", fontsize=9)
     figure.savefig(path, dpi=110)
-
-
-def style(name):
-    """Ours stands out."""
-    return {"linewidth": 2.5} if name == "jax_ep" else {"linewidth": 1.2, "linestyle": "--"}
 
 
 def pyplot():
