@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from specs import SPECS
 
 import jax_ep
+from jax_ep._cli.baselines import AllGather, DenseAllToAll, Sizes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--spec", default="train", choices=sorted(SPECS))
@@ -64,7 +65,7 @@ weights /= weights.sum(axis=1, keepdims=True)
 LOADS = np.stack(
     [np.bincount(rows.ravel() // (E // N), minlength=N) for rows in idx.reshape(N, T * K)]
 )
-DENSE_CAPACITY = max(math.ceil(1.25 * T * K / N), int(LOADS.max()))
+SIZES = Sizes(N, T, H, K, E, max(math.ceil(1.25 * T * K / N), int(LOADS.max())))
 
 
 def ours(x, idx, weights):
@@ -73,44 +74,24 @@ def ours(x, idx, weights):
     return jax_ep.combine(group, recv.x, recv)
 
 
-def dense_slots(idx, capacity):
-    """Slot of every (t, k) in the dense [N * capacity] send buffer; N * capacity when full."""
-    destination = (idx // (E // N)).reshape(-1)
-    onehot = jax.nn.one_hot(destination, N, dtype=jnp.int32)
-    position = jnp.take_along_axis(jnp.cumsum(onehot, axis=0) - 1, destination[:, None], axis=1)[
-        :, 0
-    ]
-    return jnp.where(position < capacity, destination * capacity + position, N * capacity)
-
-
-def dense(all_to_all):
-    """The exchange as one writes it without a library: padded all_to_all there and back."""
-
+def round_trip(exchange):
     def run(x, idx, weights):
-        slots = dense_slots(idx, DENSE_CAPACITY)
-        send = jnp.zeros((N * DENSE_CAPACITY, H), dtype)
-        send = send.at[slots].set(jnp.repeat(x, K, axis=0), mode="drop")
-        there = all_to_all(send.reshape(N, DENSE_CAPACITY, H))
-        back = all_to_all(there).reshape(N * DENSE_CAPACITY, H)
-        rows = back.at[slots].get(mode="fill", fill_value=0).reshape(T, K, H)
-        return jnp.sum(rows * weights[..., None].astype(dtype), axis=1)
+        rows, state = exchange.dispatch(x, idx, weights)
+        return exchange.combine(rows, state, weights)
 
     return run
 
 
-def lax_all_to_all(blocks):
-    return lax.all_to_all(blocks, "ep", split_axis=0, concat_axis=0)
+def dense(all_to_all):
+    """The exchange as one writes it without a library: padded all_to_all there and back."""
+    return round_trip(DenseAllToAll(SIZES, all_to_all))
 
 
-def gathered(x, idx, weights):
-    """all_gather of x, local selection by masks, psum_scatter of the weighted results."""
-    everyone = lax.all_gather(x, "ep", tiled=True)
-    mine = lax.all_gather(idx, "ep", tiled=True) // (E // N) == lax.axis_index("ep")
-    scale = jnp.sum(jnp.where(mine, lax.all_gather(weights, "ep", tiled=True), 0), axis=1)
-    return lax.psum_scatter(everyone * scale[:, None].astype(dtype), "ep", tiled=True)
-
-
-methods = {"jax_ep": ours, "lax.all_to_all": dense(lax_all_to_all), "all_gather": gathered}
+methods = {
+    "jax_ep": ours,
+    "lax.all_to_all": dense(None),
+    "all_gather": round_trip(AllGather(SIZES)),
+}
 methods = {name: run for name, run in methods.items() if args.only in ("", name)}
 uses_mpi = (
     not args.only

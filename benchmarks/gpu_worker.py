@@ -20,13 +20,13 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from baselines import AllGather, DenseAllToAll, RaggedAllToAll, Sizes
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from specs import SPECS, machine
 
 import jax_ep
+from jax_ep._cli.baselines import AllGather, DenseAllToAll, RaggedAllToAll, Sizes
 from jax_ep.testing import make_routing
 
 parser = argparse.ArgumentParser()

@@ -44,10 +44,20 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure dispatch and combine against jax.lax")
     from jax_ep._cli.shapes import SHAPES
 
-    bench.add_argument("--shape", default="small", choices=sorted(SHAPES), help="a named shape")
+    bench.add_argument(
+        "--shape", choices=sorted(SHAPES), help="a named shape (default small; --report: several)"
+    )
     bench.add_argument("--mode", default="auto", choices=("auto", "ht", "ll"))
-    bench.add_argument("--ranks", type=int, default=4, help="ranks = CPU devices of all processes")
-    bench.add_argument("--processes", type=int, default=1, help="processes that share the ranks")
+    bench.add_argument(
+        "--ranks",
+        type=int,
+        help="ranks = CPU devices of all processes (default 4; --report: or all GPUs)",
+    )
+    bench.add_argument(
+        "--processes",
+        type=int,
+        help="processes that share the ranks (default 1; --report: one per CPU rank)",
+    )
     bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
     bench.add_argument(
         "--transport", default="auto", help="between nodes: auto, loopback, shm, ..."
@@ -61,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--provider", default="tcp", help="--wire: libfabric's provider")
     bench.add_argument("--address", default="127.0.0.1", help="--wire: of the interface to use")
     bench.add_argument("--out", default="bench-results", metavar="DIR", help="for JSON and PNG")
+    bench.add_argument(
+        "--report",
+        metavar="DIR",
+        help="measure several cases beside JAX's own exchanges (two minutes on 2 cores); write "
+        "DIR/index.html and DIR/results.json",
+    )
 
     launcher = commands.add_parser(
         "launch",
@@ -163,18 +179,26 @@ def main(arguments: list[str] | None = None) -> int:
         return wire(options.wire, transport, options.provider, options.address, options.out)
     from jax_ep._cli.bench import BenchOptions, bench
 
-    return bench(
-        BenchOptions(
-            shape=options.shape,
-            mode=options.mode,
-            num_ranks=options.ranks,
-            num_processes=options.processes,
-            node_size=options.node_size,
-            transport=options.transport,
-            repeats=options.repeats,
-            out_dir=options.out,
-        )
+    is_report = options.report is not None
+
+    def chosen(value: int | None, default: int) -> int:
+        return value if value is not None else 0 if is_report else default
+
+    bench_options = BenchOptions(
+        shape=options.shape or "small",
+        mode=options.mode,
+        num_ranks=chosen(options.ranks, 4),
+        num_processes=chosen(options.processes, 1),
+        node_size=options.node_size,
+        transport=options.transport,
+        repeats=options.repeats,
+        out_dir=options.report if is_report else options.out,
     )
+    if is_report:
+        from jax_ep._cli.report import report
+
+        return report(bench_options, options.shape)
+    return bench(bench_options)
 
 
 if __name__ == "__main__":

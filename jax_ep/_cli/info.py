@@ -23,12 +23,12 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 def info() -> int:
     """Prints one section per subject; returns 0 if jax_ep's native part can be used, else 1."""
-    has_native, transports = _transports()
+    has_native, extension_rows = transports()
     print_sections(
         {
-            "versions": list(_versions()),
+            "versions": list(versions()),
             "devices": list(_devices(has_native)),
-            "native extension": transports,
+            "native extension": extension_rows,
             "memory": list(_memory()),
             "environment": list(_environment()),
         }
@@ -36,7 +36,8 @@ def info() -> int:
     return 0 if has_native else 1
 
 
-def _versions() -> Iterator[Row]:
+def versions() -> Iterator[Row]:
+    """Python's and the packages'."""
     yield "python", f"{platform.python_version()} ({platform.machine()}, {platform.release()})"
     for package in _PACKAGES:
         try:
@@ -77,7 +78,8 @@ def _gpu_problem(platform: str) -> str:
     return ""
 
 
-def _transports() -> tuple[bool, list[Row]]:
+def transports() -> tuple[bool, list[Row]]:
+    """Whether the native extension can be loaded, and rows on its transports."""
     if not _extension.is_built():
         cause = "left out, as JAX_EP_PURE_PYTHON asked" if _extension.is_left_out() else "not built"
         reason = f"{cause}: only implementation='xla' works; run `pip install .`"

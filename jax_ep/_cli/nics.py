@@ -26,8 +26,8 @@ def nics() -> int:
     """Prints one section per subject; returns 0."""
     print_sections(
         {
-            "interfaces (JAX_EP_SOCKET_IFNAME)": list(_interfaces()),
-            f"RDMA ports (JAX_EP_VERBS_DEVICE), from {_verbs_source()}": list(_rdma_ports()),
+            "interfaces (JAX_EP_SOCKET_IFNAME)": list(interfaces()),
+            f"RDMA ports (JAX_EP_VERBS_DEVICE), from {_verbs_source()}": list(rdma_ports()),
             "GPUs, and how near RDMA devices are": list(distance_rows(_SYSFS)),
             "libfabric providers (JAX_EP_OFI_PROVIDER) and domains": list(_providers()),
             "network transports": list(_transports()),
@@ -53,7 +53,8 @@ def _pci(device: Path) -> str:
     return f"PCI {found.name}" if found else "no PCI device"
 
 
-def _interfaces() -> Iterator[Row]:
+def interfaces() -> Iterator[Row]:
+    """Network interfaces: state, speed, place."""
     for _, name in sorted(socket.if_nameindex()):
         folder = _NET / name
         speed = _read(folder / "speed")
@@ -90,7 +91,8 @@ def _verbs_source() -> str:
     return "sysfs (pyverbs is not installed)" if _verbs_devices() is None else "pyverbs and sysfs"
 
 
-def _rdma_ports() -> Iterator[Row]:
+def rdma_ports() -> Iterator[Row]:
+    """Ports of RDMA devices; rows of their GIDs begin with two spaces."""
     names = _verbs_devices()
     if names is None:
         names = sorted(os.listdir(_INFINIBAND)) if _INFINIBAND.exists() else []

@@ -33,6 +33,14 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         ),
         "mixtral": Shape(tokens=1024, hidden=4096, top_k=2, num_experts=8, dtype="bfloat16"),
         "qwen3-235b": Shape(tokens=1024, hidden=4096, top_k=8, num_experts=128, dtype="bfloat16"),
+        "deepseek-v3-decode": Shape(
+            tokens=128,
+            hidden=7168,
+            top_k=8,
+            num_experts=256,
+            dtype="bfloat16",
+            capacity_factor=None,
+        ),
         "deepseek-v3": Shape(tokens=1024, hidden=7168, top_k=8, num_experts=256, dtype="bfloat16"),
     }
 )

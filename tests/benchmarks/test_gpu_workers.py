@@ -95,7 +95,7 @@ def test_a_layer_has_the_loss_and_gradients_of_the_dense_one(method, routing):
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("method", ["DenseAllToAll", "RaggedAllToAll", "AllGather"])
 def test_an_exchange_brings_every_token_to_its_experts_and_back(method, routing):
-    import baselines
+    from jax_ep._cli import baselines
 
     _, x, ids, gates = inputs(routing)
     gates /= gates.sum(axis=2, keepdims=True)

@@ -1,14 +1,29 @@
 """The exchanges that a JAX user can write today, per rank, inside shard_map over axis "ep".
 
-`Sizes` fixes the shapes. Each baseline has `dispatch(x, idx, weights) -> (rows, state)` and
-`combine(rows, state, weights) -> [T, H]`; rows are what the experts would read.
+`Sizes` fixes the shapes. Each baseline has `dispatch(x [T, H], idx [T, K], weights [T, K])`, which
+gives (rows, state), and `combine(rows, state, weights)`, which gives [T, H]; rows are what the
+experts would read. `bench` and benchmarks/ measure these, and no others.
 """
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+class Exchange(Protocol):
+    """What is measured: a baseline, or jax_ep in the same form."""
+
+    def dispatch(self, x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        """Rows at their experts' ranks, and what `combine` needs to bring them back."""
+
+    def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
+        """Each token's weighted sum of its rows, [T, H]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,20 +38,23 @@ class Sizes:
     capacity: int
 
     @property
-    def experts_per_rank(self):
+    def experts_per_rank(self) -> int:
+        """Experts that one rank owns: consecutive ones."""
         return self.experts // self.ranks
 
 
 class DenseAllToAll:
     """Every top-k copy in a padded [N, capacity] block per destination, exchanged whole."""
 
-    def __init__(self, sizes, exchange=None):
+    def __init__(
+        self, sizes: Sizes, exchange: Callable[[jax.Array], jax.Array] | None = None
+    ) -> None:
         self.sizes = sizes
         self.exchange = exchange or (
             lambda blocks: lax.all_to_all(blocks, "ep", split_axis=0, concat_axis=0)
         )
 
-    def slots(self, idx):
+    def slots(self, idx: jax.Array) -> jax.Array:
         """Slot of every (t, k) in the [N * capacity] send buffer; N * capacity when full."""
         s = self.sizes
         destination = (idx // s.experts_per_rank).reshape(-1)
@@ -47,7 +65,8 @@ class DenseAllToAll:
         full = s.ranks * s.capacity
         return jnp.where(position < s.capacity, destination * s.capacity + position, full)
 
-    def dispatch(self, x, idx, weights):
+    def dispatch(self, x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        """See `Exchange`."""
         del weights
         s = self.sizes
         slots = self.slots(idx)
@@ -55,26 +74,28 @@ class DenseAllToAll:
         send = send.at[slots].set(jnp.repeat(x, s.top_k, axis=0), mode="drop")
         return self.exchange(send.reshape(s.ranks, s.capacity, s.hidden)), slots
 
-    def combine(self, rows, slots, weights):
+    def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
+        """See `Exchange`."""
         s = self.sizes
         back = self.exchange(rows).reshape(s.ranks * s.capacity, s.hidden)
-        mine = back.at[slots].get(mode="fill", fill_value=0).reshape(s.tokens, s.top_k, s.hidden)
+        mine = back.at[state].get(mode="fill", fill_value=0).reshape(s.tokens, s.top_k, s.hidden)
         return jnp.sum(mine * weights[..., None].astype(rows.dtype), axis=1)
 
 
 class RaggedAllToAll:
     """Copies sorted by expert, exchanged with lax.ragged_all_to_all, as MaxText does it."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
 
-    def _counts(self, idx):
+    def _counts(self, idx: jax.Array) -> jax.Array:
         s = self.sizes
         destination = (idx // s.experts_per_rank).reshape(-1)
         counts = jnp.bincount(destination, length=s.ranks).astype(jnp.int32)
         return lax.all_gather(counts, "ep")  # [source, destination]
 
-    def dispatch(self, x, idx, weights):
+    def dispatch(self, x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        """See `Exchange`."""
         del weights
         s = self.sizes
         order = jnp.argsort(idx.reshape(-1), stable=True)
@@ -91,7 +112,8 @@ class RaggedAllToAll:
         state = (order, counts)
         return received, state
 
-    def combine(self, rows, state, weights):
+    def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
+        """See `Exchange`."""
         s = self.sizes
         order, counts = state
         me = lax.axis_index("ep")
@@ -111,16 +133,26 @@ class RaggedAllToAll:
 class AllGather:
     """all_gather of every token, local selection by masks, psum_scatter of weighted results."""
 
-    def __init__(self, sizes):
+    def __init__(self, sizes: Sizes) -> None:
         self.sizes = sizes
 
-    def dispatch(self, x, idx, weights):
+    def dispatch(self, x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+        """See `Exchange`."""
         everyone = lax.all_gather(x, "ep", tiled=True)
         mine = lax.all_gather(idx, "ep", tiled=True) // self.sizes.experts_per_rank
         mine = mine == lax.axis_index("ep")
         scale = jnp.where(mine, lax.all_gather(weights, "ep", tiled=True), 0)
         return everyone, jnp.sum(scale, axis=1)
 
-    def combine(self, rows, state, weights):
+    def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
+        """See `Exchange`."""
         del weights
         return lax.psum_scatter(rows * state[:, None].astype(rows.dtype), "ep", tiled=True)
+
+
+# What a reader of a report knows them by.
+BASELINES: dict[str, Callable[[Sizes], Exchange]] = {
+    "all_gather + psum_scatter": AllGather,
+    "all_to_all, padded": DenseAllToAll,
+    "ragged_all_to_all": RaggedAllToAll,
+}

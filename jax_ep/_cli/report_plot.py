@@ -1,0 +1,109 @@
+"""The plot of one case of a report: an SVG that lives inside a page and takes its colors."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+from jax_ep._cli.report_cases import OPERATIONS, OURS
+
+_INK = "#010203"  # stands for the page's own text color
+_COLORS = {
+    OURS: "#2da44e",
+    "all_gather + psum_scatter": "#4c8dff",
+    "all_to_all, padded": "#e08a00",
+    "ragged_all_to_all": "#d1507c",
+}
+_MARKERS = dict(zip(_COLORS, "osD^", strict=True))
+_STEP = 0.19  # between the methods of an operation
+
+
+def plot(case: dict[str, Any], number: int) -> str:
+    """Medians as points and quartiles as lines, by operation, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot, ticker
+
+    names = [name for name in _COLORS if any(r["method"] == name for r in case["results"])]
+    settings: dict[str, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": f"case{number}",
+        "font.family": "sans-serif",
+        "font.size": 10,
+        **dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+        ),
+    }
+    with pyplot.rc_context(settings):
+        height = 0.9 + len(OPERATIONS) * (0.28 + 0.2 * len(names))
+        figure, axes = pyplot.subplots(figsize=(5.4, height), layout="constrained")
+        for place, name in enumerate(names):
+            for row, operation in enumerate(OPERATIONS):
+                found = [
+                    r for r in case["results"] if (r["method"], r["operation"]) == (name, operation)
+                ]
+                for result in found:
+                    _point(axes, result, row + (place - (len(names) - 1) / 2) * _STEP)
+        axes.set_xscale("log")
+        low, high = axes.get_xlim()
+        axes.set_xlim(low / 1.15, high * 1.9)  # room for the numbers
+        axes.set_yticks(range(len(OPERATIONS)), [o.replace(", ", ",\n") for o in OPERATIONS])
+        axes.set_ylim(len(OPERATIONS) - 0.5, -0.5)
+        axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda us, _: duration(us)))
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.grid(axis="x", alpha=0.25, color=_INK)
+        axes.tick_params(axis="y", length=0)
+        for side in ("top", "right", "left"):
+            axes.spines[side].set_visible(False)
+        axes.set_xlabel("time of one call (logarithmic)")
+        handles = [
+            pyplot.Line2D([], [], color=_COLORS[n], marker=_MARKERS[n], linestyle="", label=n)
+            for n in names
+        ]
+        figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+        pyplot.close(figure)
+    return _inline(text.getvalue(), number, f"Times of {case['name']}; the table has the numbers")
+
+
+def duration(us: float) -> str:
+    """Three digits, in us, ms or s."""
+    for limit, scale, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
+        if us < limit:
+            break
+    value = us / scale
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
+
+
+def _point(axes: Any, result: dict[str, Any], y: float) -> None:
+    color = _COLORS[result["method"]]
+    axes.plot([result["q1_us"], result["q3_us"]], [y, y], color=color, linewidth=3, alpha=0.5)
+    marker = _MARKERS[result["method"]]
+    axes.plot([result["median_us"]], [y], marker=marker, color=color, markersize=6)
+    axes.annotate(
+        duration(result["median_us"]),
+        (max(result["q3_us"], result["median_us"]), y),
+        xytext=(7, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+    )
+
+
+def _inline(svg: str, number: int, label: str) -> str:
+    """The <svg> element alone: ids of its own, the page's ink and font, as wide as its place."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'id="', f'id="case{number}-', svg)
+    svg = re.sub(r'href="#', f'href="#case{number}-', svg)
+    svg = re.sub(r"url\(#", f"url(#case{number}-", svg)
+    svg = svg.replace(_INK, "currentColor")
+    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
