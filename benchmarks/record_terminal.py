@@ -18,12 +18,20 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-COLUMNS = 100  # 8 pixels each where the picture is 800 wide
+COLUMNS = 108  # more than 7 pixels each where the picture is 800 wide
 DARK = TerminalTheme(
     (13, 17, 23),
     (230, 237, 243),
-    [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34)]
-    + [(88, 166, 255), (188, 140, 255), (57, 197, 207), (177, 186, 196)],
+    [
+        (72, 79, 88),
+        (255, 123, 114),
+        (63, 185, 80),
+        (210, 153, 34),
+        (88, 166, 255),
+        (188, 140, 255),
+        (57, 197, 207),
+        (177, 186, 196),
+    ],
 )
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 

@@ -92,7 +92,8 @@ class RaggedAllToAll:
         s = self.sizes
         destination = (idx // s.experts_per_rank).reshape(-1)
         counts = jnp.bincount(destination, length=s.ranks).astype(jnp.int32)
-        return lax.all_gather(counts, "ep")  # [source, destination]
+        gathered: jax.Array = lax.all_gather(counts, "ep")  # [source, destination]
+        return gathered
 
     def dispatch(self, x: jax.Array, idx: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
         """See `Exchange`."""
@@ -147,7 +148,9 @@ class AllGather:
     def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
         """See `Exchange`."""
         del weights
-        return lax.psum_scatter(rows * state[:, None].astype(rows.dtype), "ep", tiled=True)
+        scaled = rows * state[:, None].astype(rows.dtype)
+        summed: jax.Array = lax.psum_scatter(scaled, "ep", tiled=True)
+        return summed
 
 
 # What a reader of a report knows them by.

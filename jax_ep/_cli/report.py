@@ -50,7 +50,7 @@ def report(options: BenchOptions, shape: str | None) -> int:
         console.print(f"bench --report: {error}", style="red", markup=False)
         return 2
     record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(options, shape),
         "commit": report_machine.commit() or None,
         "machine": report_machine.machine(),

@@ -29,7 +29,7 @@ class Case:
 
 def cases_for(platform: str, shape: str | None, mode: str) -> list[Case]:
     """The declared cases of a platform, or both modes of one shape; ``mode`` leaves out others."""
-    declared = _CPU if platform == "cpu" else _GPU
+    declared: tuple[tuple[str, str], ...] = _CPU if platform == "cpu" else _GPU
     if shape is not None:
         declared = tuple((each, shape) for each in ("ll", "ht"))
     return [Case(each, name) for each, name in declared if mode in ("auto", each)]

@@ -86,7 +86,7 @@ def _gpus() -> str:
 
 def _libfabric() -> str:
     try:
-        found = {name: reason for name, _, reason in _extension.load().transports()}
+        found: dict[str, str] = {n: reason for n, _, reason in _extension.load().transports()}
     except ImportError:
         return "not known: no native extension"
     return found.get("ofi", "not built in")

@@ -16,7 +16,7 @@ _STYLE = """
   --paper: #0d1117; --tint: #161b22; --ours: #12301c; } }
 @media print { :root { color-scheme: light; --ink: #000; --soft: #444; --line: #bbb; --paper: #fff;
   --tint: #fff; --ours: #eee; } section { break-inside: avoid; } }
-body { margin: 0 auto; padding: 1rem; max-width: 62rem; color: var(--ink); background: var(--paper);
+body { margin: 0 auto; padding: 1rem; max-width: 72rem; color: var(--ink); background: var(--paper);
   font: 16px/1.5 system-ui, "Segoe UI", Helvetica, Arial, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: .5rem 0; }
 h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; }
@@ -24,7 +24,7 @@ p { margin: .5rem 0; max-width: 46rem; }
 .soft, caption, figcaption { color: var(--soft); font-size: .9rem; }
 .wide { overflow-x: auto; }
 .side { display: grid; grid-template-columns: minmax(0, 1fr); gap: 1rem; align-items: start; }
-@media (min-width: 60rem) { .side { grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); } }
+@media (min-width: 60rem) { .side { grid-template-columns: minmax(0, 5fr) minmax(0, 7fr); } }
 table { border-collapse: collapse; width: 100%; font-size: .9rem;
   font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .5rem; border-bottom: 1px solid var(--line); text-align: right;
@@ -123,7 +123,8 @@ def _case(case: Mapping[str, Any], number: int) -> str:
         text += (
             f". Implementation {case['implementation']} on {case['device']}. "
             f"{size(_payload(case))} of rows per rank and direction, of which "
-            f"{size(case['remote_bytes_per_rank'])} must leave the rank"
+            f"{size(case['remote_bytes_per_rank'])} must leave the rank. "
+            f"{case['results'][0]['samples']} samples of each program"
         )
     drawn = plot(dict(case), number) if case["results"] else ""
     if drawn:
@@ -147,7 +148,7 @@ def size(num_bytes: float) -> str:
 
 
 def _table(case: Mapping[str, Any]) -> str:
-    names = ("method", "median", "quartiles", "samples", "GB/s", "of jax_ep")
+    names = ("method", "median", "quartiles", "GB/s", "of jax_ep")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = []
     for operation in OPERATIONS:
@@ -168,7 +169,6 @@ def _row(case: Mapping[str, Any], result: Mapping[str, Any], ours: float | None)
     cells = (
         duration(result["median_us"]),
         f"{duration(result['q1_us'])} to {duration(result['q3_us'])}",
-        str(result["samples"]),
         f"{result['payload_gb_per_s']:.3g}",
         f"{result['median_us'] / ours:.2f}" if ours else "-",
     )

@@ -24,10 +24,10 @@ def plot(case: dict[str, Any], number: int) -> str:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import lines, pyplot, ticker
 
     names = [name for name in _COLORS if any(r["method"] == name for r in case["results"])]
-    settings: dict[str, Any] = {
+    settings: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": f"case{number}",
         "font.family": "sans-serif",
@@ -59,7 +59,7 @@ def plot(case: dict[str, Any], number: int) -> str:
             axes.spines[side].set_visible(False)
         axes.set_xlabel("time of one call (logarithmic)")
         handles = [
-            pyplot.Line2D([], [], color=_COLORS[n], marker=_MARKERS[n], linestyle="", label=n)
+            lines.Line2D([], [], color=_COLORS[n], marker=_MARKERS[n], linestyle="", label=n)
             for n in names
         ]
         figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
@@ -71,10 +71,7 @@ def plot(case: dict[str, Any], number: int) -> str:
 
 def duration(us: float) -> str:
     """Three digits, in us, ms or s."""
-    for limit, scale, unit in ((1e3, 1.0, "us"), (1e6, 1e3, "ms"), (float("inf"), 1e6, "s")):
-        if us < limit:
-            break
-    value = us / scale
+    value, unit = (us, "us") if us < 1e3 else (us / 1e3, "ms") if us < 1e6 else (us / 1e6, "s")
     digits = 0 if value >= 100 else 1 if value >= 10 else 2
     text = f"{value:.{digits}f}"
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"

@@ -33,7 +33,7 @@ from jax_ep.testing import make_routing
 AXIS = "ep"
 SAMPLE_S = 0.05  # of one timed run, unless one call takes longer
 MAX_CALLS = 4000
-CASE_S = 20.0  # of all timed runs of a case; fewer rounds rather than more time, but ...
+CASE_S = 25.0  # of all timed runs of a case; fewer rounds rather than more time, but ...
 LEAST_ROUNDS = 5
 GPU_UNROLL = 8  # calls in a step of the loop: XLA's loop costs a GPU's host several us a step
 LARGEST = 1e30  # of finite results; nothing measured here comes near
@@ -160,7 +160,7 @@ class _Case:
         return Sizes(ranks, shape.tokens, shape.hidden, shape.top_k, shape.num_experts, capacity)
 
     def remote_bytes(self) -> float:
-        """Bytes that must leave a rank: each of its tokens once for each other rank that wants it."""
+        """Bytes that must leave a rank: a token once for each other rank that wants it."""
         ranks = range(self.num_ranks)
         wants = np.stack([(self.owners == rank).any(axis=2) for rank in ranks])  # [owner, from, t]
         rows = sum(int(wants[to, of].sum()) for to in ranks for of in ranks if to != of)
