@@ -1,4 +1,4 @@
-"""Measures dispatch, combine and their round trip against dense jax.lax collectives.
+"""Measures dispatch, combine and their round trip against JAX's own exchanges.
 
 A script, started by ``bench.py`` through ``launch``.  Every program is one jitted ``lax.scan`` of
 many calls, each depending on the one before, so that Python and dispatch overhead are not measured.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import platform
 import sys
@@ -26,13 +25,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._cli.baselines import AllGather, DenseAllToAll, Exchange, Sizes
 from jax_ep._cli.shapes import SHAPES, Shape
 
 AXIS = "ep"
 SCAN_BYTES = 64 << 20  # payload of one timed program; sets the number of calls in it
 MAX_CALLS = 200
 ROUND_TRIP = 2
-DENSE_CAPACITY = 1.25  # what dense formulations usually run with
 
 Arrays = tuple[jax.Array, jax.Array, jax.Array]  # x, ids, weights: one rank's
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # x, ids, weights -> next x
@@ -99,40 +98,12 @@ def _ours(label: str, group: jax_ep.Group) -> list[_Program]:
     ]
 
 
-def _dense_all_to_all(shape: Shape, num_ranks: int) -> Body:
-    """GShard's way: a buffer of fixed capacity per expert, all_to_all there and back."""
-    capacity = math.ceil(DENSE_CAPACITY * shape.tokens * shape.top_k / shape.num_experts)
-    rows = shape.num_experts * capacity
+def _baseline(exchange: Exchange) -> Body:
+    """Its dispatch and combine, each of which exists as a whole before the next begins."""
 
     def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        flat = ids.reshape(-1)
-        one_hot = jax.nn.one_hot(flat, shape.num_experts, dtype=jnp.int32)
-        position = (jnp.cumsum(one_hot, axis=0) * one_hot).sum(axis=1) - 1
-        slot = jnp.where(position < capacity, flat * capacity + position, rows)
-        source = (
-            jnp.zeros((rows + 1,), jnp.int32).at[slot].set(jnp.arange(flat.size) // shape.top_k)
-        )
-        sent = x[source[:rows]].reshape(num_ranks, -1, shape.hidden)
-        received = lax.optimization_barrier(lax.all_to_all(sent, AXIS, 0, 0))
-        returned = lax.all_to_all(received, AXIS, 0, 0).reshape(rows, shape.hidden)
-        scale = jnp.where(slot < rows, weights.reshape(-1), 0)[:, None].astype(x.dtype)
-        picked = returned[jnp.minimum(slot, rows - 1)] * scale
-        out: jax.Array = picked.reshape(*ids.shape, shape.hidden).sum(axis=1)
-        return out
-
-    return body
-
-
-def _all_gather(shape: Shape, num_ranks: int) -> Body:
-    """Everybody gets every token, weighs it by its own experts, and the sums are scattered."""
-
-    def body(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
-        everyones = lax.optimization_barrier(lax.all_gather(x, AXIS, tiled=True))
-        owner = lax.all_gather(ids, AXIS, tiled=True) // (shape.num_experts // num_ranks)
-        shares = lax.all_gather(weights, AXIS, tiled=True)
-        mine = jnp.where(owner == lax.axis_index(AXIS), shares, 0).sum(axis=1, keepdims=True)
-        out: jax.Array = lax.psum_scatter(everyones * mine.astype(x.dtype), AXIS, tiled=True)
-        return out
+        rows, state = lax.optimization_barrier(exchange.dispatch(x, ids, weights))
+        return exchange.combine(rows, state, weights)
 
     return body
 
@@ -187,11 +158,16 @@ class _Bench:
 
 def _programs(mesh: Mesh, shape: Shape, groups: dict[str, jax_ep.Group]) -> list[_Program]:
     ours = [program for label, group in groups.items() for program in _ours(label, group)]
-    dense = _dense_all_to_all(shape, mesh.size)
+    ranks = mesh.size
+    owners = _routing(shape, ranks)[0].reshape(ranks, -1) // (shape.num_experts // ranks)
+    fullest = max(int(np.bincount(of, minlength=ranks).max()) for of in owners)
+    sizes = Sizes(ranks, shape.tokens, shape.hidden, shape.top_k, shape.num_experts, fullest)
     return [
         *ours,
-        _fed_back("lax.all_to_all, dense, round trip", ROUND_TRIP, dense),
-        _fed_back("lax.all_gather + psum_scatter", ROUND_TRIP, _all_gather(shape, mesh.size)),
+        _fed_back(
+            "lax.all_to_all, padded, round trip", ROUND_TRIP, _baseline(DenseAllToAll(sizes))
+        ),
+        _fed_back("lax.all_gather + psum_scatter", ROUND_TRIP, _baseline(AllGather(sizes))),
     ]
 
 

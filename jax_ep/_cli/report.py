@@ -26,6 +26,7 @@ PROBE_LIMIT_S = 120.0
 CASE_LIMIT_S = 300.0  # far above the half minute that a case takes on two idle cores
 CPU_RANKS = 4  # as many processes, as the README's training job has
 TAIL_LINES = 8
+_DEVICE_FLAG = "--xla_force_host_platform_device_count"
 _PROBE = "import jax; print('FOUND', jax.default_backend(), jax.device_count())"
 
 
@@ -182,6 +183,8 @@ def _job(
         env = dict(os.environ)
         # The number of CPU devices is this command's to say.
         env.pop("JAX_NUM_CPU_DEVICES", None)
+        flags = env.get("XLA_FLAGS", "").split()
+        env["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(_DEVICE_FLAG))
         try:
             done = subprocess.run(
                 command, env=env, capture_output=True, text=True, timeout=CASE_LIMIT_S

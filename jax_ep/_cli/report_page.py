@@ -47,7 +47,7 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 
 _READ = """<b>How to read it.</b> Less is better. A point is the median of all samples, the line
 through it reaches from the first to the third quartile; where the lines of two methods overlap,
-do not trust their order. <em>of jax_ep</em> is a method's median over jax_ep's in the same run:
+do not trust their order. <em>over jax_ep</em> is a method's median over jax_ep's in the same run:
 2.0 means that it took twice as long."""
 
 _METHOD = """<b>What is timed.</b> A call inside <code>jax.jit</code>, in a loop of many calls each
@@ -68,7 +68,8 @@ def page(record: Mapping[str, Any]) -> str:
     parts = [
         "<h1>Expert-parallel exchanges on this machine</h1>",
         f'<p class="soft">jax_ep {escape(record["versions"]["jax_ep"])}, '
-        f"{escape(record['date'])}. All samples are in <code>results.json</code>.</p>",
+        f"{escape(record['date'][:16].replace('T', ' '))} UTC. "
+        "All samples are in <code>results.json</code>.</p>",
         _summary(cases),
         f"<p>{_READ}</p>",
         *(_case(case, number) for number, case in enumerate(cases, 1)),
@@ -107,7 +108,7 @@ def _summary(cases: list[dict[str, Any]]) -> str:
         cells = [escape(case["name"]), *cells]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "".join(
-        f"<th>{name}</th>" for name in ("pair", "jax_ep", "quickest of JAX's own", "of jax_ep")
+        f"<th>{name}</th>" for name in ("pair", "jax_ep", "quickest of JAX's own", "over jax_ep")
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead>{"".join(rows)}</table></div>'
 
@@ -148,7 +149,7 @@ def size(num_bytes: float) -> str:
 
 
 def _table(case: Mapping[str, Any]) -> str:
-    names = ("method", "median", "quartiles", "GB/s", "of jax_ep")
+    names = ("method", "median", "over jax_ep", "quartiles", "GB/s")
     head = "".join(f"<th>{name}</th>" for name in names)
     rows = []
     for operation in OPERATIONS:
@@ -168,9 +169,9 @@ def _table(case: Mapping[str, Any]) -> str:
 def _row(case: Mapping[str, Any], result: Mapping[str, Any], ours: float | None) -> str:
     cells = (
         duration(result["median_us"]),
+        f"{result['median_us'] / ours:.2f}" if ours else "-",
         f"{duration(result['q1_us'])} to {duration(result['q3_us'])}",
         f"{result['payload_gb_per_s']:.3g}",
-        f"{result['median_us'] / ours:.2f}" if ours else "-",
     )
     kind = "ours" if result["method"] == OURS else "baseline"
     named = f'data-case="{escape(case["name"])}" data-operation="{result["operation"]}"'

@@ -75,9 +75,9 @@ from jax_ep.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
 
-    def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def _run(self, *arguments: str, code: str = CODE) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-c", self.CODE, *arguments],
+            [sys.executable, "-c", code, *arguments],
             capture_output=True,
             text=True,
             timeout=LIMIT_S,
@@ -101,6 +101,14 @@ sys.exit(main(sys.argv[1:]))
         done = self._run("--version")
         assert done.returncode == 0, done.stderr
         assert done.stdout.strip() == f"jax_ep {importlib.metadata.version('jax_ep')}"
+
+    def test_a_report_asks_for_the_plots_package_before_it_measures(self, tmp_path):
+        code = self.CODE.replace('"rich", ', "")
+        folder = tmp_path / "report"
+        done = self._run("bench", "--report", str(folder), code=code)
+        assert done.returncode == 1 and done.stdout == ""
+        assert "'matplotlib' is missing; install it with: pip install" in done.stderr
+        assert not folder.exists()
 
     def test_other_commands_say_what_to_install(self):
         done = self._run("selftest")
