@@ -10,9 +10,10 @@ import subprocess
 import sys
 
 import children
+import numpy as np
 import pytest
 
-from jax_ep._cli import baselines, report, report_cases, report_page, report_plot
+from jax_ep._cli import baselines, report, report_cases, report_page, report_plot, report_worker
 from jax_ep._cli.bench import BenchOptions
 from jax_ep._cli.shapes import SHAPES
 
@@ -251,3 +252,20 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
     assert done.returncode == 2
     assert "got 3 ranks, expected a divisor of the 8 experts of tiny" in done.stdout
     assert not (tmp_path / "index.html").exists()
+
+
+@pytest.mark.parametrize("operation", report_cases.OPERATIONS)
+def test_no_collective_leaves_the_loop_that_is_timed(operation, tmp_path):
+    options = {"shape": "tiny", "num_ranks": 2}
+    case = report_worker._Case(options, tmp_path / "progress")
+    method = baselines.DenseAllToAll(case.sizes())
+    x, ids, weights = case.inputs
+    carry, context = x, (ids, weights)
+    if operation == "combine":
+        carry, state = case.per_rank(method.dispatch)(x, ids, weights)
+        context = (state, weights)
+    looped = case._looped(report_worker._steps(method)[operation])
+    text = looped.lower(np.int32(1), carry, context).compile().as_text()
+    entry = text[text.index("\nENTRY") :]
+    assert "all-to-all(" in text and "all-to-all(" not in entry
+    assert "input_output_alias={ {}: (1" in text  # the carry's memory is used again
