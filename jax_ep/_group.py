@@ -237,7 +237,8 @@ class Group:
             return ()
         if self.lowering_only or self.native:
             return ("cpu", "cuda", "rocm")
-        return ("cpu",)
+        # On CPUs that is a group whose native half cannot start: nothing else is registered.
+        return () if self.platform == "cpu" else ("cpu",)
 
     @property
     def overlaps(self) -> bool:

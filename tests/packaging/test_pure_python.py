@@ -12,7 +12,10 @@ import warnings
 
 import children
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep import _extension
@@ -37,6 +40,23 @@ def test_the_default_is_xla_and_says_so_once(mesh: jax.sharding.Mesh) -> None:
     assert warning.category is RuntimeWarning and warning.filename == __file__
     for words in ("pure Python", "pip install jax_ep", "using implementation='xla'"):
         assert words in str(warning.message)
+
+
+def test_the_default_moves_rows(mesh: jax.sharding.Mesh) -> None:
+    mesh = jax.sharding.Mesh(mesh.devices, ("ep",))  # its axis is Auto, as in the README
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        group = jax_ep.create_group(mesh, "ep", CONFIG)
+
+    def exchange(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+        recv = jax_ep.dispatch(group, x, ids, weights)
+        return jax_ep.combine(group, recv.x, recv)
+
+    x = jax.random.normal(jax.random.key(0), (32, 8))
+    ids = jnp.arange(64, dtype=jnp.int32).reshape(32, 2) % 8
+    run = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    with group:
+        np.testing.assert_allclose(run(x, ids, jnp.full((32, 2), 0.5)), x, rtol=1e-6)
 
 
 def test_xla_by_name_needs_no_warning(mesh: jax.sharding.Mesh) -> None:
