@@ -1,4 +1,4 @@
-"""``python -m jax_ep info | selftest | bench | launch``: parses, then hands over to one module."""
+"""``python -m jax_ep COMMAND``: parses, then hands over to one module."""
 
 from __future__ import annotations
 
@@ -77,6 +77,13 @@ def _parser() -> argparse.ArgumentParser:
         help="measure several cases beside JAX's own exchanges (two minutes on 2 cores); write "
         "DIR/index.html and DIR/results.json",
     )
+
+    asking = commands.add_parser("report", help="who hangs in the jobs that run on this host")
+    asking.add_argument("--pid", type=int, help="ask this process only")
+
+    merge = commands.add_parser("trace", help="merge what JAX_EP_TRACE has written, for Perfetto")
+    merge.add_argument("prefix", help="what JAX_EP_TRACE was")
+    merge.add_argument("--out", metavar="FILE", help="instead of PREFIX.pftrace")
 
     launcher = commands.add_parser(
         "launch",
@@ -172,6 +179,14 @@ def main(arguments: list[str] | None = None) -> int:
         from jax_ep._cli.selftest import selftest
 
         return selftest(options.json)
+    if options.command == "report":
+        from jax_ep._cli.who_hangs import report as report_jobs
+
+        return report_jobs(options.pid)
+    if options.command == "trace":
+        from jax_ep._cli.trace import trace
+
+        return trace(options.prefix, options.out)
     if options.wire:
         from jax_ep._cli.wire import wire
 

@@ -1,4 +1,6 @@
-"""The native part of jax_ep: FFI handlers and sessions. Private; use jax_ep."""
+"""
+The native part of jax_ep: FFI handlers and sessions. Private; use jax_ep.
+"""
 
 from collections.abc import Sequence
 
@@ -13,6 +15,9 @@ def check_environment() -> None:
     """
     ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).
     """
+
+def set_call_lines(lines: list[tuple[int, str]]) -> None:
+    """Takes [(name of a call, where it stands in the program)], for reports."""
 
 def transports() -> list[tuple[str, bool, str]]:
     """[(name, available, reason)] of every transport."""
@@ -104,8 +109,11 @@ class Session:
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""
 
+    def report(self) -> str:
+        """One page: who hangs, in the first line."""
+
     def dump_state(self) -> str:
-        """A text with everything a hang report needs."""
+        """The report and more, for a bug report."""
 
     @property
     def heap_bytes(self) -> int:
@@ -173,8 +181,11 @@ class GpuSession:
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""
 
+    def report(self) -> str:
+        """One page: who hangs, in the first line."""
+
     def dump_state(self) -> str:
-        """A text with everything a hang report needs."""
+        """The report and more, for a bug report."""
 
     @property
     def heap_bytes(self) -> int:

@@ -104,6 +104,7 @@ NAMES: dict[str, Callable[[str], object]] = {
             "JAX_EP_INBOX_SLOTS",
             "JAX_EP_CALLER_PROGRESS",
             "JAX_EP_FAULTY",
+            "JAX_EP_TRACE",
             "JAX_EP_SOCKET_IFNAME",
             "JAX_EP_OFI_PROVIDER",
             "JAX_EP_OFI_DOMAIN",

@@ -69,6 +69,9 @@ class Handle(Protocol):
     def stats(self) -> dict[str, Any]:
         """The native part of `Group.stats`."""
 
+    def report(self) -> str:
+        """As `Group.report`."""
+
     def dump_state(self) -> str:
         """As `Group.dump_state`."""
 
@@ -366,8 +369,22 @@ class Group:
         message = closed_message(self.name) if self.closed else ""
         return Health(ok=not message, message=message, details=(("closed", self.closed),))
 
+    def report(self) -> str:
+        """Who hangs: one page, its first line names the culprit; waits for nothing.
+
+        Then a line for each rank: its call, operation and epoch, the file and line of the program
+        that made the call, and for whom it has waited how long; then the flows to other nodes with
+        their windows. This process sees its own ranks and those of its node; of other nodes it
+        knows the flows. The same page goes to the log when a rank has waited longer than a tenth of
+        timeout_s.
+
+        Returns:
+            The page. With `implementation="xla"`, which keeps no books, what the group is.
+        """
+        return f"{self!r}\n" if self._native is None else self._native.report()
+
     def dump_state(self) -> str:
-        """Everything that the group knows about itself, for a bug report."""
+        """The report, and all else that the group knows about itself, for a bug report."""
         if self._native is None:
             return repr(self)
         return f"{self!r}\n{self._native.dump_state()}"

@@ -5,9 +5,14 @@ Everything else in jax_ep calls these functions and stays the same when JAX move
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
+import importlib.util
 import itertools
+import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -122,6 +127,7 @@ class _Module:
     module: Any
     module_key: Callable[[str], int]
     numbered: bool  # its calls get numbers of their own
+    note_lines: Callable[[list[tuple[int, str]]], None]
     targets: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -167,15 +173,80 @@ def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
     with lowered.module.context:
         if lowered.numbered:
             _separate_calls(lowered.module, lowered.targets)
-            if jax.process_count() > 1:
-                _forget_lines(operation)
         calls = _operations(operation, lambda inner: _is_call(inner, lowered.targets))
+        lines = _lines_of(lowered.module, calls)
+        if lowered.numbered and jax.process_count() > 1:
+            _forget_lines(operation)
+        names = []
         for number, call in enumerate(calls, start=1):
             config = call.attributes["mhlo.backend_config"]
             entries = {config[i].name: config[i].attr for i in range(len(config))}
             name = key | number if lowered.numbered else key
+            names.append(name & _ALL_ONES)
             entries["module"] = mlir.ir.IntegerAttr.get(entries["module"].type, name)
             call.attributes["mhlo.backend_config"] = mlir.ir.DictAttr.get(entries)
+    lowered.note_lines(list(zip(names, lines, strict=True)))
+
+
+_ALL_ONES = (1 << 64) - 1
+_MOST_FUNCTIONS = 64  # that a call may stand within, one inside the other
+_FRAME = re.compile(r'"([^"]+)":(\d+)')  # in the text of a location, the innermost first
+
+
+@functools.cache
+def _is_of_libraries(file: str) -> bool:
+    """Whether a frame of that file is JAX's, Flax's, Python's or this package's own."""
+    if file.startswith("<"):
+        return True
+    specs = map(importlib.util.find_spec, ("jax", "jaxlib", "flax"))
+    ours = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    if any(file.startswith(os.path.join(os.path.dirname(each), "")) for each in (*ours, __file__)):
+        return True
+    is_installed = f"{os.sep}site-packages{os.sep}" in file
+    return not is_installed and file.startswith(os.path.join(os.path.dirname(os.__file__), ""))
+
+
+def _lines_of(module: Any, calls: Sequence[Any]) -> list[str]:
+    """Where the user's program made each call, as "train.py:42"; "" if that is not known.
+
+    JAX may lower equal operations to one function: then the lines are those of its uses.
+    """
+
+    @functools.cache
+    def uses() -> dict[str, Any]:
+        """By the name of a function, the operation that names it first."""
+        found: dict[str, Any] = {}
+        for operation in _operations(module.operation, lambda _: True):
+            for name in _symbols_of(operation).values():
+                found.setdefault(name, operation)
+        return found
+
+    def line_of(operation: Any) -> str:
+        for _ in range(_MOST_FUNCTIONS):
+            for file, line in _FRAME.findall(str(operation.location)):
+                if not _is_of_libraries(file):
+                    return f"{file}:{line}"
+            while operation is not None and operation.name != "func.func":
+                operation = operation.parent
+            if operation is None:
+                return ""
+            name = mlir.ir.StringAttr(operation.attributes["sym_name"]).value
+            operation = uses().get(name)
+            if operation is None:
+                return ""
+        return ""
+
+    return [line_of(call.operation) for call in calls]
+
+
+def _symbols_of(operation: Any) -> dict[str, str]:
+    """The functions that `operation` names, by attribute."""
+    attributes = map(operation.attributes.__getitem__, range(len(operation.attributes)))
+    return {
+        attribute.name: attribute.attr.value
+        for attribute in attributes
+        if isinstance(attribute.attr, mlir.ir.FlatSymbolRefAttr)
+    }
 
 
 def _forget_lines(root: Any) -> None:
@@ -225,10 +296,9 @@ def _separate_calls(module: Any, targets: set[str]) -> None:
     def uses(function: Any) -> list[tuple[Any, str, str]]:
         """Where `function` names another: the operation, its attribute, the other's name."""
         return [
-            (operation, attribute.name, attribute.attr.value)
+            (operation, attribute, name)
             for operation in _operations(function, lambda _: True)
-            for attribute in map(operation.attributes.__getitem__, range(len(operation.attributes)))
-            if isinstance(attribute.attr, mlir.ir.FlatSymbolRefAttr)
+            for attribute, name in _symbols_of(operation).items()
         ]
 
     @functools.cache
@@ -275,6 +345,11 @@ def explain_compile_errors(explain: Callable[[str], str]) -> None:
     jax.monitoring.register_event_duration_secs_listener(note)
 
 
+# Locations hold ten frames: let them be the user's.
+with contextlib.suppress(ImportError, AttributeError):
+    importlib.import_module("jax._src.source_info_util").register_exclusion(
+        os.path.dirname(__file__)
+    )
 jax.monitoring.register_scalar_listener(_note_lowering)
 jax.monitoring.register_event_duration_secs_listener(_note_lowered)
 
@@ -283,6 +358,7 @@ def call_primitive(
     name: str,
     check: Callable[[jax.sharding.Mesh | None, Any], bool],
     module_key: Callable[[str], int],
+    note_lines: Callable[[list[tuple[int, str]]], None],
 ) -> Callable[..., Sequence[jax.Array]]:
     """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that names it.
 
@@ -298,6 +374,8 @@ def call_primitive(
             replaced by one of no elements.
         module_key: from the text of a whole lowered module (long constants left out) to the i64
             that its calls carry; its lower half is 0.
+        note_lines: takes the name of each call of a lowered module, with the line of the user's
+            program that made it ("" if it is not known). The program does not carry these.
 
     Returns:
         A function of operands and, by name, `owner` (hashable), `target`, `results` (a tuple made
@@ -325,7 +403,9 @@ def call_primitive(
             lowering = _lowerings.open[-1]
             if lowering.module is None:
                 numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
-                lowering.module = _Module(ctx.module_context.module, module_key, numbered)
+                lowering.module = _Module(
+                    ctx.module_context.module, module_key, numbered, note_lines
+                )
             lowering.module.targets.add(target)
         words = {name: np.asarray(value, np.int64)[()] for name, value in attributes}
         emit = functools.partial(rule, ctx, **words, module=np.int64(0))

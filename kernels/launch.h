@@ -18,6 +18,7 @@
 #include "proxy/base/proxy_port.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
+#include "proxy/base/trace_track.h"
 
 namespace jax_ep {
 
@@ -61,6 +62,12 @@ struct Rank {
   bool uses_huge_pages = true;       // hint for large results (cpu/huge_pages.h)
   bool refuses_invalid_ids = false;  // a plan that meets expert ids >= E fails the group
   RankCounters* counters = nullptr;
+  TraceTrack* trace = nullptr;  // null unless JAX_EP_TRACE is set
+  // For tests of who hangs: before its first signal on `channel`, this rank stands for `time`.
+  struct Stall {
+    Channel channel = Channel::kOrder;
+    std::chrono::nanoseconds time{};
+  } stall = {};
   // Epochs of the newest call of each kind that this rank has begun / finished (0 = none).
   struct Epochs {
     uint64_t plan = 0;

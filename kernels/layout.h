@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "proxy/abi/activity.h"
 #include "proxy/abi/channel.h"
 #include "proxy/base/doorbell.h"
 
@@ -73,6 +74,9 @@ struct ControlBlock {
   uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known,
                                                 // UINT64_MAX: a rank of another team
   char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
+  alignas(64) Activity activity;                // of the owner
+  // Node leaders only: when a process of the node last wrote a page on who hangs (MonotonicNs).
+  std::atomic<uint64_t> reported_ns;
   // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.
   alignas(64) std::atomic<uint64_t> order_count;
   std::atomic<uint64_t> order_claimed;

@@ -76,6 +76,8 @@ class Endpoint {
   RingView ring() { return ring_->view(); }
   std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
   void AppendState(std::string* text) const;
+  // A line for each flow that has messages under way or gaps, or that `is_awaited`.
+  void AppendOpenFlows(const FlowFilter& is_awaited, std::string* text) const;
   void AppendStats(std::vector<FlowStats>* stats) const;
 
  private:
@@ -125,6 +127,8 @@ class Endpoint {
     return peer * kNumChannels + static_cast<uint32_t>(channel);
   }
 
+  void TraceCommand(const SendFlow& flow, const Command& command, uint64_t taken_ns) const;
+
   // endpoint_receive.cc
   Status PollTransport(bool* did_work);
   Status OnArrival(const TransportEvent& event);
@@ -132,6 +136,8 @@ class Endpoint {
   Status OnControl(uint32_t flow_index, const Imm& imm);
   Status Publish();
   void RingIfFlagChanged();
+  // What peer and channel of a flow have come to: kFlag or kAcknowledged.
+  void TraceProgress(TraceKind kind, uint32_t flow_index, uint64_t value, uint64_t detail) const;
   Status PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t flag_value);
 
   // endpoint_report.cc
@@ -150,6 +156,7 @@ class Endpoint {
   const uint64_t heap_bytes_;
   const bool must_poll_;
   Doorbell* const doorbell_;
+  const std::shared_ptr<TraceTrack> trace_;  // null: none
   std::unique_ptr<Transport> transport_;
   const TransportCaps caps_;
   const bool uses_secrets_;

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "proxy/abi/activity.h"
 #include "proxy/base/log.h"
 #include "proxy/endpoint.h"
 
@@ -128,6 +129,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       }
       num_unacknowledged_ -= static_cast<uint64_t>(num_new);
       flow.acknowledged.Set(flow.window.acknowledged());
+      TraceProgress(TraceKind::kAcknowledged, flow_index, flow.window.acknowledged(), 0);
       return Status::Ok();
     }
     case ImmControl::kFailed: {
@@ -210,6 +212,19 @@ void Endpoint::RingIfFlagChanged() {
   has_flag_changed_ = false;
 }
 
+void Endpoint::TraceProgress(TraceKind kind, uint32_t flow_index, uint64_t value,
+                             uint64_t detail) const {
+  if (trace_ == nullptr) return;
+  const uint64_t now_ns = MonotonicNs();
+  trace_->Add({.begin_ns = now_ns,
+               .end_ns = now_ns,
+               .value = value,
+               .detail = detail,
+               .peer = static_cast<uint16_t>(peers_[flow_index / kNumChannels].rank),
+               .kind = kind,
+               .channel = static_cast<uint8_t>(flow_index % kNumChannels)});
+}
+
 Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t flag_value) {
   RecvFlow& flow = recv_flows_[flow_index];
   if (flag_value != flow.visible_flag) {
@@ -227,6 +242,7 @@ Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t fl
     flow.visible_flag = flag_value;
     has_flag_changed_ = true;
     flow.signals.Set(flag_value);
+    TraceProgress(TraceKind::kFlag, flow_index, flag_value, flow.received.Get());
   }
   flow.visible_progress = progress;
   flow.committed.Set(progress);

@@ -103,6 +103,21 @@ void Endpoint::AppendState(std::string* text) const {
   }
 }
 
+void Endpoint::AppendOpenFlows(const FlowFilter& is_awaited, std::string* text) const {
+  for (uint32_t i = 0; i < send_flows_.size(); ++i) {
+    const SendFlow& send = send_flows_[i];
+    const RecvFlow& recv = recv_flows_[i];
+    const uint32_t peer = peers_[i / kNumChannels].rank;
+    const auto channel = static_cast<Channel>(i % kNumChannels);
+    const bool is_open = send.messages.Get() != send.acknowledged.Get() ||
+                         recv.received.Get() != recv.committed.Get();
+    if (!is_open && !is_awaited(team_.index, rank_, peer, channel)) continue;
+    *text += "  " + NameOf(rank_) + " and " + NameOf(peer) + ", " + DescribeFlow(i) + ", window " +
+             std::to_string(window_messages_) + ", stalls " + std::to_string(send.stalls.Get()) +
+             ", retries " + std::to_string(send.retries.Get()) + "\n";
+  }
+}
+
 void Endpoint::AppendStats(std::vector<FlowStats>* stats) const {
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {
     const SendFlow& send = send_flows_[i];

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "proxy/abi/activity.h"
 #include "proxy/endpoint.h"
 
 namespace jax_ep {
@@ -122,16 +123,22 @@ Status Endpoint::TakeBarrier(const Command& command, bool* is_taken) {
 Status Endpoint::Enqueue(SendFlow& flow, const PackedCommand& packed, const Command& command,
                          bool* is_taken) {
   uint64_t sent_bytes = 0;
+  const uint64_t taken_ns = trace_ == nullptr ? 0 : MonotonicNs();
   if (flow.num_pending == 0) {
     flow.last_command[0].Set(packed.words[0]);
     flow.last_command[1].Set(packed.words[1]);
     JAX_EP_RETURN_IF_ERROR(Send(flow, command, &sent_bytes, is_taken));
-    if (*is_taken) return Status::Ok();
+    if (*is_taken) {
+      TraceCommand(flow, command, taken_ns);
+      return Status::Ok();
+    }
     flow.head_sent_bytes = sent_bytes;
   } else if (flow.num_pending == kMaxPendingCommands) {
     return Status::Ok();
   }
-  flow.pending[(flow.pending_first + flow.num_pending) % kMaxPendingCommands] = packed;
+  const uint32_t last = (flow.pending_first + flow.num_pending) % kMaxPendingCommands;
+  flow.pending[last] = packed;
+  flow.pending_since_ns[last] = taken_ns;
   ++flow.num_pending;
   ++num_pending_;
   if (!flow.is_listed) {
@@ -140,6 +147,19 @@ Status Endpoint::Enqueue(SendFlow& flow, const PackedCommand& packed, const Comm
   }
   *is_taken = true;
   return Status::Ok();
+}
+
+void Endpoint::TraceCommand(const SendFlow& flow, const Command& command, uint64_t taken_ns) const {
+  if (trace_ == nullptr) return;
+  trace_->Add({.begin_ns = taken_ns,
+               .end_ns = MonotonicNs(),
+               .value = flow.signals.Get(),
+               .detail = command.length_bytes,
+               .extra = flow.messages.Get(),
+               .peer = static_cast<uint16_t>(peers_[flow.peer].rank),
+               .kind = TraceKind::kCommand,
+               .channel = static_cast<uint8_t>(flow.channel),
+               .name = static_cast<uint8_t>(command.op)});
 }
 
 // Posts what is left of a command from *sent_bytes on. *is_done stays false if the window closed,
@@ -215,9 +235,11 @@ Status Endpoint::PumpPending(bool* did_work) {
       flow.last_command[1].Set(packed.words[1]);
       bool is_done = false;
       const uint64_t sent_before = flow.head_sent_bytes;
-      JAX_EP_RETURN_IF_ERROR(Send(flow, Unpack(packed), &flow.head_sent_bytes, &is_done));
+      const Command command = Unpack(packed);
+      JAX_EP_RETURN_IF_ERROR(Send(flow, command, &flow.head_sent_bytes, &is_done));
       *did_work |= is_done || flow.head_sent_bytes != sent_before;
       if (!is_done) break;
+      TraceCommand(flow, command, flow.pending_since_ns[flow.pending_first]);
       flow.head_sent_bytes = 0;
       flow.pending_first = (flow.pending_first + 1) % kMaxPendingCommands;
       --flow.num_pending;

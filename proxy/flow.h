@@ -32,6 +32,7 @@ struct SendFlow {
   PackedCommand pending[kMaxPendingCommands];
   uint32_t pending_first = 0;
   uint32_t num_pending = 0;
+  uint64_t pending_since_ns[kMaxPendingCommands];  // when it was taken; of a traced endpoint
   uint64_t head_sent_bytes = 0;  // of the oldest pending command: pieces already posted
 
   Counter messages, bytes, signals, stalls, retries, acknowledged;

@@ -128,6 +128,12 @@ std::string Proxy::DumpState() const {
   return text;
 }
 
+std::string Proxy::DumpOpenFlows(const FlowFilter& is_awaited) const {
+  std::string text;
+  for (const auto& endpoint : impl_->endpoints) endpoint->AppendOpenFlows(is_awaited, &text);
+  return text;
+}
+
 std::vector<FlowStats> Proxy::Stats() const {
   std::vector<FlowStats> stats;
   for (const auto& endpoint : impl_->endpoints) endpoint->AppendStats(&stats);

@@ -22,6 +22,7 @@
 #include "proxy/base/proxy_port.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
+#include "proxy/base/trace_track.h"
 #include "proxy/stats.h"
 #include "proxy/transport.h"
 
@@ -66,14 +67,16 @@ struct EndpointOptions {
   // Empty, or CommandRing::BytesFor(ring_slots) that outlive the proxy: the ring is there, and who
   // pushes rings no bell (a GPU cannot), so the proxy polls it.
   std::span<std::byte> ring_memory = {};
-  RankPlace place = {};  // for the transport
+  RankPlace place = {};                    // for the transport
+  std::shared_ptr<TraceTrack> trace = {};  // null: none
 };
 
 // Use: Create, AddEndpoint for each local rank, exchange LocalBlob with all peers, Connect all,
 // Start, push commands, Stop.
 //
 // Thread rule: Create..Start and Stop on one thread. After Start any thread may push to ring(),
-// call what ProxyPort has, DumpState and Stats. The latch, heaps, flags and doorbells outlive it.
+// call what ProxyPort has, DumpState, DumpOpenFlows and Stats. The latch, heaps, flags and
+// doorbells outlive it.
 //
 // Waiting across nodes: push kQuiet and kBarrier with the next epoch (each counts 1, 2, 3, ... per
 // endpoint), Kick, then wait until *quiet_flag(endpoint) and flag(kBarrier, peer) of all
@@ -120,6 +123,8 @@ class Proxy final : public ProxyPort {
 
   // Text: per flow posted, acknowledged, expected, arrived, window, last command.
   std::string DumpState() const;
+  // A line for each flow that has messages under way or gaps, or that `is_awaited`.
+  std::string DumpOpenFlows(const FlowFilter& is_awaited) const;
   // Every flow that has had traffic, in order of (rank, peer, channel).
   std::vector<FlowStats> Stats() const;
 

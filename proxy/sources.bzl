@@ -6,6 +6,7 @@ PROXY = [
     "base/shared_memory.cc",
     "base/status.cc",
     "base/topology.cc",
+    "base/trace.cc",
     "command_ring.cc",
     "endpoint.cc",
     "endpoint_receive.cc",

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 #include "proxy/abi/channel.h"
 
@@ -40,5 +41,9 @@ struct FlowStats {
   uint64_t max_reorder_depth = 0;  // farthest that one came ahead of the expected one
   uint64_t duplicates = 0;         // dropped
 };
+
+// Picks flows between a local rank and a peer of its team.
+using FlowFilter =
+    std::function<bool(uint32_t team, uint32_t rank, uint32_t peer, Channel channel)>;
 
 }  // namespace jax_ep

@@ -46,8 +46,13 @@ Doorbell& Executor::doorbell() const {
   return reinterpret_cast<ControlBlock*>(rank_->heaps[rank_->rank])->doorbell;
 }
 
+Activity& Executor::activity() const {
+  return reinterpret_cast<ControlBlock*>(rank_->heaps[rank_->rank])->activity;
+}
+
 void Executor::Enqueue(Call call) {
   call.enqueued = std::chrono::steady_clock::now();
+  const uint64_t enqueued_ns = NanosecondsOf(call.enqueued);
   {
     std::unique_lock lock(queue_mutex_);
     if (refuses_) {
@@ -57,7 +62,9 @@ void Executor::Enqueue(Call call) {
       return;
     }
     queue_.push_back(std::move(call));
-    num_enqueued_.fetch_add(1, std::memory_order_release);
+    const uint64_t number = num_enqueued_.fetch_add(1, std::memory_order_release) + 1;
+    activity().num_enqueued.store(number, std::memory_order_relaxed);
+    activity().enqueued_ns.store(enqueued_ns, std::memory_order_relaxed);
     num_queued_.fetch_add(1, std::memory_order_seq_cst);
   }
   // seq_cst with TrySit and the leaving of the seat: either this thread sees the seat free, or who
@@ -74,6 +81,12 @@ void Executor::Enqueue(Call call) {
 size_t Executor::num_queued() const {
   std::lock_guard lock(queue_mutex_);
   return queue_.size();
+}
+
+uint64_t Executor::oldest_queued_ns() const {
+  std::lock_guard lock(queue_mutex_);
+  if (queue_.empty()) return 0;
+  return NanosecondsOf(queue_.front().enqueued);
 }
 
 uint64_t Executor::num_needed() const {
@@ -269,7 +282,23 @@ std::optional<Call> Executor::WaitForCall() {
   return next;
 }
 
-Status Executor::RunCall(Call& call) noexcept try { return call.run(*rank_); } catch (...) {
+Status Executor::RunCall(Call& call) noexcept try {
+  activity().BeginCall(num_taken_.load(std::memory_order_relaxed), call.operation, call.site);
+  const uint64_t begin_ns = activity().since_ns.load(std::memory_order_relaxed);
+  Status status = call.run(*rank_);
+  const uint64_t end_ns = MonotonicNs();
+  if (TraceTrack* const trace = rank_->trace; trace != nullptr) {
+    trace->Add({.begin_ns = begin_ns,
+                .end_ns = end_ns,
+                .value = activity().epoch.load(std::memory_order_relaxed),
+                .detail = call.site,
+                .extra = NanosecondsOf(call.enqueued),
+                .kind = TraceKind::kCall,
+                .name = trace->NameIndex(call.operation)});
+  }
+  activity().Enter(Phase::kBetweenCalls, end_ns);
+  return status;
+} catch (...) {
   FailByException();
   return Status(StatusCode::kInternal, "out of memory");
 }

@@ -31,6 +31,7 @@ class ContinuationWatch;
 // One call of an FFI handler, detached from XLA: what to run and whom to tell.
 struct Call {
   OrderEntry key{};
+  uint64_t site = 0;  // its name in its program, equal on all processes (CallSite::shared)
   const char* operation = "";
   std::function<Status(Rank&)> run;
   std::function<void(Status)> complete;              // may run arbitrary XLA code, may block
@@ -62,6 +63,8 @@ class Executor {
 
   Rank& rank() { return *rank_; }
   size_t num_queued() const;
+  // When the call came that has waited longest for its turn (MonotonicNs), or 0.
+  uint64_t oldest_queued_ns() const;
   // Calls taken from XLA so far: executed, running and queued.
   uint64_t num_enqueued() const { return num_enqueued_.load(std::memory_order_acquire); }
   // Calls executed so far, by any operation.
@@ -95,6 +98,7 @@ class Executor {
   bool CompleteAndSit(Call call, Status status);
   bool TrySit();
   Doorbell& doorbell() const;
+  Activity& activity() const;
 
   std::unique_ptr<Rank> rank_;
   std::unique_ptr<AgreedOrder> order_;

@@ -86,6 +86,7 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
   const uint32_t node = member.id.rank / shape.node_size;
   JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
   num_rings_ = env.proxy_threads;
+  JAX_EP_ASSIGN_OR_RETURN(tracer_, OpenTracer(options_, env));
   RankPlace place = PlaceOf(options_, member.id);
   std::array<char, 32> pci_address{};
   JAX_EP_RETURN_IF_ERROR(
@@ -116,7 +117,8 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
             },
         .ring_slots = env.ring_slots,
         .ring_memory = memory.bytes(),
-        .place = place};
+        .place = place,
+        .trace = AddTrack(tracer_.get(), options_, member.id, TrackKind::kProxy)};
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       if (gpu::RingServes(ring, num_rings_, node, peer / shape.node_size)) {
         endpoint.peers.push_back(peer);

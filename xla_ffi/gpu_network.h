@@ -13,6 +13,7 @@
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/memory/device_memory.h"
 #include "proxy/base/shared_memory.h"
+#include "proxy/base/trace.h"
 #include "proxy/proxy.h"
 #include "xla_ffi/session_options.h"
 
@@ -64,6 +65,7 @@ class GpuNetwork {
 
   const SessionOptions options_;
   const gpu::GpuApi& api_;
+  std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   uint32_t num_rings_ = 1;
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::byte*> pinned_;  // registered with the GPU runtime

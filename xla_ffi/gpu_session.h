@@ -100,6 +100,8 @@ class GpuSession {
   };
   Result<std::vector<Counters>> counters() const;
   std::vector<FlowStats> flow_stats() const;  // of the proxies
+  // What this process knows without asking a GPU: its failure, the newest operations, its network.
+  std::string Report() const { return DumpState(); }
   std::string DumpState() const;
 
  private:

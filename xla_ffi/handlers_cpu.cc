@@ -114,6 +114,7 @@ struct CpuPlatform {
     executor->Enqueue(Call{
         .key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
                 .site = is_local ? site.unique : site.shared},
+        .site = site.has_key() ? site.shared : 0,
         .operation = operation,
         .run = [run, shape = *shape, params = std::move(params.value())](Rank& rank) -> Status {
           rank.TakeSizes(shape);

@@ -14,6 +14,7 @@
 #include "proxy/base/env.h"
 #include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
+#include "xla_ffi/call_lines.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/quantize.h"
@@ -252,6 +253,13 @@ NB_MODULE(_core, m) {
   m.def(
       "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
       "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
+  m.def(
+      "set_call_lines",
+      [](const std::vector<std::pair<uint64_t, std::string>>& lines) {
+        for (const auto& [name, line] : lines) jax_ep::CallLines::Instance().Set(name, line);
+      },
+      nb::arg("lines"), nb::sig("def set_call_lines(lines: list[tuple[int, str]]) -> None"),
+      "Takes [(name of a call, where it stands in the program)], for reports.");
   m.def("transports", &jax_ep::Transports,
         nb::sig("def transports() -> list[tuple[str, bool, str]]"),
         "[(name, available, reason)] of every transport.");

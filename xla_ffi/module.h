@@ -18,6 +18,7 @@
 #include "proxy/base/status.h"
 #include "proxy/stats.h"
 #include "xla_ffi/operations.h"
+#include "xla_ffi/reporter.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
 
@@ -102,6 +103,7 @@ class PySessionOf {
   void Start() {
     WithoutGil([&]() -> Status {
       JAX_EP_RETURN_IF_ERROR(session_->Start());
+      reported_ = ListForReports([session = session_.get()] { return session->Report(); });
       return SessionTable<S>::Instance().Add(session_);
     });
   }
@@ -112,6 +114,7 @@ class PySessionOf {
     if (session_->lifecycle().is_forked()) return;
     AwaitPeers([&] {
       session_->Close(program_ended ? Departure::kProgramEnded : Departure::kClosed);
+      reported_.reset();
       SessionTable<S>::Instance().Remove(*session_);
       return Status::Ok();
     });
@@ -126,6 +129,7 @@ class PySessionOf {
 
   // The first failure's message, or "" while the group works, or worked when it was closed.
   std::string FailureText() const { return session_->FailureText(); }
+  std::string Report() const { return session_->Report(); }
   std::string DumpState() const { return session_->DumpState(); }
   nanobind::list FlowStatsList() const { return ToList(session_->flow_stats()); }
   uint64_t heap_bytes() const { return session_->heap_bytes(); }
@@ -156,13 +160,15 @@ class PySessionOf {
         .def("flow_stats", &PySessionOf::FlowStatsList,
              nanobind::sig("def flow_stats(self) -> list[dict[str, int]]"),
              "Counters of each proxy flow.")
-        .def("dump_state", &PySessionOf::DumpState, "A text with everything a hang report needs.")
+        .def("report", &PySessionOf::Report, "One page: who hangs, in the first line.")
+        .def("dump_state", &PySessionOf::DumpState, "The report and more, for a bug report.")
         .def_prop_ro("heap_bytes", &PySessionOf::heap_bytes,
                      "Bytes of this process's heaps; 0 after close.");
   }
 
  private:
   std::shared_ptr<S> session_;
+  std::unique_ptr<ReportEntry> reported_;  // from Start to Close; goes before the session
 };
 
 // GpuSession and load_gpu_library.

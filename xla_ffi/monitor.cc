@@ -173,6 +173,7 @@ void Monitor::Loop() noexcept {
   while (!stopping_.load(std::memory_order_acquire)) {
     for (const auto& [control, team] : options_.own) {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
+      control->activity.beat_ns.store(MonotonicNs(), std::memory_order_relaxed);
     }
     const auto before = std::chrono::steady_clock::now();
     try {

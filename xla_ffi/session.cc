@@ -32,9 +32,9 @@ Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
 Status Session::AllocateMembers() {
   const GroupShape& shape = options_.shape;
   const bool one_process = IsOneProcess(options_);
-  Env env;  // only the proxy has settings
+  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
+  JAX_EP_ASSIGN_OR_RETURN(tracer_, OpenTracer(options_, env));
   if (shape.num_nodes() > 1) {
-    JAX_EP_ASSIGN_OR_RETURN(env, Env::Read());
     JAX_EP_ASSIGN_OR_RETURN(proxy_, Proxy::Create(ProxyOptionsFor(options_, env), failure_.get()));
   }
   for (const LocalRank& local : options_.local_ranks) {
@@ -57,8 +57,11 @@ Status Session::AllocateMembers() {
     rank->failure = failure_.get();
     rank->timeout = options_.timeout;
     rank->counters = &counters;
+    member->trace = AddTrack(tracer_.get(), options_, local, TrackKind::kRank);
+    rank->trace = member->trace.get();
     rank->uses_huge_pages = options_.huge_pages;
     rank->refuses_invalid_ids = options_.debug;
+    JAX_EP_ASSIGN_OR_RETURN(rank->stall, StallOf(env.stall_spec, local.rank));
     rank->parallel_for = [pool = member->pool.get()](
                              int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
       pool->Run(num_items, body);
@@ -70,22 +73,24 @@ Status Session::AllocateMembers() {
       }
       std::byte* heap = member->heap.bytes().data();
       JAX_EP_ASSIGN_OR_RETURN(
-          member->endpoint, proxy_->AddEndpoint(EndpointOptions{
-                                .rank = local.rank,
-                                .team = options_.IdOf(local.team),
-                                .num_ranks = shape.num_ranks,
-                                .peers = std::move(peers),
-                                .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
-                                .heap = member->heap.bytes(),
-                                .heap_export = one_process ? std::string() : member->heap.Export(),
-                                .flag =
-                                    [heap, layout = layout_](Channel channel, uint32_t source) {
-                                      return reinterpret_cast<std::atomic<uint64_t>*>(
-                                          heap + layout.flag_offset(channel, source));
-                                    },
-                                .doorbell = &member->control_block()->doorbell,
-                                .ring_slots = env.ring_slots,
-                                .place = PlaceOf(options_, local)}));
+          member->endpoint,
+          proxy_->AddEndpoint(EndpointOptions{
+              .rank = local.rank,
+              .team = options_.IdOf(local.team),
+              .num_ranks = shape.num_ranks,
+              .peers = std::move(peers),
+              .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
+              .heap = member->heap.bytes(),
+              .heap_export = one_process ? std::string() : member->heap.Export(),
+              .flag =
+                  [heap, layout = layout_](Channel channel, uint32_t source) {
+                    return reinterpret_cast<std::atomic<uint64_t>*>(
+                        heap + layout.flag_offset(channel, source));
+                  },
+              .doorbell = &member->control_block()->doorbell,
+              .ring_slots = env.ring_slots,
+              .place = PlaceOf(options_, local),
+              .trace = AddTrack(tracer_.get(), options_, local, TrackKind::kProxy)}));
       rank->ring = proxy_->ring(member->endpoint);
       rank->proxy = proxy_.get();
     }
@@ -104,7 +109,14 @@ Status Session::Start() {
     JAX_EP_ASSIGN_OR_RETURN(member->executor, Executor::Create(std::move(member->rank),
                                                                std::move(order), watch_.get()));
   }
-  monitor.check = [this] { CheckFarewells(); };
+  const uint64_t now_ns = MonotonicNs();
+  for (const auto& member : members_) {
+    member->control_block()->activity.Enter(Phase::kBetweenCalls, now_ns);
+  }
+  monitor.check = [this] {
+    CheckFarewells();
+    ReportStalls();
+  };
   JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
   started_ = true;
   return Status::Ok();
@@ -153,10 +165,23 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
     const Rank& rank = member->executor->rank();
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       const auto* flag = flag_of(member->heap.bytes().data(), peer);
+      Activity& activity = member->control_block()->activity;
+      const uint64_t begin_ns = MonotonicNs();
+      activity.Await(Phase::kAwaitsBarrier, begin_ns, peer, Channel::kBarrier, epoch);
       const WaitResult result = WaitUntil(
           member->control_block()->doorbell,
           [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
           rank.heaps[peer] == nullptr ? rank.proxy : nullptr);
+      const uint64_t end_ns = MonotonicNs();
+      activity.Enter(Phase::kBetweenCalls, end_ns);
+      if (member->trace != nullptr && peer != rank.rank) {
+        member->trace->Add({.begin_ns = begin_ns,
+                            .end_ns = end_ns,
+                            .value = epoch,
+                            .peer = static_cast<uint16_t>(peer),
+                            .kind = TraceKind::kBarrier,
+                            .channel = static_cast<uint8_t>(Channel::kBarrier)});
+      }
       if (result == WaitResult::kFailed) return failure_->status();
       if (result == WaitResult::kTimeout) {
         return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
@@ -212,38 +237,6 @@ std::vector<FlowStats> Session::flow_stats() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   if (!lease) return last_flows_;
   return proxy_ == nullptr ? std::vector<FlowStats>() : proxy_->Stats();
-}
-
-std::string Session::DumpState() const {
-  const Lifecycle::Lease lease = lifecycle_.Enter();
-  std::string_view state = lease ? "running" : "closed";
-  if (lease && is_leaving_.load(std::memory_order_relaxed)) state = "closing";
-  std::string out = StateLine(options_.name, state, FailureText());
-  if (!lease) return out;
-  for (const auto& member : members_) {
-    out += "  " + options_.NameOf(member->id);
-    if (member->executor != nullptr) {
-      out += ": executed " + std::to_string(member->executor->num_executed()) + ", queued " +
-             std::to_string(member->executor->num_queued());
-    }
-    out += "\n    flags (newest epoch by source rank):";
-    for (uint32_t channel = 0; channel < kNumChannels; ++channel) {
-      std::string row;
-      bool any = false;
-      for (uint32_t source = 0; source < options_.shape.num_ranks; ++source) {
-        const uint64_t value = reinterpret_cast<const std::atomic<uint64_t>*>(
-                                   member->heap.bytes().data() +
-                                   layout_.flag_offset(static_cast<Channel>(channel), source))
-                                   ->load(std::memory_order_relaxed);
-        any |= value != 0;
-        row += " " + std::to_string(value);
-      }
-      if (any) out += "\n      channel " + std::to_string(channel) + ":" + row;
-    }
-    out += "\n";
-  }
-  if (proxy_ != nullptr) out += proxy_->DumpState();
-  return out;
 }
 
 }  // namespace jax_ep

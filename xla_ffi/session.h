@@ -14,10 +14,12 @@
 #include "kernels/launch.h"
 #include "proxy/abi/command.h"
 #include "proxy/base/shared_memory.h"
+#include "proxy/base/trace.h"
 #include "proxy/proxy.h"
 #include "xla_ffi/executor.h"
 #include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
+#include "xla_ffi/report.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
 #include "xla_ffi/worker_pool.h"
@@ -72,6 +74,9 @@ class Session {
     return counters_;
   }
   std::vector<FlowStats> flow_stats() const;
+  // One page: who hangs, in the first line; what every rank does, and for whom it waits.
+  std::string Report() const;
+  // The same and more, for a bug report.
   std::string DumpState() const;
 
  private:
@@ -90,6 +95,10 @@ class Session {
   Status SayGoodbye(Departure departure);
   // For the monitor: fails the group if a call needs a rank that has said good-bye.
   void CheckFarewells() const;
+  // For the monitor: writes the report to the log, once for each wait, when a local rank has waited
+  // longer than a tenth of timeout. Of the processes of a node, one does.
+  void ReportStalls();
+  TeamView ViewTeam(uint32_t team) const;
   uint32_t process_of(uint32_t team, uint32_t rank) const {
     return options_.team_processes[team][rank];
   }
@@ -104,8 +113,10 @@ class Session {
   std::unique_ptr<ContinuationWatch> watch_;
   std::unique_ptr<Proxy> proxy_;
   std::unique_ptr<Monitor> monitor_;
+  std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   std::atomic<uint64_t> barrier_epoch_{0};
   bool started_ = false;
+  uint64_t reported_ns_ = 0;  // of the monitor's thread: when it last wrote a page
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;
   std::atomic<bool> is_leaving_{false};  // publishes last_failure_

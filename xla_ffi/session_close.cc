@@ -16,7 +16,7 @@ constexpr std::chrono::milliseconds kDrainPeriod{1};
 
 Session::~Session() {
   if (lifecycle_.is_forked()) {
-    Leak(members_, watch_, proxy_, monitor_);
+    Leak(members_, watch_, proxy_, monitor_, tracer_);
   } else {
     Close();
   }
@@ -143,6 +143,7 @@ void Session::Close(Departure departure) {
   proxy_.reset();  // before the memory that it has registered
   members_.clear();
   watch_.reset();
+  tracer_.reset();
   lifecycle_.EndClose();
 }
 

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstdio>
 #include <limits>
+#include <sstream>
 #include <type_traits>
 
 #include "proxy/abi/command.h"
+#include "xla_ffi/call_lines.h"
 
 namespace jax_ep {
 namespace {
@@ -112,6 +114,42 @@ std::string WrongPositionText(const SessionOptions& options, const LocalRank& lo
          ", expected " + options.NameOf(local) +
          " as in the group's mesh; call the program with arrays over that mesh (its devices in the "
          "same order), or create a group for this order";
+}
+
+Result<Rank::Stall> StallOf(const std::string& spec, uint32_t rank) {
+  if (spec.empty()) return Rank::Stall{};
+  std::istringstream parts(spec);
+  std::string name;
+  uint32_t stalled = 0;
+  double seconds = 0;
+  char colon = 0;
+  if (std::getline(parts, name, ':') && parts >> stalled >> colon >> seconds && colon == ':') {
+    for (uint32_t index = 0; index < kNumChannels; ++index) {
+      const auto channel = static_cast<Channel>(index);
+      if (ChannelName(channel) != name) continue;
+      if (stalled != rank) return Rank::Stall{};
+      return Rank::Stall{.channel = channel,
+                         .time = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                             std::chrono::duration<double>(seconds))};
+    }
+  }
+  return InvalidArgument("JAX_EP_TEST_STALL: got " + spec + ", expected CHANNEL:RANK:SECONDS");
+}
+
+Result<std::shared_ptr<Tracer>> OpenTracer(const SessionOptions& options, const Env& env) {
+  if (env.trace.empty()) return std::shared_ptr<Tracer>();
+  return Tracer::Open(env.trace, options.process_index,
+                      [](uint64_t site) { return CallLines::Instance().Find(site); });
+}
+
+std::shared_ptr<TraceTrack> AddTrack(Tracer* tracer, const SessionOptions& options,
+                                     const LocalRank& local, TrackKind kind) {
+  if (tracer == nullptr) return nullptr;
+  return tracer->AddTrack({.kind = kind,
+                           .team = options.IdOf(local.team),
+                           .rank = local.rank,
+                           .num_ranks = options.shape.num_ranks,
+                           .group_name = options.name});
 }
 
 ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env) {

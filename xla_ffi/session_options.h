@@ -3,15 +3,18 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "kernels/launch.h"
 #include "kernels/layout.h"
 #include "proxy/base/env.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
+#include "proxy/base/trace.h"
 #include "proxy/proxy.h"
 #include "proxy/transport.h"
 
@@ -74,6 +77,17 @@ Status OutsideOfMesh(const SessionOptions& options, const char* operation,
 
 // The end of an error's text: a program holds the rank's device to stand at `got`.
 std::string WrongPositionText(const SessionOptions& options, const LocalRank& local, int64_t got);
+
+// What `spec` (Env::stall_spec) says of that rank.
+// \error kInvalidArgument  it is not "CHANNEL:RANK:SECONDS"
+Result<Rank::Stall> StallOf(const std::string& spec, uint32_t rank);
+
+// The trace that JAX_EP_TRACE asks for, or null.
+Result<std::shared_ptr<Tracer>> OpenTracer(const SessionOptions& options, const Env& env);
+
+// A track of that rank or of its proxy; null without a tracer.
+std::shared_ptr<TraceTrack> AddTrack(Tracer* tracer, const SessionOptions& options,
+                                     const LocalRank& local, TrackKind kind);
 
 // What every proxy of the session is made with.
 ProxyOptions ProxyOptionsFor(const SessionOptions& options, const Env& env);

@@ -14,10 +14,13 @@ SESSION = [
     "monitor.cc",
     "order.cc",
     "rank_records.cc",
+    "report.cc",
+    "reporter.cc",
     "session.cc",
     "session_close.cc",
     "session_connect.cc",
     "session_options.cc",
+    "session_report.cc",
     "worker_pool.cc",
 ]
 

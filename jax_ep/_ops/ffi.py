@@ -6,6 +6,7 @@ always flat [R, H] here.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -24,9 +25,16 @@ _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
 _PAD_CODES = {"zero": 0, "undefined": 1}
 
+
+def _note_lines(lines: list[tuple[int, str]]) -> None:
+    """Tells the extension where calls stand in the program, for Group.report."""
+    with contextlib.suppress(ImportError):  # a lowering-only group's, where it is not built
+        _extension.load().set_call_lines([(name, line) for name, line in lines if name and line])
+
+
 # A primitive for each, whose name profiles show.
 _calls = {
-    name: _jax_compat.call_primitive(target, lowering.check, lowering.module_key)
+    name: _jax_compat.call_primitive(target, lowering.check, lowering.module_key, _note_lines)
     for name, target in TARGETS.items()
 }
 

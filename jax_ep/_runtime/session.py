@@ -135,8 +135,12 @@ class NativeSession:
         }
         return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
 
+    def report(self) -> str:
+        """As `Group.report`."""
+        return str(self._session.report())
+
     def dump_state(self) -> str:
-        """A text with everything that a hang report needs."""
+        """The report and more, for a bug report."""
         return str(self._session.dump_state())
 
 
@@ -150,6 +154,7 @@ class _Released:
         self._failure = str(session.failure_text())
         self._ranks = session.rank_stats()
         self._flows = session.flow_stats()
+        self._report = str(session.report())
         self._state = str(session.dump_state())
         self.data_path = getattr(session, "data_path", "heap")
 
@@ -167,6 +172,10 @@ class _Released:
     def flow_stats(self) -> Any:
         """Counters of each flow."""
         return self._flows
+
+    def report(self) -> str:
+        """That it is closed."""
+        return self._report
 
     def dump_state(self) -> str:
         """For a bug report."""

@@ -77,6 +77,7 @@ Status HtCombine::StagePartials() {
     stages_any |= IsStagedFor(source);
   }
   if (!stages_any) return Status::Ok();
+  const TracePhase phase(rank_.trace, "stage partial sums");
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
   const bool is_streamed =
@@ -126,6 +127,7 @@ void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
 }
 
 Status HtCombine::SendNodePartials(uint32_t owner) {
+  const TracePhase phase(rank_.trace, "pack partial sums", owner);
   const uint32_t owner_node = owner / shape_.node_size;
   PackedStream stream(op_, Channel::kCombine, owner, layout_.comb_send.At(set_, owner_node),
                       layout_.comb_recv.At(set_, rank_.node()));
@@ -233,6 +235,7 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<i
 }
 
 Status HtCombine::Sum() {
+  const TracePhase phase(rank_.trace, "sum rows");
   std::vector<Contribution> contributions(shape_.num_ranks);
   std::vector<int32_t> maps;
   std::vector<Reading> readings;

@@ -87,6 +87,7 @@ void HtDispatch::Pack(std::byte* to, int64_t token) const {
 
 // Rows that a node-mate reads (this rank itself counts in a start half, when x will be gone).
 Status HtDispatch::StageRows() {
+  const TracePhase phase(rank_.trace, "stage rows");
   const uint64_t rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
   std::byte* stage = op_.own_heap() + layout_.stage.At(set_);
   rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
@@ -106,6 +107,8 @@ Status HtDispatch::StageRows() {
 }
 
 Status HtDispatch::SendToNode(uint32_t node) {
+  const TracePhase phase(rank_.trace, "pack rows for node",
+                         node * shape_.node_size + rank_.local_rank());
   const uint64_t rows_per_node = static_cast<uint64_t>(params_.recv_rows) * shape_.node_size;
   const uint32_t rail = node * shape_.node_size + rank_.local_rank();
   const uint64_t local_offset = layout_.send_stage.At(set_, node);
@@ -187,6 +190,7 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
 }
 
 Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
+  const TracePhase phase(rank_.trace, "pull rows", source);
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   std::optional<Reading> reading;  // until this returns
   if (IsPublished(source)) {

@@ -32,6 +32,7 @@ class LlCombine {
 };
 
 Status LlCombine::SendTo(const RowIndex& index, const PartialPitch& pitch, uint32_t owner) {
+  const TracePhase phase(rank_.trace, "send partial sums", owner);
   const bool is_mate = op_.is_mate(owner);
   const uint64_t local_block =
       is_mate ? layout_.ll_comb.At(set_, rank_.rank) : layout_.ll_comb_send.At(set_, owner);
@@ -116,7 +117,10 @@ Status LlCombine::Receive(uint64_t epoch) {
                            .pitch = pitch.rank_pitch,
                            .scalars_offset = pitch.scalars_offset};
   }
-  SumTokens(rank_, params_, rows_per_rank, contributions);
+  {
+    const TracePhase phase(rank_.trace, "sum partial sums");
+    SumTokens(rank_, params_, rows_per_rank, contributions);
+  }
   JAX_EP_RETURN_IF_ERROR(op_.SignalAll(Channel::kLlCombineDone, NextDoneSeq(op_, kLlCombineKind)));
   EndCall(op_, kLlCombineKind, set_);
   CountCombine(rank_);

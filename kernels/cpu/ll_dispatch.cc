@@ -128,6 +128,7 @@ void LlDispatch::WriteRow(std::byte* block, uint64_t token) const {
 // One copy of every row that leaves the node, then one command per (row, rank). The slot of a row
 // is its token, that of the meta block T; the count message ends the epoch for the receiver.
 Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
+  const TracePhase phase(rank_.trace, "send rows to other nodes");
   const uint64_t local_block = layout_.ll_disp_send.At(set_);
   const uint64_t remote_block = layout_.ll_disp.At(set_, rank_.rank);
   std::byte* stage = op_.own_heap() + local_block;
@@ -202,6 +203,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
   if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(meta_bytes));
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
+    const TracePhase phase(rank_.trace, "write rows", mate);
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
     WriteMeta(block);
     ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });
@@ -226,6 +228,7 @@ Status LlDispatch::CheckHeaders() {
 
 // All ranks' expert ids have arrived: the same plan as the HT exchange makes.
 void LlDispatch::MakePlan() {
+  const TracePhase phase(rank_.trace, "assign rows");
   const uint32_t num_ranks = shape_.num_ranks;
   const uint64_t cells = num_tokens_ * shape_.top_k;
   const uint64_t codes_ints = SortedCodesInts(cells, num_ranks);
@@ -279,6 +282,7 @@ Status LlDispatch::Receive(uint64_t epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params.num_tokens, params.recv_src));
   if (params.recv_x != nullptr || !params.recv_weights.empty()) {
+    const TracePhase phase(rank_.trace, "unpack rows");
     const RowUnpacker unpacker(shape_, params, index);
     unpacker.ZeroPadding(rank_.parallel_for);
     for (uint32_t source = 0; source < shape_.num_ranks; ++source) {

@@ -31,6 +31,7 @@ PlanHeader HeaderOf(const PlanParams& params) {
 
 // Counts block and this rank's segment to each rank of the other nodes, then the signals.
 Status SendRouting(Operation& op, uint32_t set) {
+  const TracePhase phase(op.rank().trace, "send routing");
   const GroupShape& shape = op.shape();
   const HeapLayout& layout = op.layout();
   const uint64_t block = layout.plan_send.At(set);
@@ -123,6 +124,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   JAX_EP_RETURN_IF_ERROR(SendRouting(op, set));
 
   JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlan, op.epoch()));
+  const TracePhase phase(rank.trace, "assign rows");
   std::vector<SourceRouting> sources(shape.num_ranks);
   for (uint32_t source = 0; source < shape.num_ranks; ++source) {
     JAX_EP_ASSIGN_OR_RETURN(sources[source], RoutingOf(op, params, set, source));

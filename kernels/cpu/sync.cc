@@ -12,6 +12,8 @@ namespace {
 
 // How long a producer sleeps between tries on a full ring, after kYieldRounds yields.
 constexpr std::chrono::microseconds kRingFullSleep{50};
+// How often a rank that stands for a test looks whether the group has failed.
+constexpr std::chrono::milliseconds kStallSlice{5};
 
 std::atomic<uint64_t>& FlagWord(const Operation& op, uint32_t mate, Channel channel,
                                 uint32_t source) {
@@ -65,16 +67,17 @@ uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) co
 Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value) {
   if (ReadFlag(mate, channel, source) >= value) return Status::Ok();
   KickProxy();
-  const auto begin = Deadline::Clock::now();
+  const uint64_t begin = MonotonicNs();
+  activity().Await(Phase::kAwaitsSignal, begin, source, channel, value);
   const WaitResult result = WaitUntil(
       BellOf(*this, mate), [&] { return ReadFlag(mate, channel, source) >= value; }, deadline_,
       *rank_.failure, is_mate(source) ? nullptr : rank_.proxy);
+  const uint64_t end = MonotonicNs();
   if (rank_.counters != nullptr) {
-    const auto waited =
-        std::chrono::duration_cast<std::chrono::nanoseconds>(Deadline::Clock::now() - begin);
-    rank_.counters->wait_ns.fetch_add(static_cast<uint64_t>(waited.count()),
-                                      std::memory_order_relaxed);
+    rank_.counters->wait_ns.fetch_add(end - begin, std::memory_order_relaxed);
   }
+  activity().Enter(Phase::kWorking, end);
+  TraceWait(TraceKind::kWait, begin, end, source, channel, value, mate);
   if (result == WaitResult::kReady) return Status::Ok();
   if (result == WaitResult::kFailed) return CheckLatch();
   const double seconds = std::chrono::duration<double>(rank_.timeout).count();
@@ -85,6 +88,24 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
   message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
              "; that rank is late or has not made this call (see Config.timeout_s)";
   return Fail(DeadlineExceeded(std::move(message)));
+}
+
+void Operation::TraceSignal(uint32_t peer, Channel channel, uint64_t value) const {
+  if (rank_.trace == nullptr) return;
+  const uint64_t now_ns = MonotonicNs();
+  TraceWait(TraceKind::kSignal, now_ns, now_ns, peer, channel, value, peer);
+}
+
+void Operation::TraceWait(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer,
+                          Channel channel, uint64_t value, uint32_t flag_rank) const {
+  if (rank_.trace == nullptr) return;
+  rank_.trace->Add({.begin_ns = begin_ns,
+                    .end_ns = end_ns,
+                    .value = value,
+                    .detail = flag_rank,
+                    .peer = static_cast<uint16_t>(peer),
+                    .kind = kind,
+                    .channel = static_cast<uint8_t>(channel)});
 }
 
 Status Operation::WaitMates(Channel channel, uint64_t value) {
@@ -112,8 +133,16 @@ Status Operation::WaitAll(Channel channel, uint64_t value) {
   return Status::Ok();
 }
 
+void Operation::StallForTests(Channel channel) {
+  if (rank_.stall.time.count() == 0 || rank_.stall.channel != channel) return;
+  const Deadline end = Deadline::After(std::exchange(rank_.stall.time, {}));
+  while (!end.expired() && !rank_.failure->failed()) std::this_thread::sleep_for(kStallSlice);
+}
+
 Status Operation::Signal(uint32_t peer, Channel channel, uint64_t value) {
+  StallForTests(channel);
   if (is_mate(peer)) {
+    TraceSignal(peer, channel, value);
     // Orders everything that this rank wrote or read before, in its own heap or the mate's,
     // before the flag; pairs with the acquire of ReadFlag.
     FlagWord(*this, peer, channel, rank_.rank).store(value, std::memory_order_release);
@@ -156,6 +185,7 @@ Status Operation::SignalAll(Channel channel, uint64_t value) {
 }
 
 Status Operation::Push(const Command& command) {
+  StallForTests(command.channel);
   const auto packed = TryPack(command);
   if (!packed.has_value()) {
     return Fail(Internal(
@@ -165,7 +195,14 @@ Status Operation::Push(const Command& command) {
         std::to_string(command.local_offset) + " to offset " +
         std::to_string(command.remote_offset) + ", value " + std::to_string(command.value)));
   }
-  for (int round = 0; !rank_.ring.TryPush(*packed); ++round) {
+  if (command.op != Op::kWrite) TraceSignal(command.dst_rank, command.channel, command.epoch);
+  int round = 0;
+  uint64_t begin = 0;
+  for (; !rank_.ring.TryPush(*packed); ++round) {
+    if (round == 0) {
+      begin = MonotonicNs();
+      activity().Await(Phase::kAwaitsRing, begin, command.dst_rank, command.channel, command.epoch);
+    }
     has_unannounced_commands_ = true;
     KickProxy();
     JAX_EP_RETURN_IF_ERROR(CheckLatch());
@@ -180,6 +217,12 @@ Status Operation::Push(const Command& command) {
     } else {
       std::this_thread::sleep_for(kRingFullSleep);
     }
+  }
+  if (round > 0) {
+    const uint64_t end = MonotonicNs();
+    activity().Enter(Phase::kWorking, end);
+    TraceWait(TraceKind::kRingFull, begin, end, command.dst_rank, command.channel, command.epoch,
+              command.dst_rank);
   }
   has_unannounced_commands_ = true;
   return Status::Ok();

@@ -15,6 +15,32 @@
 
 namespace jax_ep {
 
+// A part of a call, in the trace from here to the end of the scope.
+class TracePhase {
+ public:
+  // `name` must live as long as the process. `peer`: with whom, or TraceEvent::kNobody.
+  TracePhase(TraceTrack* track, const char* name, uint32_t peer = TraceEvent::kNobody)
+      : track_(track), name_(name), peer_(static_cast<uint16_t>(peer)) {
+    if (track_ != nullptr) begin_ns_ = MonotonicNs();
+  }
+  ~TracePhase() {
+    if (track_ == nullptr) return;
+    track_->Add({.begin_ns = begin_ns_,
+                 .end_ns = MonotonicNs(),
+                 .peer = peer_,
+                 .kind = TraceKind::kPhase,
+                 .name = track_->NameIndex(name_)});
+  }
+  TracePhase(const TracePhase&) = delete;
+  TracePhase& operator=(const TracePhase&) = delete;
+
+ private:
+  TraceTrack* const track_;
+  const char* const name_;
+  const uint16_t peer_;
+  uint64_t begin_ns_ = 0;
+};
+
 // Lives on the executor's stack during one launcher call.
 class Operation {
  public:
@@ -28,7 +54,10 @@ class Operation {
   const GroupShape& shape() const { return rank_.shape; }
   const HeapLayout& layout() const { return rank_.layout; }
   uint64_t epoch() const { return epoch_; }
-  void set_epoch(uint64_t epoch) { epoch_ = epoch; }
+  void set_epoch(uint64_t epoch) {
+    epoch_ = epoch;
+    activity().epoch.store(epoch, std::memory_order_relaxed);
+  }
 
   bool is_mate(uint32_t peer) const { return rank_.heaps[peer] != nullptr; }
   std::byte* heap(uint32_t mate) const { return rank_.heaps[mate]; }
@@ -69,6 +98,11 @@ class Operation {
 
  private:
   std::string Where() const;
+  void StallForTests(Channel channel);
+  void TraceSignal(uint32_t peer, Channel channel, uint64_t value) const;
+  void TraceWait(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer, Channel channel,
+                 uint64_t value, uint32_t flag_rank) const;
+  Activity& activity() const { return reinterpret_cast<ControlBlock*>(own_heap())->activity; }
 
   Rank& rank_;
   std::string_view name_;

@@ -7,6 +7,7 @@
 #include "kernels/gpu/checks.h"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/profiler_range.h"
 
 namespace jax_ep::gpu {
 
@@ -67,6 +68,7 @@ const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& cal
 template <typename Params, typename Launch>
 const char* Locked(RankHandle* rank, const GroupShape& shape, Operation operation,
                    const Params& params, Stream stream, Launch&& launch) {
+  const ProfilerRange range(RangeName(operation, params.mode));
   const std::lock_guard lock(rank->launching);
   rank->device.shape = shape;
   rank->device.program = FingerprintOf(operation, shape, params.program, params.mode, params.layout,

@@ -32,6 +32,11 @@ struct Env {
   // JAX_EP_FAULTY: spec of the faulty transport (proxy/transport/faulty.h); empty: none. Tests
   // only.
   std::string faulty_spec;
+  // JAX_EP_TRACE: beginning of the path of this process's trace (proxy/base/trace.h); empty: none.
+  std::string trace;
+  // JAX_EP_TEST_STALL: "CHANNEL:RANK:SECONDS", where that rank stands once (xla_ffi/report.h).
+  // Tests only.
+  std::string stall_spec;
 
   // JAX_EP_SOCKET_IFNAME: interfaces "eth0" or "eth0,eth1" that network transports use and listen
   // on; several are rails. Empty: the first that is up and has an address, loopback last.

@@ -24,6 +24,7 @@ TESTS = [
     "shm_test.cc",
     "side_channel_test.cc",
     "topology_test.cc",
+    "trace_test.cc",
     "verbs_fault_test.cc",
     "verbs_test.cc",
 ]

@@ -7,6 +7,7 @@ TESTS = [
     "executor_test.cc",
     "monitor_test.cc",
     "rank_records_test.cc",
+    "report_test.cc",
     "session_options_test.cc",
     "session_table_test.cc",
     "session_test.cc",

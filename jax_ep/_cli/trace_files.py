@@ -1,0 +1,166 @@
+"""Reads what JAX_EP_TRACE has written: the files of proxy/base/trace.h, one of each process."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+FORMAT_VERSION = "1"
+NOBODY = 0xFFFF
+
+EVENT = np.dtype(  # TraceEvent of proxy/base/trace_track.h
+    [
+        ("begin", "<u8"),  # ns, on the monotonic clock of the host
+        ("end", "<u8"),
+        ("value", "<u8"),
+        ("detail", "<u8"),
+        ("extra", "<u8"),
+        ("peer", "<u2"),
+        ("kind", "u1"),
+        ("channel", "u1"),
+        ("name", "u1"),
+        ("unused", "u1", 3),
+    ]
+)
+
+
+class Kind(enum.IntEnum):
+    """TraceKind of proxy/base/trace_track.h, which says what the other fields mean."""
+
+    CALL = 0
+    PHASE = 1
+    WAIT = 2
+    RING_FULL = 3
+    BARRIER = 4
+    SIGNAL = 5
+    COMMAND = 6
+    FLAG = 7
+    ACKNOWLEDGED = 8
+
+
+class _Record(enum.IntEnum):
+    PROCESS = 1
+    TRACK = 2
+    NAME = 3
+    SITE = 4
+    EVENTS = 5
+    DROPPED = 6
+
+
+@dataclasses.dataclass
+class Track:
+    """What a rank did ("rank"), or its proxy ("proxy")."""
+
+    kind: str
+    group: str
+    team: int
+    num_teams: int
+    rank: int
+    num_ranks: int
+    names: dict[int, str] = dataclasses.field(default_factory=dict)
+    parts: list[np.ndarray] = dataclasses.field(default_factory=list)
+    num_dropped: int = 0
+
+    @property
+    def events(self) -> np.ndarray:
+        """All of them, in the order in which they ended; [n] of EVENT."""
+        return np.concatenate(self.parts) if self.parts else np.zeros(0, EVENT)
+
+
+@dataclasses.dataclass
+class Process:
+    """The file of one process."""
+
+    path: Path
+    host: str
+    boot_id: str  # equal where the clocks are
+    pid: int
+    index: int
+    real_offset_ns: int  # real time minus monotonic time
+    tracks: dict[int, Track] = dataclasses.field(default_factory=dict)
+    sites: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+def find(prefix: str) -> list[Path]:
+    """The files that processes with JAX_EP_TRACE=prefix have written.
+
+    Raises:
+        ValueError: there are none.
+    """
+    base = Path(prefix)
+    found = sorted(
+        path
+        for path in (base.parent.iterdir() if base.parent.is_dir() else ())
+        if path.name.startswith(f"{base.name}.") and path.name.endswith(".jaxep")
+    )
+    if not found:
+        raise ValueError(
+            f"no trace begins with {prefix}; expected {prefix}.HOST.PID.jaxep: run the job with "
+            f"JAX_EP_TRACE={prefix}, and copy here what its other hosts have written"
+        )
+    return found
+
+
+def read(path: Path) -> Process:
+    """One file. What a killed process has not written to the end is left out.
+
+    Raises:
+        ValueError: it is no such file, or of another version of jax_ep.
+    """
+    process: Process | None = None
+    tracks: dict[int, Track] = {}
+    sites: dict[int, str] = {}
+    for kind, body in _records(path.read_bytes()):
+        if kind == _Record.PROCESS:
+            if process is None and (process := _process(path, body)) is None:
+                break
+        elif process is None:
+            break
+        elif kind == _Record.TRACK:
+            tracks[_u32(body)] = _track(body[4:])
+        elif kind == _Record.NAME:
+            tracks[_u32(body)].names[_u32(body[4:])] = body[8:].decode()
+        elif kind == _Record.SITE:
+            sites[struct.unpack_from("<Q", body)[0]] = body[8:].decode()
+        elif kind == _Record.EVENTS:
+            tracks[_u32(body)].parts.append(np.frombuffer(body, EVENT, offset=8))
+        elif kind == _Record.DROPPED:
+            tracks[_u32(body)].num_dropped = struct.unpack_from("<Q", body, 8)[0]
+    if process is None:
+        raise ValueError(f"{path} is not a trace of jax_ep (version {FORMAT_VERSION})")
+    process.tracks, process.sites = tracks, sites
+    return process
+
+
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at + 8 <= len(data):
+        kind, length = struct.unpack_from("<II", data, at)
+        at += 8
+        if at + length > len(data):
+            return
+        yield kind, data[at : at + length]
+        at += length
+
+
+def _u32(body: bytes) -> int:
+    return int.from_bytes(body[:4], "little")
+
+
+def _process(path: Path, body: bytes) -> Process | None:
+    lines = body.decode(errors="replace").split("\n")
+    if len(lines) != 7 or lines[0] != FORMAT_VERSION:
+        return None
+    host, boot_id = lines[1:3]
+    pid, index, monotonic_ns, real_ns = map(int, lines[3:])
+    return Process(path, host, boot_id, pid, index, real_ns - monotonic_ns)
+
+
+def _track(body: bytes) -> Track:
+    kind, team, num_teams, rank, num_ranks, group = body.decode().split("\n", 5)
+    return Track(kind, group, int(team), int(num_teams), int(rank), int(num_ranks))

@@ -1,0 +1,248 @@
+"""A job whose rank 1 stands: what `python -m jax_ep report` and SIGUSR1 say of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import children
+import pytest
+from launching import PROGRAMS
+
+from jax_ep._cli import who_hangs
+
+pytest.importorskip("jax_ep._core")
+pytestmark = pytest.mark.multiprocess
+
+SILENT_S = 3.0  # a heartbeat is missed after 2
+LINE = 1 + next(
+    n
+    for n, line in enumerate((PROGRAMS / "stand.py").read_text().splitlines())
+    if "THE CALL" in line
+)
+
+
+class _Job:
+    """The program under the launcher; its output so far."""
+
+    def __init__(self, folder):
+        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "4", str(PROGRAMS / "stand.py")]
+        self.process = subprocess.Popen(
+            [*command, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=children.quick(),
+        )
+        self.lines = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def text(self):
+        return "".join(self.lines)
+
+    def wait_for(self, words, limit_s=100.0):
+        deadline = time.monotonic() + limit_s
+        while words not in self.text:
+            assert time.monotonic() < deadline and self.process.poll() is None, self.text[-4000:]
+            time.sleep(0.02)
+
+    def end(self):
+        self.process.wait(100)
+        self._reader.join(10)
+        return self.process.returncode
+
+
+def _ask(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "jax_ep", "report", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=children.plain() | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def _pages(text):
+    """By the ranks that a page knows: its first line, then all of it."""
+    pages = {}
+    for page in re.split(r"^(?=group )", text, flags=re.MULTILINE):
+        known = tuple(
+            int(rank)
+            for rank, what in re.findall(
+                r"^  rank (\d), process \d[^:]*: (.*)$", page, re.MULTILINE
+            )
+            if "in another node" not in what
+        )
+        if known:
+            pages[known] = page
+    return pages
+
+
+def _until(condition, limit_s=30.0):
+    """What it returns once that is true."""
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return found
+
+
+def _pid_of(rank, page):
+    return int(re.search(rf"^  rank {rank}, process \d, pid (\d+)", page, re.MULTILINE)[1])
+
+
+def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
+    job = _Job(tmp_path)
+    try:
+        job.wait_for("STANDS GO1")
+
+        def both_nodes_wait():
+            pages = _pages(_ask().stdout)
+            waits = [
+                re.search(r"rank 1 .*for (\d+\.\d) s", pages.get(node, "").partition("\n")[0])
+                for node in ((0, 1), (2, 3))
+            ]
+            return pages if all(found and float(found[1]) >= 1.0 for found in waits) else None
+
+        pages = _until(both_nodes_wait)
+        first = pages[0, 1].splitlines()[0]
+        assert "rank 1 (process 1) has kept rank 0 waiting for" in first
+        assert (
+            f"has not made call 5, dispatch (ll) epoch 3 at {PROGRAMS / 'stand.py'}:{LINE}" in first
+        )
+        first = pages[2, 3].splitlines()[0]
+        assert "rank 1 (process 1) has kept rank" in first and "it is in another node" in first
+        assert "window 256" in pages[2, 3]
+
+        # One process alone; and one that does not exist.
+        pid = _pid_of(0, pages[0, 1])
+        assert "rank 1 (process 1) has kept rank 0 waiting" in _ask("--pid", str(pid)).stdout
+        missing = _ask("--pid", "1")
+        assert missing.returncode == 1 and "process 1 is none of this host" in missing.stderr
+
+        # The log, though the main thread is in XLA.
+        os.kill(pid, signal.SIGUSR1)
+        job.wait_for("SIGUSR1: this process's groups", 20)
+        assert "rank 1 (process 1) has kept rank 0 waiting" in job.text
+
+        # A stopped process does not answer; its node-mate says so.
+        stopped = _pid_of(3, pages[2, 3])
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            time.sleep(SILENT_S)
+            done = _ask()
+            assert f"process {stopped} does not answer" in done.stdout
+            assert "state T (stopped)" in done.stdout
+            assert re.search(r"rank 3, process 3, pid \d+: SILENT for \d", done.stdout)
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+        (tmp_path / "GO1").touch()
+        job.wait_for("STANDS GO2")
+        closing = _until(
+            lambda: (
+                page
+                if "rank 1 (process 1) has kept rank 0 waiting"
+                in (page := _pages(_ask().stdout).get((0, 1), "")).partition("\n")[0]
+                else None
+            )
+        )
+        assert "it has not come to that point of create_group or close" in closing.splitlines()[0]
+        (tmp_path / "GO2").touch()
+        assert job.end() == 0, job.text[-4000:]
+    finally:
+        job.process.kill()
+
+
+ONE_PROCESS = """
+import os, signal, sys
+import jax, jax.numpy as jnp, numpy as np
+import jax_ep
+
+def taken():  # whether somebody handles SIGUSR1
+    text = open("/proc/self/status").read()
+    mask = int(text.split("SigCgt:")[1].split()[0], 16)
+    return bool(mask >> (signal.SIGUSR1 - 1) & 1)
+
+def group():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+    config = jax_ep.Config(num_experts=4, top_k=1, hidden=16, max_tokens=4, dtype=jnp.float32)
+    return jax_ep.create_group(mesh, "ep", config, implementation="native")
+
+assert not taken()
+one, two = group(), group()
+assert taken()
+one.close()
+assert taken()
+two.close()
+assert not taken()
+
+seen = []
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(1))
+with group():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert seen == [1]
+assert taken()
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+three = group()
+signal.signal(signal.SIGUSR1, lambda *_: seen.append(2))  # after ours: it stays
+three.close()
+os.kill(os.getpid(), signal.SIGUSR1)
+assert seen == [1, 2]
+signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+four = group()
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGUSR1)  # ends it, as without jax_ep
+    os._exit(7)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1
+four.close()
+print("GOOD")
+"""
+
+
+def test_the_signal_is_taken_only_where_nobody_else_wants_it():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::RuntimeWarning", "-c", ONE_PROCESS],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=children.quick() | {"JAX_PLATFORMS": "cpu"},
+    )
+    assert done.returncode == 0 and "GOOD" in done.stdout, done.stdout + done.stderr[-3000:]
+    assert "SIGUSR1: this process's groups" not in done.stderr
+
+
+def test_nothing_to_ask_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(who_hangs, "running", list)
+    assert who_hangs.report(None) == 1
+    assert "no process of this host that has a native group open" in capsys.readouterr().err
+
+
+def test_pages_of_one_node_are_shown_once_the_longest_wait_first():
+    def page(pid, group, first, *pids):
+        lines = [f"  rank {n}, process {n}, pid {each}: in no call" for n, each in enumerate(pids)]
+        return who_hangs.Page(pid, "\n".join([f"group {group}: {first}", *lines]) + "\n")
+
+    waits = "rank 1 (process 1) has kept rank 0 waiting for"
+    pages = [
+        page(11, "ep[4]#1", "nobody is waiting", 11, 12),
+        page(12, "ep[4]#1", f"{waits} 2.5 s: in no call", 11, 12),
+        page(21, "ep[4]#1", f"{waits} 9.0 s: in no call", 21, 22),  # of another job or node
+        page(12, "ep[4]#2", "nobody is waiting", 11, 12),
+    ]
+    assert who_hangs.newest_of_each(pages) == [pages[2], pages[1], pages[3]]

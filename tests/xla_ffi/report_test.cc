@@ -1,0 +1,153 @@
+// Who hangs: whom FindCulprit names, and what the page says of each rank.
+#include "xla_ffi/report.h"
+
+#include <gtest/gtest.h>
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kSecond = 1'000'000'000;
+constexpr uint64_t kNow = 100 * kSecond;
+
+std::string NoLine(uint64_t) { return ""; }
+
+// Four visible ranks that work since a second ago, each of a process of its own.
+TeamView FourRanks() {
+  TeamView team{.id = {}, .node_size = 4, .ranks = {}};
+  for (uint32_t rank = 0; rank < 4; ++rank) {
+    team.ranks.push_back({.process = rank,
+                          .pid = 1000 + rank,
+                          .is_visible = true,
+                          .num_calls = 5,
+                          .num_enqueued = 5,
+                          .phase = Phase::kWorking,
+                          .since_ns = kNow - kSecond,
+                          .beat_ns = kNow,
+                          .operation = "dispatch"});
+  }
+  return team;
+}
+
+void LetWait(TeamView& team, uint32_t rank, uint32_t for_whom, uint64_t seconds) {
+  RankView& view = team.ranks[rank];
+  view.phase = Phase::kAwaitsSignal;
+  view.channel = Channel::kDispatch;
+  view.awaited = for_whom;
+  view.since_ns = kNow - seconds * kSecond;
+}
+
+void LetSit(TeamView& team, uint32_t rank) {  // in Python
+  team.ranks[rank].phase = Phase::kBetweenCalls;
+  team.ranks[rank].num_calls = team.ranks[rank].num_enqueued = 4;
+}
+
+Culprit MustFind(const TeamView& team) {
+  const std::optional<Culprit> culprit = FindCulprit(team, kNow, NoLine);
+  EXPECT_TRUE(culprit.has_value());
+  return culprit.value_or(Culprit{});
+}
+
+TEST(FindCulprit, follows_the_longest_wait_to_its_end) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 9);
+  LetWait(team, 1, 3, 8);
+  LetWait(team, 2, 0, 7);
+  LetSit(team, 3);
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 3u);
+  EXPECT_EQ(culprit.victim, 0u);
+  EXPECT_EQ(culprit.wait_ns, 9 * kSecond);
+  EXPECT_NE(culprit.why.find("it has not made call 5, dispatch"), std::string::npos) << culprit.why;
+  EXPECT_EQ(CulpritText(team, culprit).find("rank 3 (process 3) has kept rank 0 waiting for 9.0 s"),
+            0u);
+}
+
+TEST(FindCulprit, names_a_circle) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 3);
+  LetWait(team, 1, 0, 2);
+  EXPECT_NE(MustFind(team).why.find("wait for each other in a circle"), std::string::npos);
+}
+
+TEST(FindCulprit, stops_at_who_is_silent_has_failed_or_left) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 6);
+  LetWait(team, 1, 2, 6);
+  const auto expect = [&team](const std::string& words) {
+    const Culprit culprit = MustFind(team);
+    EXPECT_EQ(culprit.rank, 1u);
+    EXPECT_NE(culprit.why.find(words), std::string::npos) << culprit.why;
+  };
+  team.ranks[1].beat_ns = kNow - 5 * kSecond;
+  expect("silent for 5.0 s");
+  team.ranks[1].state = MemberState::kFailed;
+  expect("its process has failed");
+  team.ranks[1].state = MemberState::kClosed;
+  expect("it has closed the group");
+  team.ranks[1].is_visible = false;
+  expect("it is in another node");
+}
+
+TEST(FindCulprit, who_waits_in_its_close_is_not_the_one) {
+  TeamView team = FourRanks();
+  for (const uint32_t rank : {0u, 2u, 3u}) {
+    LetWait(team, rank, 1, 4);
+    team.ranks[rank].phase = Phase::kAwaitsBarrier;
+    team.ranks[rank].state = MemberState::kClosed;
+  }
+  LetSit(team, 1);
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 1u);
+  EXPECT_NE(culprit.why.find("it has not come to that point of create_group or close"),
+            std::string::npos);
+}
+
+TEST(FindCulprit, a_rank_whose_calls_wait_for_their_turn_waits_for_rank_zero) {
+  TeamView team = FourRanks();
+  for (RankView& rank : team.ranks) rank.phase = Phase::kBetweenCalls;
+  team.ranks[2].num_enqueued = 7;
+  team.ranks[2].turn_since_ns = kNow - 3 * kSecond;
+  team.ranks[2].since_ns = kNow - 8 * kSecond;  // its turn could not come before
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 0u);
+  EXPECT_EQ(culprit.victim, 2u);
+  EXPECT_EQ(culprit.wait_ns, 3 * kSecond);
+  team.ranks[2].next_is_announced = true;  // but that call is not among its own
+  EXPECT_EQ(MustFind(team).rank, 2u);
+}
+
+TEST(FindCulprit, is_who_works_longest_where_nobody_waits) {
+  TeamView team = FourRanks();
+  team.ranks[1].since_ns = kNow - 4 * kSecond;
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 1u);
+  EXPECT_EQ(CulpritText(team, culprit).find("rank 1 (process 1) has not gone on for 4.0 s"), 0u);
+  for (RankView& rank : team.ranks) rank.phase = Phase::kBetweenCalls;
+  EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
+  EXPECT_EQ(CulpritText(team, std::nullopt), "nobody is waiting");
+}
+
+TEST(RankLines, say_what_each_rank_does_and_where) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 2);
+  team.ranks[0].site = 7;
+  team.ranks[0].epoch = 3;
+  team.ranks[0].signal = 3;
+  team.ranks[0].arrived = 2;
+  LetSit(team, 1);
+  team.ranks[2].phase = Phase::kAwaitsRing;
+  team.ranks[2].awaited = 3;
+  team.ranks[3].is_visible = false;
+  const auto line = [](uint64_t site) { return site == 7 ? "train.py:42" : ""; };
+  EXPECT_EQ(
+      RankLines(team, kNow, line),
+      "  rank 0, process 0, pid 1000: call 5, dispatch epoch 3 at train.py:42: waits for rank "
+      "1 for 2.0 s (dispatch signal 3, arrived 2)\n"
+      "  rank 1, process 1, pid 1001: in no call for 1.0 s since call 4, dispatch\n"
+      "  rank 2, process 2, pid 1002: call 5, dispatch: waits for 1.0 s for space in the "
+      "command ring, to send to rank 3 (order)\n"
+      "  rank 3, process 3, pid 1003: in another node; this one knows only the flows below\n");
+}
+
+}  // namespace
+}  // namespace jax_ep

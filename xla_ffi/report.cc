@@ -1,0 +1,191 @@
+#include "xla_ffi/report.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+namespace jax_ep {
+namespace {
+
+// A monitor shows a heartbeat ten times a second or more often: after this its process stands.
+constexpr uint64_t kSilenceNs = 2'000'000'000;
+
+std::string Seconds(uint64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+uint64_t Since(uint64_t then_ns, uint64_t now_ns) {
+  return then_ns == 0 || then_ns > now_ns ? 0 : now_ns - then_ns;
+}
+
+std::string CallText(const RankView& rank, const LineOf& line_of) {
+  std::string text = "call " + std::to_string(rank.num_calls) + ", " + rank.operation;
+  if (rank.epoch != 0) text += " epoch " + std::to_string(rank.epoch);
+  const std::string line = rank.site == 0 ? std::string() : line_of(rank.site);
+  return line.empty() ? text : text + " at " + line;
+}
+
+// It has said good-bye, and waits for nobody any more.
+bool HasLeft(const RankView& rank) {
+  return rank.state == MemberState::kClosed && rank.phase != Phase::kAwaitsBarrier;
+}
+
+bool IsSilent(const RankView& rank, uint64_t now_ns) {
+  return rank.state == MemberState::kRunning && rank.beat_ns != 0 &&
+         Since(rank.beat_ns, now_ns) > kSilenceNs;
+}
+
+// What the rank does, whoever waits for it.
+std::string Doing(const TeamView& team, const RankView& rank, uint64_t now_ns,
+                  const LineOf& line_of) {
+  const std::string for_long = " for " + Seconds(Since(rank.since_ns, now_ns));
+  const auto awaited = [&] { return RankName(team.id, rank.awaited); };
+  switch (rank.phase) {
+    case Phase::kBetweenCalls:
+      break;
+    case Phase::kWorking:
+      return CallText(rank, line_of) + ": has worked" + for_long + " and waits for nobody";
+    case Phase::kAwaitsSignal:
+      return CallText(rank, line_of) + ": waits for " + awaited() + for_long + " (" +
+             std::string(ChannelName(rank.channel)) + " signal " + std::to_string(rank.signal) +
+             ", arrived " + std::to_string(rank.arrived) + ")";
+    case Phase::kAwaitsRing:
+      return CallText(rank, line_of) + ": waits" + for_long +
+             " for space in the command ring, to send to " + awaited() + " (" +
+             std::string(ChannelName(rank.channel)) + ")";
+    case Phase::kAwaitsBarrier:
+      return "in create_group or close: waits for " + awaited() + for_long;
+  }
+  std::string text = "in no call";
+  if (rank.since_ns != 0) text += for_long;
+  if (rank.num_calls > 0) text += " since " + CallText(rank, line_of);
+  if (rank.awaits_turn()) {
+    text += "; " + std::to_string(rank.num_enqueued - rank.num_calls) +
+            " call(s) of its program wait for their turn: ";
+    text += rank.next_is_announced ? "the one that the team executes next is not among them"
+                                   : "rank 0 has not said which is next";
+  }
+  return text;
+}
+
+}  // namespace
+
+RankView ViewOf(const ControlBlock& control,
+                const std::function<uint64_t(Channel channel, uint32_t source)>& flag) {
+  const Activity& seen = control.activity;
+  RankView view{.is_visible = true};
+  const auto of = [](const auto& word) { return word.load(std::memory_order_relaxed); };
+  view.state = control.state.load(std::memory_order_acquire);
+  view.num_calls = of(seen.num_calls);
+  view.num_enqueued = of(seen.num_enqueued);
+  view.phase = of(seen.phase);
+  view.awaited = of(seen.awaited);
+  view.channel = static_cast<Channel>(of(seen.channel) % kNumChannels);
+  view.signal = of(seen.signal);
+  view.since_ns = of(seen.since_ns);
+  view.beat_ns = of(seen.beat_ns);
+  view.turn_since_ns = of(seen.enqueued_ns);
+  view.epoch = of(seen.epoch);
+  view.site = of(seen.site);
+  view.operation = seen.OperationName();
+  if (view.awaits_rank()) view.arrived = flag(view.channel, view.awaited);
+  return view;
+}
+
+uint64_t WaitedNs(const RankView& rank, uint64_t now_ns) {
+  if (!rank.is_visible) return 0;
+  if (rank.awaits_rank()) return Since(rank.since_ns, now_ns);
+  // Its turn could not come before it ended the call before.
+  if (rank.awaits_turn()) return Since(std::max(rank.since_ns, rank.turn_since_ns), now_ns);
+  return 0;
+}
+
+std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const LineOf& line_of) {
+  uint32_t victim = 0;
+  uint64_t longest = 0;
+  for (uint32_t rank = 0; rank < team.ranks.size(); ++rank) {
+    const uint64_t waited = WaitedNs(team.ranks[rank], now_ns);
+    if (waited <= longest) continue;
+    longest = waited;
+    victim = rank;
+  }
+  if (longest == 0) {
+    // The others may be in the program, which waits for the results of one that still works.
+    for (uint32_t rank = 0; rank < team.ranks.size(); ++rank) {
+      const RankView& view = team.ranks[rank];
+      if (!view.is_visible || view.phase != Phase::kWorking) continue;
+      if (Since(view.since_ns, now_ns) <= longest) continue;
+      longest = Since(view.since_ns, now_ns);
+      victim = rank;
+    }
+  }
+  if (longest == 0) return std::nullopt;
+  uint32_t at = victim;
+  std::set<uint32_t> seen;
+  while (true) {
+    const RankView& rank = team.ranks[at];
+    const auto found = [&](std::string why) {
+      return Culprit{.rank = at, .why = std::move(why), .victim = victim, .wait_ns = longest};
+    };
+    if (!rank.is_visible) {
+      return found("it is in another node: ask there (what this one knows are the flows below)");
+    }
+    if (rank.state == MemberState::kFailed) return found("its process has failed");
+    if (HasLeft(rank)) return found("it has closed the group");
+    if (IsSilent(rank, now_ns)) {
+      return found("its process has been silent for " + Seconds(Since(rank.beat_ns, now_ns)) +
+                   ": stopped, swapped out, or starved; " + Doing(team, rank, now_ns, line_of));
+    }
+    if (!seen.insert(at).second) {
+      return found("ranks wait for each other in a circle; " + Doing(team, rank, now_ns, line_of));
+    }
+    if (rank.awaits_rank() && rank.awaited < team.ranks.size()) {
+      at = rank.awaited;
+    } else if (rank.awaits_turn() && !rank.next_is_announced && at != 0) {
+      at = 0;
+    } else {
+      const RankView& waits = team.ranks[victim];
+      std::string why;
+      if (at != victim && waits.phase == Phase::kAwaitsBarrier) {
+        why = "it has not come to that point of create_group or close; ";
+      } else if (at != victim && rank.num_calls < waits.num_calls) {
+        why = "it has not made " + CallText(waits, line_of) + "; ";
+      }
+      return found(why + Doing(team, rank, now_ns, line_of));
+    }
+  }
+}
+
+std::string CulpritText(const TeamView& team, const std::optional<Culprit>& culprit) {
+  if (!culprit.has_value()) return "nobody is waiting";
+  const std::string who = RankName(team.id, culprit->rank) + " (process " +
+                          std::to_string(team.ranks[culprit->rank].process) + ")";
+  const std::string wait = " for " + Seconds(culprit->wait_ns) + ": ";
+  if (culprit->rank == culprit->victim) return who + " has not gone on" + wait + culprit->why;
+  return who + " has kept " + RankName(team.id, culprit->victim) + " waiting" + wait + culprit->why;
+}
+
+std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_of) {
+  std::string out;
+  for (uint32_t index = 0; index < team.ranks.size(); ++index) {
+    const RankView& rank = team.ranks[index];
+    out += "  " + RankName(team.id, index) + ", process " + std::to_string(rank.process);
+    if (rank.pid != 0) out += ", pid " + std::to_string(rank.pid);
+    out += ": ";
+    if (!rank.is_visible) {
+      out += "in another node; this one knows only the flows below\n";
+      continue;
+    }
+    if (rank.state == MemberState::kFailed) out += "FAILED, ";
+    if (HasLeft(rank)) out += "has closed the group, ";
+    if (IsSilent(rank, now_ns)) {
+      out += "SILENT for " + Seconds(Since(rank.beat_ns, now_ns)) + ", ";
+    }
+    out += Doing(team, rank, now_ns, line_of) + "\n";
+  }
+  return out;
+}
+
+}  // namespace jax_ep

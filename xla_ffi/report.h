@@ -1,0 +1,74 @@
+// Who hangs: one page about the ranks of a team, its culprit in the first line. Made of what the
+// ranks show (proxy/abi/activity.h); knows nothing of sessions.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/layout.h"
+#include "proxy/base/rank_name.h"
+
+namespace jax_ep {
+
+// One rank as this process sees it.
+struct RankView {
+  uint32_t process = 0;     // its index in the job
+  uint64_t pid = 0;         // 0: not known
+  bool is_visible = false;  // its control block is mapped here; else nothing below is known
+  MemberState state = MemberState::kRunning;
+  // Copies of what its Activity said.
+  uint64_t num_calls = 0, num_enqueued = 0;
+  Phase phase = Phase::kBetweenCalls;
+  uint32_t awaited = 0;
+  Channel channel = Channel::kOrder;
+  uint64_t signal = 0, arrived = 0;
+  uint64_t since_ns = 0, beat_ns = 0;
+  uint64_t turn_since_ns = 0;  // when the call came that has waited longest for its turn
+  uint64_t epoch = 0, site = 0;
+  std::string operation;
+  // The order has the call that this rank executes next (of ranks with calls that wait for their
+  // turn).
+  bool next_is_announced = false;
+
+  bool awaits_turn() const { return phase == Phase::kBetweenCalls && num_enqueued > num_calls; }
+  bool awaits_rank() const {
+    return phase == Phase::kAwaitsSignal || phase == Phase::kAwaitsRing ||
+           phase == Phase::kAwaitsBarrier;
+  }
+};
+
+// Of the rank whose heap begins with `control`. `flag`: reads its flag of a channel and source.
+RankView ViewOf(const ControlBlock& control,
+                const std::function<uint64_t(Channel channel, uint32_t source)>& flag);
+
+struct TeamView {
+  TeamId id;
+  uint32_t node_size = 1;
+  std::vector<RankView> ranks;
+};
+
+struct Culprit {
+  uint32_t rank = 0;
+  std::string why;       // what it does, or does not
+  uint32_t victim = 0;   // the rank that waits for it, itself if nobody is known to
+  uint64_t wait_ns = 0;  // for how long
+};
+
+// Who keeps the others waiting; if nobody waits, who works longest; else nothing. `line_of`:
+// CallLines::Find. A rank whose process has stopped, that has left or is not visible ends the
+// search: what it waits for is not known.
+using LineOf = std::function<std::string(uint64_t site)>;
+std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const LineOf& line_of);
+
+// The first line's words without the group's name, and a line for each rank.
+std::string CulpritText(const TeamView& team, const std::optional<Culprit>& culprit);
+std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_of);
+
+// For how long the rank has waited for another one or for its turn; 0 if it does not.
+uint64_t WaitedNs(const RankView& rank, uint64_t now_ns);
+
+}  // namespace jax_ep

@@ -1,0 +1,236 @@
+#include "xla_ffi/reporter.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <list>
+#include <mutex>
+#include <string_view>
+#include <thread>
+#include <utility>
+
+#include "proxy/base/log.h"
+#include "proxy/base/thread.h"
+
+namespace jax_ep {
+namespace {
+
+// How long one that has connected may take to read.
+constexpr timeval kSendTime{.tv_sec = 1, .tv_usec = 0};
+
+// What the handler uses: it may run on any thread, at any time.
+std::atomic<int> signal_event{-1};
+std::atomic<pid_t> signal_owner{0};
+
+void OnSignal(int number) {
+  const int saved = errno;
+  if (signal_owner.load(std::memory_order_relaxed) != getpid()) {
+    signal(number, SIG_DFL);  // a forked child's: it dies, as it would without jax_ep
+    raise(number);
+  } else {
+    const uint64_t one = 1;
+    (void)!write(signal_event.load(std::memory_order_relaxed), &one, sizeof(one));
+  }
+  errno = saved;
+}
+
+class Descriptor {
+ public:
+  Descriptor() = default;
+  explicit Descriptor(int fd) : fd_(fd) {}
+  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Descriptor() {
+    if (fd_ >= 0) close(fd_);
+  }
+  int get() const { return fd_; }
+
+ private:
+  int fd_ = -1;
+};
+
+// Thread rule: Add and Remove on any thread.
+class Reporter {
+ public:
+  using Pages = std::list<std::function<std::string()>>;
+
+  // This process's; lives until the process ends. A forked child does not use its parent's, which
+  // somebody may have held when it was copied.
+  static Reporter& Instance() {
+    static std::atomic<Reporter*> newest{nullptr};
+    Reporter* found = newest.load(std::memory_order_acquire);
+    while (found == nullptr || found->creator_ != getpid()) {
+      auto* const fresh = new Reporter();
+      if (newest.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return *fresh;
+      delete fresh;
+    }
+    return *found;
+  }
+
+  Pages::iterator Add(std::function<std::string()> page) {
+    const std::lock_guard life(life_mutex_);
+    Pages::iterator at;
+    {
+      const std::lock_guard lock(mutex_);
+      at = pages_.insert(pages_.end(), std::move(page));
+    }
+    if (pages_.size() == 1) Start();
+    return at;
+  }
+
+  void Remove(Pages::iterator at) {
+    if (getpid() != creator_) return;
+    const std::lock_guard life(life_mutex_);
+    if (pages_.size() == 1) Stop();
+    const std::lock_guard lock(mutex_);
+    pages_.erase(at);
+  }
+
+ private:
+  void Start() {
+    stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
+    signal_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    socket_ = Listen();
+    if (stop_.get() < 0 || signal_.get() < 0) return Explain(std::strerror(errno));
+    Result<std::thread> thread = StartThread("jax_ep report", [this] { Loop(); });
+    if (!thread.ok()) return Explain(thread.status().message());
+    thread_ = std::move(*thread);
+    TakeSignal();
+  }
+
+  void Stop() {
+    if (!thread_.joinable()) return;
+    LeaveSignal();
+    const uint64_t one = 1;
+    (void)!write(stop_.get(), &one, sizeof(one));
+    thread_.join();
+    stop_ = Descriptor();
+    signal_ = Descriptor();
+    socket_ = Descriptor();
+  }
+
+  static void Explain(std::string_view why) {
+    LogInfo("no reports by signal or by `python -m jax_ep report`: " + std::string(why));
+  }
+
+  static Descriptor Listen() {
+    Descriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+    const std::string name = "jax_ep/report/" + std::to_string(getpid());
+    sockaddr_un address{};
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());
+    const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+    if (listener.get() < 0 ||
+        bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener.get(), SOMAXCONN) != 0) {
+      Explain(std::strerror(errno));
+      return Descriptor();  // poll ignores it
+    }
+    return listener;
+  }
+
+  void TakeSignal() {
+    struct sigaction now{};
+    if (sigaction(SIGUSR1, nullptr, &now) != 0 || (now.sa_flags & SA_SIGINFO) != 0 ||
+        now.sa_handler != SIG_DFL) {
+      return;
+    }
+    signal_event.store(signal_.get(), std::memory_order_relaxed);
+    signal_owner.store(getpid(), std::memory_order_relaxed);
+    struct sigaction ours{};
+    ours.sa_handler = &OnSignal;
+    ours.sa_flags = SA_RESTART;
+    sigaction(SIGUSR1, &ours, nullptr);
+  }
+
+  static void LeaveSignal() {
+    struct sigaction now{};
+    if (sigaction(SIGUSR1, nullptr, &now) != 0 || now.sa_handler != &OnSignal) return;
+    struct sigaction none{};
+    none.sa_handler = SIG_DFL;
+    sigaction(SIGUSR1, &none, nullptr);
+  }
+
+  std::string AllPages() {
+    const std::lock_guard lock(mutex_);
+    std::string all;
+    for (const auto& page : pages_) {
+      if (!all.empty()) all += kReportSeparator;
+      all += page();
+    }
+    return all;
+  }
+
+  void Loop() noexcept {
+    while (true) {
+      std::array<pollfd, 3> events{{{.fd = stop_.get(), .events = POLLIN, .revents = 0},
+                                    {.fd = signal_.get(), .events = POLLIN, .revents = 0},
+                                    {.fd = socket_.get(), .events = POLLIN, .revents = 0}}};
+      if (poll(events.data(), events.size(), -1) < 0 && errno != EINTR) return;
+      if (events[0].revents != 0) return;
+      try {
+        uint64_t count = 0;
+        if (events[1].revents != 0 && read(signal_.get(), &count, sizeof(count)) > 0) {
+          std::string text = AllPages();
+          for (char& letter : text) letter = letter == kReportSeparator ? '\n' : letter;
+          LogWarning("SIGUSR1: this process's groups\n" + text);
+        }
+        if (events[2].revents != 0) Answer();
+      } catch (...) {  // no memory: nobody gets a page
+      }
+    }
+  }
+
+  void Answer() {
+    const Descriptor peer(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (peer.get() < 0) return;
+    ucred who{};
+    socklen_t length = sizeof(who);
+    if (getsockopt(peer.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
+    if (who.uid != geteuid() && who.uid != 0) return;
+    setsockopt(peer.get(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
+    const std::string text = AllPages();
+    for (std::string_view left = text; !left.empty();) {
+      const ssize_t sent = send(peer.get(), left.data(), left.size(), MSG_NOSIGNAL);
+      if (sent <= 0) return;
+      left.remove_prefix(static_cast<size_t>(sent));
+    }
+  }
+
+  const pid_t creator_ = getpid();
+  std::mutex life_mutex_;  // Start and Stop, one after the other
+  std::mutex mutex_;
+  Pages pages_;  // changes under both
+  Descriptor stop_, signal_, socket_;
+  std::thread thread_;
+};
+
+class Entry final : public ReportEntry {
+ public:
+  explicit Entry(std::function<std::string()> page)
+      : reporter_(Reporter::Instance()), at_(reporter_.Add(std::move(page))) {}
+  ~Entry() override { reporter_.Remove(at_); }
+
+ private:
+  Reporter& reporter_;
+  const Reporter::Pages::iterator at_;
+};
+
+}  // namespace
+
+std::unique_ptr<ReportEntry> ListForReports(std::function<std::string()> page) {
+  return std::make_unique<Entry>(std::move(page));
+}
+
+}  // namespace jax_ep
