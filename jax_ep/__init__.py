@@ -33,6 +33,9 @@ from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._overlap import overlap as overlap
 from jax_ep._overlap import overlap_gradients as overlap_gradients
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
+from jax_ep._stats import FlowStats as FlowStats
+from jax_ep._stats import GroupStats as GroupStats
+from jax_ep._stats import RankStats as RankStats
 from jax_ep._types import ExchangeStats as ExchangeStats
 from jax_ep._types import InFlight as InFlight
 from jax_ep._types import Plan as Plan
@@ -49,7 +52,9 @@ __all__ = [
     "BootstrapError",
     "Config",
     "ExchangeStats",
+    "FlowStats",
     "Group",
+    "GroupStats",
     "Health",
     "InFlight",
     "Layout",
@@ -58,6 +63,7 @@ __all__ = [
     "Pad",
     "Plan",
     "Quantized",
+    "RankStats",
     "Received",
     "ReceivedQuantized",
     "combine",

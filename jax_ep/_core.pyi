@@ -3,6 +3,7 @@ The native part of jax_ep: FFI handlers and sessions. Private; use jax_ep.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 def registrations(
     platform: str,
@@ -86,7 +87,7 @@ class Session:
         Whether the ranks of this process have been given the same number of calls.
         """
 
-    def rank_stats(self) -> list[dict[str, int]]:
+    def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""
 
     def local_blob(self) -> bytes:
@@ -154,7 +155,7 @@ class GpuSession:
     def forbid_arenas(self, reason: str) -> None:
         """All ranks stage their rows from now on; before start."""
 
-    def rank_stats(self) -> list[dict[str, int]]:
+    def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""
 
     @property

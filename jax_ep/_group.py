@@ -11,12 +11,13 @@ import dataclasses
 import os
 import weakref
 from types import TracebackType
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Protocol, Unpack, cast
 
 from jax_ep import _config, _jax_compat, _mesh, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
+from jax_ep._stats import GroupStats
 from jax_ep._view_config import ViewSizes
 
 Implementation = Literal["native", "xla"] | None
@@ -353,14 +354,17 @@ class Group:
         elif self.closed:
             raise RuntimeError(closed_message(self.name))
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since creation, as a dict of plain values."""
-        head: dict[str, Any] = {
+    def stats(self) -> GroupStats:
+        """Counters since creation, as plain values; `GroupStats` says what they mean.
+
+        On GPUs it waits for what has been launched.
+        """
+        head: GroupStats = {
             "implementation": "xla" if self._native is None else "native",
             "num_ranks": self.num_ranks,
             "heap_bytes": self.heap_bytes,
         }
-        return head if self._native is None else head | self._native.stats()
+        return head if self._native is None else cast(GroupStats, head | self._native.stats())
 
     def health(self) -> Health:
         """State of the group as this process sees it; not ok once it has failed or is closed."""

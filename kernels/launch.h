@@ -37,6 +37,8 @@ struct RankCounters {
   std::atomic<uint64_t> wait_ns;                                    // time spent waiting for peers
   std::atomic<uint64_t> last_overflow;  // 1 if the newest plan overflowed
   std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans
+  // By local expert of the group, or of a view of it: pairs that plans have given it.
+  std::vector<std::atomic<uint64_t>> pairs_per_expert;
 };
 
 // One rank of one team: built once by the session, then used by that rank's executor alone.

@@ -123,7 +123,8 @@ void Endpoint::AppendStats(std::vector<FlowStats>* stats) const {
     const SendFlow& send = send_flows_[i];
     const RecvFlow& recv = recv_flows_[i];
     if (send.messages.Get() == 0 && recv.received.Get() == 0) continue;
-    stats->push_back(FlowStats{.rank = rank_,
+    stats->push_back(FlowStats{.team = team_.index,
+                               .rank = rank_,
                                .peer = peers_[i / kNumChannels].rank,
                                .channel = static_cast<Channel>(i % kNumChannels),
                                .messages = send.messages.Get(),

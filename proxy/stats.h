@@ -26,6 +26,7 @@ class Counter {
 
 // Totals of the two flows (there and back) between a local rank and a peer on one channel.
 struct FlowStats {
+  uint32_t team = 0;
   uint32_t rank = 0;  // the local one
   uint32_t peer = 0;
   Channel channel = Channel::kOrder;

@@ -104,6 +104,7 @@ BASE = (
     "_memory",
     "_mesh",
     "_session_number",
+    "_stats",
     "_types",
     "_version",
     "_view_config",

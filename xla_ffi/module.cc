@@ -56,6 +56,7 @@ nb::list ToList(const std::vector<FlowStats>& flows) {
   nb::list all;
   for (const FlowStats& flow : flows) {
     nb::dict entry;
+    entry["team"] = flow.team;
     entry["rank"] = flow.rank;
     entry["peer"] = flow.peer;
     entry["channel"] = static_cast<uint32_t>(flow.channel);
@@ -212,6 +213,9 @@ class PySession : public PySessionOf<Session> {
       entry["rows_sent_internode"] = value(c->rows_sent_internode);
       entry["bytes_sent_internode"] = value(c->bytes_sent_internode);
       entry["wait_ns"] = value(c->wait_ns);
+      nb::list pairs;
+      for (const auto& counter : c->pairs_per_expert) pairs.append(value(counter));
+      entry["pairs_per_expert"] = pairs;
       all.append(entry);
     }
     return all;
@@ -275,7 +279,8 @@ NB_MODULE(_core, m) {
       .def("is_balanced", &PySession::IsBalanced,
            "Whether the ranks of this process have been given the same number of calls.")
       .def("rank_stats", &PySession::RankStats,
-           nb::sig("def rank_stats(self) -> list[dict[str, int]]"), "Counters of each local rank.");
+           nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
+           "Counters of each local rank.");
   PySession::Bind(session);
   jax_ep::BindGpu(m);
 }

@@ -108,7 +108,8 @@ void BindGpu(nb::module_& m) {
       .def("forbid_arenas", &PyGpuSession::ForbidArenas, nb::arg("reason"),
            "All ranks stage their rows from now on; before start.")
       .def("rank_stats", &PyGpuSession::RankStats,
-           nb::sig("def rank_stats(self) -> list[dict[str, int]]"), "Counters of each local rank.")
+           nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
+           "Counters of each local rank.")
       .def_prop_ro("data_path", &PyGpuSession::data_path, "\"in place\", or \"staged: REASON\".");
   PyGpuSession::Bind(session);
 }

@@ -17,13 +17,9 @@ import numpy as np
 from jax_ep._cli import trace_clocks
 from jax_ep._cli.extras import require
 from jax_ep._cli.trace_files import NOBODY, Kind, Process, Track, find, read
+from jax_ep._stats import CHANNELS
 
-# proxy/abi/channel.h and command.h
-CHANNELS = (
-    "order", "plan", "plan-done", "dispatch", "dispatch-done", "reduce", "combine",
-    "combine-done", "ll-dispatch", "ll-dispatch-done", "ll-combine", "ll-combine-done",
-    "reduce-done", "barrier",
-)  # fmt: skip
+# By number: what a command asks of a proxy (proxy/abi/command.h).
 OPS = ("write", "write + signal", "signal", "quiet", "barrier")
 
 # A signal on its way: group, team, from rank, to rank, channel, its number.

@@ -131,7 +131,7 @@ class NativeSession:
         totals = {
             name: sum(rank[name] for rank in ranks)
             for name in (ranks[0] if ranks else {})
-            if name not in ("team", "rank")
+            if name not in ("team", "rank", "pairs_per_expert")
         }
         return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
 

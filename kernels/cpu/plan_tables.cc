@@ -135,6 +135,10 @@ void CountPlan(Rank& rank, const PlanParams& params, const LocalDrops& drops) {
   count(counters.plans, 1);
   count(counters.rows_dropped, *params.out.num_dropped);
   count(counters.invalid_ids, drops.num_invalid);
+  const size_t experts = std::min(counters.pairs_per_expert.size(), params.out.group_counts.size());
+  for (size_t expert = 0; expert < experts; ++expert) {
+    count(counters.pairs_per_expert[expert], params.out.group_counts[expert]);
+  }
   counters.last_overflow.store(static_cast<uint64_t>(*params.out.overflow),
                                std::memory_order_relaxed);
 }

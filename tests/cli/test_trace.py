@@ -14,8 +14,9 @@ import children
 import numpy as np
 import pytest
 
+import jax_ep.metrics
 from jax_ep import __main__ as command_line
-from jax_ep._cli import trace, trace_clocks, trace_files
+from jax_ep._cli import trace_clocks, trace_files
 
 pytest.importorskip("jax_ep._core")
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
@@ -158,7 +159,7 @@ class TestPicture:
         groups = dict(re.findall(r"^\[0\] ?group (\S+) (\S+)", text, re.MULTILINE))
         for mode, flows in re.findall(r"^\[\d\] ?flows (\S+) (.*)$", text, re.MULTILINE):
             for flow in json.loads(flows):
-                channel = trace.CHANNELS[flow["channel"]]
+                channel = jax_ep.metrics.CHANNELS[flow["channel"]]
                 if channel == "barrier":
                     continue  # close goes on after the statistics were printed
                 row = (

@@ -1,0 +1,119 @@
+"""What `Group.stats` returns. docs/metrics.md says how to watch it."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+# By number: the streams between two ranks (proxy/abi/channel.h).
+CHANNELS = (
+    "order", "plan", "plan-done", "dispatch", "dispatch-done", "reduce", "combine",
+    "combine-done", "ll-dispatch", "ll-dispatch-done", "ll-combine", "ll-combine-done",
+    "reduce-done", "barrier",
+)  # fmt: skip
+
+
+class FlowStats(TypedDict):
+    """The traffic of one local rank with a rank of another node, on one channel, since creation.
+
+    Attributes:
+        team: which of the group's teams (0 in a group over one axis of the mesh).
+        rank: the local rank, in its team.
+        peer: the other one.
+        channel: its number (proxy/abi/channel.h): 1 plan, 3 dispatch, 6 combine, 8 ll-dispatch, 10
+            ll-combine, ...; `jax_ep.metrics.CHANNELS` has the names.
+        messages: posted to the peer.
+        bytes: of these messages.
+        signals: flags of the peer that were raised.
+        stalls: times that the window was closed when there was something to send: raise
+            JAX_EP_WINDOW_MESSAGES or JAX_EP_WINDOW_BYTES.
+        retries: times that the transport's queue was full.
+        reorders: messages of the peer that came before an earlier one.
+        max_reorder_depth: the farthest that one came ahead.
+        duplicates: messages of the peer that came again, and were dropped.
+    """
+
+    team: int
+    rank: int
+    peer: int
+    channel: int
+    messages: int
+    bytes: int
+    signals: int
+    stalls: int
+    retries: int
+    reorders: int
+    max_reorder_depth: int
+    duplicates: int
+
+
+class _Counts(TypedDict):
+    plans: int
+    dispatches: int
+    combines: int
+    rows_received: int
+    rows_dropped: int
+    invalid_ids: int
+    last_overflow: int
+    bytes_pulled: int
+    rows_sent_internode: NotRequired[int]
+    bytes_sent_internode: NotRequired[int]
+    wait_ns: NotRequired[int]
+    bytes_staged: NotRequired[int]
+    launches: NotRequired[int]
+
+
+class RankStats(_Counts):
+    """One local rank since the group was made.
+
+    Attributes:
+        team: which of the group's teams (0 in a group over one axis of the mesh).
+        rank: its number there.
+        plans: plans made; dispatches, combines: calls that have ended, halves counted as one.
+        rows_received: rows that dispatches have placed here.
+        rows_dropped: pairs (token, k) of this rank that found no room, or whose id is none.
+        invalid_ids: expert ids of num_experts or more in plans of this rank.
+        last_overflow: 1 if rows of the newest plan did not fit (of any rank), else 0.
+        bytes_pulled: bytes of rows read from ranks of the node.
+        pairs_per_expert: by local expert, the pairs (token, k) that plans have given it; CPUs only.
+        rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
+            counts once for each node. CPUs only.
+        wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. CPUs only.
+        bytes_staged: bytes that were copied before others could read them. GPUs only.
+        launches: operations given to the GPU. GPUs only.
+    """
+
+    team: int
+    rank: int
+    pairs_per_expert: NotRequired[list[int]]
+
+
+class GroupStats(TypedDict):
+    """A group on this process. The counters are sums over its local ranks.
+
+    Attributes:
+        implementation: "native" or "xla", which counts nothing: only the first three are there.
+        num_ranks: of the whole group.
+        heap_bytes: memory of the local ranks' heaps.
+        ranks: each local rank.
+        flows: each pair of a local rank and a rank of another node, by channel.
+        plans, dispatches, ...: as in `RankStats`, where all local ranks have them.
+    """
+
+    implementation: Literal["native", "xla"]
+    num_ranks: int
+    heap_bytes: int
+    plans: NotRequired[int]
+    dispatches: NotRequired[int]
+    combines: NotRequired[int]
+    rows_received: NotRequired[int]
+    rows_dropped: NotRequired[int]
+    invalid_ids: NotRequired[int]
+    last_overflow: NotRequired[int]
+    bytes_pulled: NotRequired[int]
+    rows_sent_internode: NotRequired[int]
+    bytes_sent_internode: NotRequired[int]
+    wait_ns: NotRequired[int]
+    bytes_staged: NotRequired[int]
+    launches: NotRequired[int]
+    ranks: NotRequired[list[RankStats]]
+    flows: NotRequired[list[FlowStats]]

@@ -1,0 +1,244 @@
+"""Groups as Prometheus metrics: `register(group)` exports `Group.stats` and its health.
+
+Needs the package prometheus_client (`pip install 'jax_ep[metrics]'`); docs/metrics.md has the
+names, and a dashboard for Grafana.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jax_ep._group import Group
+from jax_ep._stats import CHANNELS, GroupStats
+
+__all__ = ["CHANNELS", "Exporter", "register"]
+
+READ_LIMIT_S = 1.0  # that a scrape waits for new values
+
+_OF_RANK = {  # of RankStats: the metric's name, its help, and what to multiply by
+    "plans": ("plans", "Plans made.", 1.0),
+    "dispatches": ("dispatches", "Dispatches that have ended.", 1.0),
+    "combines": ("combines", "Combines that have ended.", 1.0),
+    "rows_received": ("rows_received", "Rows that dispatches have placed.", 1.0),
+    "rows_dropped": ("rows_dropped", "Pairs (token, k) that found no room.", 1.0),
+    "invalid_ids": ("invalid_ids", "Expert ids out of range.", 1.0),
+    "bytes_pulled": ("pulled_bytes", "Bytes of rows read from ranks of the node.", 1.0),
+    "bytes_staged": ("staged_bytes", "Bytes copied before others could read them.", 1.0),
+    "rows_sent_internode": ("sent_internode_rows", "Rows sent to other nodes.", 1.0),
+    "bytes_sent_internode": ("sent_internode_bytes", "Bytes sent to other nodes.", 1.0),
+    "wait_ns": ("wait_seconds", "Time spent waiting for other ranks.", 1e-9),
+    "launches": ("launches", "Operations given to the GPU.", 1.0),
+}
+_OF_FLOW = {  # of FlowStats
+    "messages": ("flow_messages", "Messages posted to the peer."),
+    "bytes": ("flow_bytes", "Bytes posted to the peer."),
+    "signals": ("flow_signals", "Flags of the peer that were raised."),
+    "stalls": ("flow_stalls", "Times that the window was closed."),
+    "retries": ("flow_retries", "Times that the transport's queue was full."),
+    "reorders": ("flow_reorders", "Messages of the peer that came before an earlier one."),
+    "duplicates": ("flow_duplicates", "Messages of the peer that came again."),
+}
+
+
+def register(group: Group, registry: Any = None) -> Exporter:
+    """Exports a group of this process, until it is closed and forgotten or `unregister` is called.
+
+    Each process exports its own ranks: scrape all of them. Values are read when they are scraped.
+    On GPUs that waits for what has been launched, for a second at most; then the values of the time
+    before are shown, and `jax_ep_stats_age_seconds` says how old they are.
+
+    Args:
+        group: any group, also with `implementation="xla"` (which has its health alone). It is not
+            kept alive. Once it is closed, its counters stay as they were.
+        registry: a prometheus_client.CollectorRegistry; None: its REGISTRY.
+
+    Returns:
+        An `Exporter`, also a context manager that unregisters.
+
+    Raises:
+        ImportError: prometheus_client is not installed.
+        ValueError: the group is registered there already.
+
+    Example:
+        >>> from prometheus_client import CollectorRegistry, generate_latest
+        >>> registry = CollectorRegistry()
+        >>> exporter = jax_ep.metrics.register(group, registry)
+        >>> b"jax_ep_healthy{" in generate_latest(registry)
+        True
+        >>> exporter.unregister()
+    """
+    if registry is None:
+        registry = _client().REGISTRY
+    with _lock:
+        collector = _collectors.get(registry)
+        if collector is None:
+            collector = _collectors[registry] = _Collector()
+            registry.register(collector)
+        return collector.add(group)
+
+
+class Exporter:
+    """One exported group; made by `register`."""
+
+    def __init__(self, collector: _Collector, reader: _Reader) -> None:
+        """Use `register`."""
+        self._collector = collector
+        self._reader = reader
+
+    def unregister(self) -> None:
+        """Exports the group no more; again is harmless."""
+        self._collector.remove(self._reader)
+
+    def __enter__(self) -> Exporter:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unregisters."""
+        self.unregister()
+
+
+_lock = threading.Lock()
+_collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
+
+
+def _client() -> Any:
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ImportError as error:
+        raise ImportError(
+            "jax_ep.metrics needs the package prometheus_client; install it with: "
+            "pip install 'jax_ep[metrics]'"
+        ) from error
+    return prometheus_client
+
+
+class _Reader:
+    """The newest values of a group; reading them never takes longer than READ_LIMIT_S."""
+
+    def __init__(self, group: Group) -> None:
+        self.name = group.name
+        self.experts_per_rank = group.experts_per_rank
+        self._group = weakref.ref(group)
+        self._lock = threading.Lock()
+        self._reading: threading.Thread | None = None
+        self._newest: tuple[float, GroupStats, bool] | None = None
+
+    def is_forgotten(self) -> bool:
+        return self._group() is None
+
+    def read(self) -> tuple[float, GroupStats, bool] | None:
+        """When they were read (time.monotonic), the statistics, and whether it is well."""
+        with self._lock:
+            if self._reading is None or not self._reading.is_alive():
+                self._reading = threading.Thread(
+                    target=self._read, name="jax_ep metrics", daemon=True
+                )
+                self._reading.start()
+            reading = self._reading
+        reading.join(READ_LIMIT_S)
+        return self._newest
+
+    def _read(self) -> None:
+        group = self._group()
+        if group is None:
+            return
+        with contextlib.suppress(Exception):  # a failed device: the values before are shown
+            self._newest = (time.monotonic(), group.stats(), group.health().ok)
+            return
+        if self._newest is not None:
+            self._newest = (*self._newest[:2], False)
+
+
+class _Collector:
+    """All groups of one registry: Prometheus wants each family once."""
+
+    def __init__(self) -> None:
+        self._readers: list[_Reader] = []
+
+    def add(self, group: Group) -> Exporter:
+        if any(reader.name == group.name for reader in self._readers):
+            raise ValueError(
+                f"jax_ep.metrics.register: got group {group.name}, expected one that is not "
+                "registered there yet; keep the Exporter that the first call returned"
+            )
+        reader = _Reader(group)
+        self._readers.append(reader)
+        return Exporter(self, reader)
+
+    def remove(self, reader: _Reader) -> None:
+        with _lock:
+            if reader in self._readers:
+                self._readers.remove(reader)
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing: which families there are depends on the groups."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """The families of all groups; for prometheus_client."""
+        with _lock:
+            self._readers = [reader for reader in self._readers if not reader.is_forgotten()]
+            readers = list(self._readers)
+        read = [(reader, values) for reader in readers if (values := reader.read()) is not None]
+        yield from _families(read)
+
+
+def _families(read: list[tuple[_Reader, tuple[float, GroupStats, bool]]]) -> Iterator[Any]:
+    core = _client().core
+    healthy = core.GaugeMetricFamily(
+        "jax_ep_healthy", "1 while the group works.", labels=["group", "implementation"]
+    )
+    heap = core.GaugeMetricFamily(
+        "jax_ep_heap_bytes", "Memory of the local ranks' heaps.", labels=["group"]
+    )
+    age = core.GaugeMetricFamily(
+        "jax_ep_stats_age_seconds", "How old the group's values are.", labels=["group"]
+    )
+    overflow = core.GaugeMetricFamily(
+        "jax_ep_last_overflow",
+        "1 if rows of the newest plan did not fit.",
+        labels=["group", "team", "rank"],
+    )
+    pairs = core.CounterMetricFamily(
+        "jax_ep_expert_pairs",
+        "Pairs (token, k) that plans have given the expert.",
+        labels=["group", "team", "rank", "expert"],
+    )
+    of_rank = {
+        key: core.CounterMetricFamily(f"jax_ep_{name}", text, labels=["group", "team", "rank"])
+        for key, (name, text, _) in _OF_RANK.items()
+    }
+    of_flow = {
+        key: core.CounterMetricFamily(
+            f"jax_ep_{name}", text, labels=["group", "team", "rank", "peer", "channel"]
+        )
+        for key, (name, text) in _OF_FLOW.items()
+    }
+    for reader, (when, stats, is_well) in read:
+        healthy.add_metric([reader.name, stats["implementation"]], float(is_well))
+        heap.add_metric([reader.name], stats["heap_bytes"])
+        age.add_metric([reader.name], time.monotonic() - when)
+        for rank in stats.get("ranks", ()):
+            labels = [reader.name, str(rank["team"]), str(rank["rank"])]
+            overflow.add_metric(labels, rank["last_overflow"])
+            values: dict[str, Any] = dict(rank)
+            for key, family in of_rank.items():
+                if key in values:
+                    family.add_metric(labels, values[key] * _OF_RANK[key][2])
+            first = rank["rank"] * reader.experts_per_rank
+            for expert, count in enumerate(rank.get("pairs_per_expert", ()), start=first):
+                pairs.add_metric([*labels, str(expert)], count)
+        for flow in stats.get("flows", ()):
+            values = dict(flow)
+            channel = CHANNELS[flow["channel"]]
+            labels = [reader.name, *(str(values[key]) for key in ("team", "rank", "peer")), channel]
+            for key, family in of_flow.items():
+                family.add_metric(labels, values[key])
+    yield from (healthy, heap, age, overflow, pairs, *of_rank.values(), *of_flow.values())

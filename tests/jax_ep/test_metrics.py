@@ -1,0 +1,279 @@
+"""Group.stats is what its types say, and jax_ep.metrics exports it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import pathlib
+import re
+import threading
+import typing
+import urllib.request
+
+import jax
+import numpy as np
+import pytest
+from harness import Case, inputs_of, keep, mesh_of, run
+
+import jax_ep
+import jax_ep.metrics
+
+prometheus_client = pytest.importorskip("prometheus_client")
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ON_GPU = jax.default_backend() == "gpu"
+CPU_KEYS = {"rows_sent_internode", "bytes_sent_internode", "wait_ns", "pairs_per_expert"}
+GPU_KEYS = {"bytes_staged", "launches"}
+
+
+def _group(implementation="native", **sizes):
+    case = Case(**({"ranks": 4, "tokens": 33, "top_k": 2, "hidden": 16} | sizes))
+    group = jax_ep.create_group(mesh_of(case.ranks), "ep", case.config(), implementation)
+    keep(group)
+    return case, group
+
+
+def _exchange(x, ids, group):
+    received = jax_ep.dispatch(group, x, ids)
+    return jax_ep.combine(group, received.x, received)
+
+
+def _samples(registry):
+    """By name, all samples."""
+    text = prometheus_client.generate_latest(registry).decode()
+    found = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation
+        for sample in family.samples:
+            key = (sample.name, tuple(sorted(sample.labels.items())))
+            assert key not in found, f"twice: {key}"
+            found[key] = sample.value
+    return found
+
+
+def _value(registry, name, **labels):
+    return _samples(registry)[name, tuple(sorted(labels.items()))]
+
+
+class TestTypes:
+    @pytest.mark.parametrize("node_size", [None, 2])
+    def test_a_native_group_has_the_keys_of_its_types(self, node_size):
+        if ON_GPU and node_size is not None:
+            pytest.skip("nodes of one GPU process need a network of their own")
+        case, group = _group(node_size=node_size)
+        inputs = inputs_of(case)
+        run(group, lambda x, ids: _exchange(x, ids, group), inputs.x, inputs.ids)
+        stats = group.stats()
+        elsewhere = CPU_KEYS if ON_GPU else GPU_KEYS
+        expected = set(typing.get_type_hints(jax_ep.RankStats)) - elsewhere
+        assert {frozenset(rank) for rank in stats["ranks"]} == {frozenset(expected)}
+        expected = set(typing.get_type_hints(jax_ep.GroupStats)) - elsewhere
+        assert set(stats) == expected
+        assert bool(stats["flows"]) == (node_size is not None)
+        for flow in stats["flows"]:
+            assert set(flow) == set(typing.get_type_hints(jax_ep.FlowStats))
+            assert jax_ep.metrics.CHANNELS[flow["channel"]] in ("plan", "dispatch", "combine") or (
+                flow["channel"] in range(len(jax_ep.metrics.CHANNELS))
+            )
+        for name in expected - {"implementation", "num_ranks", "heap_bytes", "ranks", "flows"}:
+            assert stats[name] == sum(rank[name] for rank in stats["ranks"]), name
+
+    def test_xla_counts_nothing(self):
+        _, group = _group("xla")
+        assert group.stats() == {"implementation": "xla", "num_ranks": 4, "heap_bytes": 0}
+
+    def test_every_key_is_described(self):
+        for types in (jax_ep.RankStats, jax_ep.FlowStats, jax_ep.GroupStats):
+            described = types.__doc__
+            if types is jax_ep.GroupStats:
+                described += jax_ep.RankStats.__doc__
+            for key in typing.get_type_hints(types):
+                assert re.search(rf"\b{key}\b[a-z_, ]*:", described), f"{types.__name__}: {key}"
+
+
+@pytest.mark.skipif(ON_GPU, reason="GPUs do not count the pairs of each expert")
+class TestExpertLoad:
+    @pytest.mark.parametrize("mode", ["ht", "ll"])
+    @pytest.mark.parametrize("node_size", [4, 2])
+    def test_it_is_what_the_routing_says(self, mode, node_size):
+        case, group = _group(mode=mode, node_size=node_size, tokens=29, top_k=3, experts=12)
+        expected = np.zeros(case.experts, np.int64)
+        for seed in range(3):
+            inputs = inputs_of(case, "zipf", seed)
+            ids = np.array(inputs.ids)
+            ids[:, ::5, 1] = -1
+            ids[:, 3, 0] = case.experts + 7
+            run(group, lambda x, ids: _exchange(x, ids, group), inputs.x, ids)
+            valid = ids[(ids >= 0) & (ids < case.experts)]
+            expected += np.bincount(valid, minlength=case.experts)
+        counted = [rank["pairs_per_expert"] for rank in group.stats()["ranks"]]
+        assert np.concatenate(counted).tolist() == expected.tolist()
+
+    def test_a_reused_plan_counts_once_and_a_view_counts_in_its_group(self):
+        case, group = _group(experts=8)
+        inputs = inputs_of(case)
+
+        def twice(x, ids):
+            plan = jax_ep.plan(group, ids)
+            first = jax_ep.dispatch(group, x, plan=plan)
+            return jax_ep.dispatch(group, x, plan=plan).x + first.x
+
+        run(group, twice, inputs.x, inputs.ids)
+        total = sum(sum(rank["pairs_per_expert"]) for rank in group.stats()["ranks"])
+        assert total == inputs.ids.size
+        view = group.view(num_experts=4)
+        ids = np.zeros_like(inputs.ids)
+        ids[..., 1] = 3
+        run(group, lambda x, ids: _exchange(x, ids, view), inputs.x, ids)
+        after = [rank["pairs_per_expert"] for rank in group.stats()["ranks"]]
+        assert sum(map(sum, after)) == total + ids.size
+
+
+class TestExport:
+    def test_values_are_those_of_the_group(self):
+        case, group = _group(node_size=None if ON_GPU else 2)
+        registry = prometheus_client.CollectorRegistry()
+        with jax_ep.metrics.register(group, registry):
+            inputs = inputs_of(case)
+            run(group, lambda x, ids: _exchange(x, ids, group), inputs.x, inputs.ids)
+            stats = group.stats()
+            samples = _samples(registry)
+            name = group.name
+            for rank in stats["ranks"]:
+                of = {"group": name, "team": "0", "rank": str(rank["rank"])}
+                labels = tuple(sorted(of.items()))
+                assert samples["jax_ep_rows_received_total", labels] == rank["rows_received"]
+                assert samples["jax_ep_dispatches_total", labels] == 1
+                if not ON_GPU:
+                    seconds = samples["jax_ep_wait_seconds_total", labels]
+                    assert seconds == pytest.approx(rank["wait_ns"] / 1e9)
+                for local, count in enumerate(rank.get("pairs_per_expert", ())):
+                    expert = rank["rank"] * group.experts_per_rank + local
+                    labels = tuple(sorted((of | {"expert": str(expert)}).items()))
+                    assert samples["jax_ep_expert_pairs_total", labels] == count
+            for flow in stats["flows"]:
+                channel = jax_ep.metrics.CHANNELS[flow["channel"]]
+                if channel == "barrier":
+                    continue
+                labels = {"group": name, "team": "0", "rank": str(flow["rank"])}
+                labels |= {"peer": str(flow["peer"]), "channel": channel}
+                key = tuple(sorted(labels.items()))
+                assert samples["jax_ep_flow_messages_total", key] >= flow["messages"]
+        assert not _samples(registry)
+
+    def test_several_groups_share_each_family(self):
+        (_, one), (_, two), (_, xla) = _group(), _group(None), _group("xla")
+        registry = prometheus_client.CollectorRegistry()
+        for group in (one, two, xla):
+            jax_ep.metrics.register(group, registry)
+        text = prometheus_client.generate_latest(registry).decode()
+        types = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+        assert len(types) == len(set(types))
+        for group in (one, two):
+            labels = {"group": group.name, "implementation": "native"}
+            assert _value(registry, "jax_ep_healthy", **labels) == 1
+        labels = {"group": xla.name, "implementation": "xla"}
+        assert _value(registry, "jax_ep_healthy", **labels) == 1
+
+    def test_twice_is_an_error_and_unregistering_twice_is_none(self):
+        _, group = _group()
+        registry = prometheus_client.CollectorRegistry()
+        exporter = jax_ep.metrics.register(group, registry)
+        with pytest.raises(ValueError, match=re.escape(group.name)):
+            jax_ep.metrics.register(group, registry)
+        exporter.unregister()
+        exporter.unregister()
+        jax_ep.metrics.register(group, registry).unregister()
+
+    def test_a_closed_group_stays_as_it_was_and_a_forgotten_one_goes(self):
+        registry = prometheus_client.CollectorRegistry()
+        case = Case(ranks=4, tokens=8, top_k=1, hidden=16)
+        group = jax_ep.create_group(mesh_of(4), "ep", case.config(), "native")
+        name = group.name
+        jax_ep.metrics.register(group, registry)
+        inputs = inputs_of(case)
+        run(group, functools.partial(_exchange, group=group), inputs.x, inputs.ids)
+        group.close()
+        assert _value(registry, "jax_ep_healthy", group=name, implementation="native") == 0
+        assert _value(registry, "jax_ep_heap_bytes", group=name) == 0
+        assert _value(registry, "jax_ep_dispatches_total", group=name, team="0", rank="1") == 1
+        del group
+        jax.clear_caches()
+        gc.collect()
+        if any(labels for _, labels in _samples(registry)):
+            # A program may still hold it; then it stays exported, and a scrape raises nothing.
+            assert _value(registry, "jax_ep_healthy", group=name, implementation="native") == 0
+
+    def test_a_group_that_cannot_be_read_shows_what_it_was(self, monkeypatch):
+        _, group = _group()
+        registry = prometheus_client.CollectorRegistry()
+        jax_ep.metrics.register(group, registry)
+        before = _value(registry, "jax_ep_stats_age_seconds", group=group.name)
+        hold = threading.Event()
+        real = type(group).stats
+
+        def slow(self):
+            hold.wait(20)
+            return real(self)
+
+        monkeypatch.setattr(jax_ep.metrics, "READ_LIMIT_S", 0.05)
+        monkeypatch.setattr(type(group), "stats", slow)
+        _samples(registry)
+        age = _value(registry, "jax_ep_stats_age_seconds", group=group.name)
+        assert before < 0.05 <= age
+
+        def broken(self):
+            raise RuntimeError("the device is gone")
+
+        monkeypatch.setattr(type(group), "stats", broken)
+        hold.set()
+        for _ in range(50):
+            labels = {"group": group.name, "implementation": "native"}
+            if _value(registry, "jax_ep_healthy", **labels) == 0:
+                return
+        pytest.fail("a group whose statistics cannot be read is shown as healthy")
+
+    def test_a_server_is_scraped_while_a_program_runs(self):
+        case, group = _group(tokens=16)
+        registry = prometheus_client.CollectorRegistry()
+        server, thread = prometheus_client.start_http_server(0, "127.0.0.1", registry)
+        try:
+            with jax_ep.metrics.register(group, registry):
+                inputs = inputs_of(case)
+                seen = []
+                for _ in range(5):
+                    run(group, lambda x, ids: _exchange(x, ids, group), inputs.x, inputs.ids)
+                    url = f"http://127.0.0.1:{server.server_port}/metrics"
+                    text = urllib.request.urlopen(url, timeout=10).read().decode()
+                    pattern = r'^jax_ep_combines_total\{[^}]*rank="2"[^}]*\} (\S+)'
+                    seen.append(float(re.search(pattern, text, re.MULTILINE)[1]))
+                assert seen == [1, 2, 3, 4, 5]
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join(10)
+
+
+def test_the_dashboard_asks_for_what_is_exported():
+    _, group = _group(node_size=None if ON_GPU else 2)
+    registry = prometheus_client.CollectorRegistry()
+    jax_ep.metrics.register(group, registry)
+    text = prometheus_client.generate_latest(registry).decode()
+    exported = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    board = json.loads((ROOT / "docs/grafana/jax_ep.json").read_text())
+    asked = set()
+    for panel in board["panels"]:
+        assert panel["title"] and panel["description"] and panel["targets"]
+        for target in panel["targets"]:
+            asked |= set(re.findall(r"\bjax_ep_\w+", target["expr"]))
+    assert asked <= exported and len(asked) > 12
+    where = [panel["gridPos"] for panel in board["panels"]]
+    cells = [
+        (x, y)
+        for at in where
+        for x in range(at["x"], at["x"] + at["w"])
+        for y in range(at["y"], at["y"] + at["h"])
+    ]
+    assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
