@@ -6,19 +6,18 @@ names, and a dashboard for Grafana.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_ep._group import Group
 from jax_ep._stats import CHANNELS, GroupStats
 
 __all__ = ["CHANNELS", "Exporter", "register"]
 
-READ_LIMIT_S = 1.0  # that a scrape waits for new values
+READ_LIMIT_S = 1.0  # that a scrape waits for the new values of all groups
 
 _OF_RANK = {  # of RankStats: the metric's name, its help, and what to multiply by
     "plans": ("plans", "Plans made.", 1.0),
@@ -120,40 +119,53 @@ def _client() -> Any:
 
 
 class _Reader:
-    """The newest values of a group; reading them never takes longer than READ_LIMIT_S."""
+    """The newest values of a group. They are read on a thread: a device may be long about it."""
 
     def __init__(self, group: Group) -> None:
         self.name = group.name
-        self.experts_per_rank = group.experts_per_rank
         self._group = weakref.ref(group)
         self._lock = threading.Lock()
         self._reading: threading.Thread | None = None
-        self._newest: tuple[float, GroupStats, bool] | None = None
+        self._is_well = True
+        self._newest: tuple[float, GroupStats] | None = None
 
     def is_forgotten(self) -> bool:
         return self._group() is None
 
-    def read(self) -> tuple[float, GroupStats, bool] | None:
-        """When they were read (time.monotonic), the statistics, and whether it is well."""
+    def start(self) -> threading.Thread:
+        """Begins to read, unless that is under way; who joins the thread gets new values."""
         with self._lock:
             if self._reading is None or not self._reading.is_alive():
                 self._reading = threading.Thread(
                     target=self._read, name="jax_ep metrics", daemon=True
                 )
                 self._reading.start()
-            reading = self._reading
-        reading.join(READ_LIMIT_S)
-        return self._newest
+            return self._reading
+
+    def newest(self) -> _Values | None:
+        """None before the first were read."""
+        group = self._group()
+        is_well = self._is_well and (group is None or group.health().ok)
+        return None if self._newest is None else _Values(self.name, *self._newest, is_well)
 
     def _read(self) -> None:
         group = self._group()
         if group is None:
             return
-        with contextlib.suppress(Exception):  # a failed device: the values before are shown
-            self._newest = (time.monotonic(), group.stats(), group.health().ok)
-            return
-        if self._newest is not None:
-            self._newest = (*self._newest[:2], False)
+        try:
+            self._newest = (time.monotonic(), group.stats())
+            self._is_well = True
+        except Exception:  # a failed device: the values before are shown
+            self._is_well = False
+
+
+class _Values(NamedTuple):
+    """What a scrape shows of a group."""
+
+    name: str
+    when: float  # time.monotonic()
+    stats: GroupStats
+    is_well: bool
 
 
 class _Collector:
@@ -186,11 +198,13 @@ class _Collector:
         with _lock:
             self._readers = [reader for reader in self._readers if not reader.is_forgotten()]
             readers = list(self._readers)
-        read = [(reader, values) for reader in readers if (values := reader.read()) is not None]
-        yield from _families(read)
+        deadline = time.monotonic() + READ_LIMIT_S  # for all of them
+        for thread in [reader.start() for reader in readers]:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        yield from _families([values for reader in readers if (values := reader.newest())])
 
 
-def _families(read: list[tuple[_Reader, tuple[float, GroupStats, bool]]]) -> Iterator[Any]:
+def _families(groups: list[_Values]) -> Iterator[Any]:
     core = _client().core
     healthy = core.GaugeMetricFamily(
         "jax_ep_healthy", "1 while the group works.", labels=["group", "implementation"]
@@ -221,24 +235,24 @@ def _families(read: list[tuple[_Reader, tuple[float, GroupStats, bool]]]) -> Ite
         )
         for key, (name, text) in _OF_FLOW.items()
     }
-    for reader, (when, stats, is_well) in read:
-        healthy.add_metric([reader.name, stats["implementation"]], float(is_well))
-        heap.add_metric([reader.name], stats["heap_bytes"])
-        age.add_metric([reader.name], time.monotonic() - when)
+    for name, when, stats, is_well in groups:
+        healthy.add_metric([name, stats["implementation"]], float(is_well))
+        heap.add_metric([name], stats["heap_bytes"])
+        age.add_metric([name], time.monotonic() - when)
         for rank in stats.get("ranks", ()):
-            labels = [reader.name, str(rank["team"]), str(rank["rank"])]
+            labels = [name, str(rank["team"]), str(rank["rank"])]
             overflow.add_metric(labels, rank["last_overflow"])
             values: dict[str, Any] = dict(rank)
             for key, family in of_rank.items():
                 if key in values:
                     family.add_metric(labels, values[key] * _OF_RANK[key][2])
-            first = rank["rank"] * reader.experts_per_rank
-            for expert, count in enumerate(rank.get("pairs_per_expert", ()), start=first):
+            load = rank.get("pairs_per_expert", [])
+            for expert, count in enumerate(load, start=rank["rank"] * len(load)):
                 pairs.add_metric([*labels, str(expert)], count)
         for flow in stats.get("flows", ()):
             values = dict(flow)
             channel = CHANNELS[flow["channel"]]
-            labels = [reader.name, *(str(values[key]) for key in ("team", "rank", "peer")), channel]
+            labels = [name, *(str(values[key]) for key in ("team", "rank", "peer")), channel]
             for key, family in of_flow.items():
                 family.add_metric(labels, values[key])
     yield from (healthy, heap, age, overflow, pairs, *of_rank.values(), *of_flow.values())

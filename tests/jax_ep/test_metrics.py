@@ -8,6 +8,7 @@ import json
 import pathlib
 import re
 import threading
+import time
 import typing
 import urllib.request
 
@@ -224,16 +225,43 @@ class TestExport:
         age = _value(registry, "jax_ep_stats_age_seconds", group=group.name)
         assert before < 0.05 <= age
 
+        # Its health does not wait for its counters.
+        labels = {"group": group.name, "implementation": "native"}
+        monkeypatch.setattr(type(group), "health", lambda self: jax_ep.Health(False, "lost"))
+        assert _value(registry, "jax_ep_healthy", **labels) == 0
+        monkeypatch.undo()
+        monkeypatch.setattr(jax_ep.metrics, "READ_LIMIT_S", 0.05)
+
         def broken(self):
             raise RuntimeError("the device is gone")
 
         monkeypatch.setattr(type(group), "stats", broken)
         hold.set()
         for _ in range(50):
-            labels = {"group": group.name, "implementation": "native"}
             if _value(registry, "jax_ep_healthy", **labels) == 0:
                 return
         pytest.fail("a group whose statistics cannot be read is shown as healthy")
+
+    def test_groups_that_cannot_be_read_share_one_limit(self, monkeypatch):
+        registry = prometheus_client.CollectorRegistry()
+        hold = threading.Event()
+        for _ in range(4):
+            jax_ep.metrics.register(_group()[1], registry)
+        monkeypatch.setattr(jax_ep.metrics, "READ_LIMIT_S", 0.5)
+        monkeypatch.setattr(jax_ep.Group, "stats", lambda self: hold.wait(20))
+        begin = time.monotonic()
+        _samples(registry)
+        assert 0.4 < time.monotonic() - begin < 1.5
+        hold.set()
+
+    def test_a_view_exports_the_experts_of_its_group(self):
+        _, group = _group(experts=8)
+        registry = prometheus_client.CollectorRegistry()
+        view = group.view(num_experts=4)  # an exporter does not keep it alive
+        jax_ep.metrics.register(view, registry)
+        pairs = [dict(labels) for name, labels in _samples(registry) if "expert_pairs" in name]
+        if not ON_GPU:
+            assert sorted(int(labels["expert"]) for labels in pairs) == list(range(8))
 
     def test_a_server_is_scraped_while_a_program_runs(self):
         case, group = _group(tokens=16)
