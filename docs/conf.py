@@ -15,7 +15,9 @@ sys.path.insert(0, str(HERE / "_site"))
 project = "jax_ep"
 author = "The jax_ep authors"
 project_copyright = author
-version = release = re.findall(r'"(.+)"', (HERE.parent / "jax_ep/_version.py").read_text())[0]
+version = release = re.search(
+    r'^__version__ = "(.+)"', (HERE.parent / "jax_ep/_version.py").read_text(), re.MULTILINE
+)[1]
 
 extensions = [
     "myst_parser",
