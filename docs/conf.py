@@ -5,6 +5,8 @@ import pathlib
 import re
 import sys
 
+from sphinx.pycode import ModuleAnalyzer
+
 # The examples in docstrings run on four devices of the CPU. JAX reads these when it is imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -78,4 +80,21 @@ def setup(app):
         if what in ("attribute", "data", "property"):
             lines.insert(0, "\\ ")
 
+    def name_values(app, what, name, obj, options, signature, returns):
+        # Defaults that are no literals, by the names under which one writes them.
+        if signature:
+            signature = re.sub(r"<class '([\w.]+)'>", r"\1", signature)
+            signature = re.sub(r"<PjitFunction of <function (\w+)[^>]*>>", r"jax.nn.\1", signature)
+            signature = re.sub(
+                r"jax\.jaxlib\._jax\.Array|jaxlib\._jax\.Array", "jax.Array", signature
+            )
+        return signature, returns
+
+    def without_overloads(analyzer):
+        # An operation with overloads, which are for type checkers, has one signature here.
+        analyze(analyzer)
+        analyzer.overloads = {}
+
+    analyze, ModuleAnalyzer.analyze = ModuleAnalyzer.analyze, without_overloads
+    app.connect("autodoc-process-signature", name_values)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)  # before napoleon
