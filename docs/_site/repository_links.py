@@ -19,6 +19,7 @@ INCLUDED = {
 PAGES = {path: f"docs/{name}.md" for name, path in INCLUDED.items()} | {
     "README.md": "docs/index.md"
 }
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -36,7 +37,9 @@ def rewrite(text, folder, site_folder):
         anchor = anchor if path.endswith(".md") and anchor else ""
         return f"{bang}[{label}]({os.path.relpath(path, site_folder)}{anchor})"
 
-    return LINK.sub(replace, text)
+    parts = FENCED.split(text)  # text, code, text, ...
+    parts[::2] = [LINK.sub(replace, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def read_source(app, docname, content):
