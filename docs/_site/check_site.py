@@ -1,16 +1,18 @@
-"""Checks a built site: every link inside leads somewhere, every public name has an entry.
+"""Checks a built site: links lead somewhere, public names have entries, search finds words.
 
 python docs/_site/check_site.py FOLDER, the folder being what `sphinx-build -b html` has written.
 """
 
 import html.parser
 import importlib
+import json
 import pathlib
 import re
 import sys
 import urllib.parse
 import zlib
 
+SEARCHED = {"max_in_flight": "tuning", "heartbeat": "errors", "jax_ep_gpu_sm": "gpu"}  # stems
 STABILITY = pathlib.Path(__file__).resolve().parents[1] / "stability.md"
 
 
@@ -70,6 +72,17 @@ def described_names(site):
     return {line.split(" ", 1)[0] for line in lines if re.search(r" py:\w+ ", line)}
 
 
+def unfound_words(site):
+    """Lines about words that the search does not find on the page that has them."""
+    text = (site / "searchindex.js").read_text()
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    for word, page in SEARCHED.items():
+        found = index["terms"].get(word, [])
+        found = [found] if isinstance(found, int) else found
+        if page not in {index["docnames"][number] for number in found}:
+            yield f"the search for {word} does not find {page}"
+
+
 def main():
     """Prints what is wrong; exits with 1 if anything is."""
     site = pathlib.Path(sys.argv[1]).resolve()
@@ -78,6 +91,7 @@ def main():
     wrong += [
         f"{name}: public, but not in docs/api" for name in sorted(names - described_names(site))
     ]
+    wrong += unfound_words(site)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"{count} links inside the site, {len(names)} public names, {len(wrong)} wrong")
     sys.exit(1 if wrong or not count else 0)
