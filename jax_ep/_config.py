@@ -203,7 +203,7 @@ class Config:
             ValueError: num_ranks or node_size do not fit, or there is no such platform.
 
         Example:
-            >>> print(config.memory(64, node_size=8, platform="gpu"))
+            >>> memory = config.memory(8, node_size=4, platform="gpu")
         """
         where = "jax_ep.Config.memory"
         _as_count(f"{where} num_ranks", num_ranks)

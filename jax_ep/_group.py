@@ -266,7 +266,7 @@ class Group:
             ValueError: num_tokens is no count, or there is no such layout.
 
         Example:
-            >>> group.recv_rows(4096)
+            >>> rows = group.recv_rows(4096)
         """
         if not _config.is_count(num_tokens, minimum=0) or layout not in _config.LAYOUTS:
             raise ValueError(
@@ -288,7 +288,7 @@ class Group:
             ValueError: there is no such platform.
 
         Example:
-            >>> group.memory().heap_bytes
+            >>> heap_bytes = group.memory().heap_bytes
         """
         if platform is None and (self.native or self.lowering_only):
             platform = "gpu" if self.platform == "gpu" else "cpu"

@@ -31,8 +31,9 @@ def overlap(received: A, other: B) -> tuple[A, B]:
         (received, other).
 
     Example:
-        >>> recv, shared = jax_ep.overlap(jax_ep.dispatch(group, x, ids, weights), shared_expert(x))
-        >>> y = experts(recv.x, recv.group_sizes)
+        >>> recv = jax_ep.dispatch(group, x, topk_idx, topk_weights)
+        >>> recv, shared = jax_ep.overlap(recv, shared_expert(x))
+        >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv) + shared
     """
     return _through(_tie, received, other)
@@ -53,7 +54,7 @@ def overlap_gradients(sent: A, params: B) -> tuple[A, B]:
 
     Example:
         >>> x, kernels = jax_ep.overlap_gradients(x, kernels)
-        >>> recv = jax_ep.dispatch(group, x, ids, weights)
+        >>> recv = jax_ep.dispatch(group, x, topk_idx, topk_weights)
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
     """
     return _through(_tie_gradients, sent, params)

@@ -46,7 +46,9 @@ def make_routing(
         ValueError: unknown kind.
 
     Example:
-        >>> ids = make_routing("zipf", num_ranks=4, num_tokens=16, top_k=2, num_experts=8)
+        >>> ids = jax_ep.testing.make_routing(
+        ...     "zipf", num_ranks=4, num_tokens=16, top_k=2, num_experts=8
+        ... )
     """
     if kind not in ROUTING_KINDS:
         raise ValueError(f"make_routing: got kind={kind!r}, expected one of {ROUTING_KINDS}")
@@ -88,7 +90,7 @@ def sum_tolerance(dtype: Any, num_terms: int) -> float:
         The bound; multiply it with the sum of the terms' absolute values.
 
     Example:
-        >>> bound = sum_tolerance(np.float32, 8)
+        >>> bound = jax_ep.testing.sum_tolerance(np.float32, 8)
     """
     mantissa_bits = {"bfloat16": 8, "float16": 11, "float32": 24}[np.dtype(dtype).name]
     return float(2.0**-mantissa_bits + (num_terms + 2) * 2.0**-24)

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <list>
 #include <mutex>
@@ -17,14 +18,16 @@
 #include <thread>
 #include <utility>
 
+#include "proxy/base/deadline.h"
 #include "proxy/base/log.h"
 #include "proxy/base/thread.h"
 
 namespace jax_ep {
 namespace {
 
-// How long one that has connected may take to read.
+// How long one that has connected may take to read: for each piece, and when no other is begun.
 constexpr timeval kSendTime{.tv_sec = 1, .tv_usec = 0};
+constexpr std::chrono::seconds kAnswerTime{1};
 
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
@@ -100,7 +103,8 @@ class Reporter {
  private:
   void Start() {
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
-    signal_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    // Never closed: a handler may still be about to write to it.
+    if (signal_.get() < 0) signal_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     socket_ = Listen();
     if (stop_.get() < 0 || signal_.get() < 0) return Explain(std::strerror(errno));
     Result<std::thread> thread = StartThread("jax_ep report", [this] { Loop(); });
@@ -116,7 +120,6 @@ class Reporter {
     (void)!write(stop_.get(), &one, sizeof(one));
     thread_.join();
     stop_ = Descriptor();
-    signal_ = Descriptor();
     socket_ = Descriptor();
   }
 
@@ -201,7 +204,8 @@ class Reporter {
     if (who.uid != geteuid() && who.uid != 0) return;
     setsockopt(peer.get(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
     const std::string text = AllPages();
-    for (std::string_view left = text; !left.empty();) {
+    const Deadline deadline = Deadline::After(kAnswerTime);
+    for (std::string_view left = text; !left.empty() && !deadline.expired();) {
       const ssize_t sent = send(peer.get(), left.data(), left.size(), MSG_NOSIGNAL);
       if (sent <= 0) return;
       left.remove_prefix(static_cast<size_t>(sent));

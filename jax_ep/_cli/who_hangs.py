@@ -66,12 +66,10 @@ def report(pid: int | None) -> int:
         )
         return 1
     pages: list[Page] = []
-    silent: list[int] = []
     for each in found:
         try:
             pages += [Page(each, text) for text in ask(each).split(_SEPARATOR) if text]
         except OSError as error:
-            silent.append(each)
             print(f"process {each} does not answer ({error}): {_state(each)}")
     for page in newest_of_each(pages):
         print(page.text, end="" if page.text.endswith("\n") else "\n")

@@ -365,7 +365,8 @@ def export_checks() -> list[Any]:
         A list for `jax.export.export(..., disabled_checks=...)`.
 
     Example:
-        >>> jax.export.export(step, disabled_checks=jax_ep.export_checks())
+        >>> export = jax.export.export(step, disabled_checks=jax_ep.export_checks())
+        >>> saved = export(params, batch).serialize()
     """
     targets = (*ffi.TARGETS.values(), *records.TARGETS.values())
     return [_jax_compat.export_custom_call_check(target) for target in targets]

@@ -40,7 +40,9 @@ class MoEConfig:
         ValueError: a field is out of range; says got, expected and the fix.
 
     Example:
-        >>> config = jax_ep.flax.MoEConfig(num_experts=8, top_k=2, hidden=64, expert_width=128)
+        >>> config = jax_ep.flax.MoEConfig(
+        ...     num_experts=8, top_k=2, hidden=64, expert_width=128, router="sigmoid_bias"
+        ... )
     """
 
     num_experts: int

@@ -354,7 +354,7 @@ def ragged_ffn(
         [R, H] in x's dtype.
 
     Example:
-        >>> y = ragged_ffn(recv.x, recv.group_sizes, w_gate, w_up, w_down)
+        >>> y = jax_ep.flax.ragged_ffn(recv.x, recv.group_sizes, w_gate, w_up, w_down)
     """
     up = lax.ragged_dot(x, w_up, group_sizes)
     if w_gate is None:
@@ -376,7 +376,7 @@ def updated_bias(bias: jax.Array, load: jax.Array, rate: float = 1e-3) -> jax.Ar
         f32[..., E].
 
     Example:
-        >>> bias = updated_bias(bias, stats.load)
+        >>> bias = jax_ep.flax.updated_bias(bias, stats.load)
     """
     load = load.astype(jnp.float32)
     mean = jnp.mean(load, axis=-1, keepdims=True)
