@@ -21,6 +21,7 @@ PUBLIC_MODULES = (
     "jax_ep.fp8",
     "jax_ep.pallas",
     "jax_ep.routing",
+    "jax_ep.metrics",
     "jax_ep.testing",
 )
 
