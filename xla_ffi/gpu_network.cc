@@ -181,7 +181,7 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
                              "; set JAX_EP_PROXY_THREADS alike on all processes");
     }
     if (peer_node == node) {
-      JAX_EP_ASSIGN_OR_RETURN(SharedMemory stage, SharedMemory::Import(stage_export));
+      JAX_EP_ASSIGN_OR_RETURN(SharedMemory stage, Of(who, SharedMemory::Import(stage_export)));
       if (stage.bytes().size() < api_.stage_bytes(&shape)) {
         return InvalidArgument(who + " is smaller than this group's layout");
       }

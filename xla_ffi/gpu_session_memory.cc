@@ -171,7 +171,8 @@ Status GpuSession::ConnectMember(
         member.imported.push_back(arena);
       }
     }
-    JAX_EP_ASSIGN_OR_RETURN(SharedMemory control, SharedMemory::Import(record.control_export));
+    JAX_EP_ASSIGN_OR_RETURN(SharedMemory control,
+                            Of(who, SharedMemory::Import(record.control_export)));
     member.watched.push_back({.team = member.id.team,
                               .rank = peer,
                               .pid = record.pid,

@@ -58,7 +58,9 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
                              " published nothing about " + name());
     }
     if (is_mate) {
-      JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap, SharedMemory::Import(record->second.heap_export));
+      JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap,
+                              Of("group " + options_.name + ": " + name(),
+                                 SharedMemory::Import(record->second.heap_export)));
       if (heap.bytes().size() < layout_.total_bytes) {
         return InvalidArgument("group " + options_.name + ": the heap of " + name() +
                                " is smaller than this group's layout");

@@ -107,6 +107,17 @@ void* Map(size_t num_bytes, int flags, int fd) {
   return address;
 }
 
+// A process that has ended may still be listed, without descriptors, until its parent has seen it.
+bool HasEnded(uint64_t pid) {
+  const std::string folder = "/proc/" + std::to_string(pid);
+  if (access(folder.c_str(), F_OK) != 0) return access("/proc/self", F_OK) == 0;
+  std::ifstream file(folder + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const size_t name_end = text.rfind(')');
+  return name_end != std::string::npos && text.compare(name_end, 3, ") Z") == 0;
+}
+
 }  // namespace
 
 SharedMemory::SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
@@ -201,10 +212,14 @@ Result<SharedMemory> SharedMemory::Import(std::string_view blob) {
   }
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const Status gone =
-      Unavailable("shared memory: process " + std::to_string(pid) + " is gone or its descriptor " +
-                  std::to_string(fd) + " is not the one that it exported");
+      Unavailable("shared memory: pid " + std::to_string(pid) + " has ended, or its descriptor " +
+                  std::to_string(fd) +
+                  " is not the one that it exported (containers: run them with one pid namespace)");
   const int imported_fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (imported_fd < 0) {
+    const int error = errno;
+    if (error == ENOENT && HasEnded(pid)) return gone;
+    errno = error;
     return Unavailable("shared memory: cannot open " + path + ": " + ErrnoText(errno) +
                        "; the process must live, belong to the same user and share the pid "
                        "namespace (containers: run them with one pid namespace)");

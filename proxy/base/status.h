@@ -87,6 +87,13 @@ class [[nodiscard]] Result {
   std::variant<T, Status> state_;
 };
 
+// The result, whose error begins with `who`.
+template <typename T>
+Result<T> Of(const std::string& who, Result<T> result) {
+  if (result.ok()) return result;
+  return Status(result.status().code(), who + ": " + result.status().message());
+}
+
 #define JAX_EP_CONCAT_INNER(a, b) a##b
 #define JAX_EP_CONCAT(a, b) JAX_EP_CONCAT_INNER(a, b)
 

@@ -376,6 +376,40 @@ TEST(Teams, are_named_once_by_all_who_pass_a_failure_on) {
   }
 }
 
+// Killed after it has said what others need, before they have opened it.
+TEST(Session, a_rank_that_died_before_it_was_connected_is_named) {
+  for (const uint32_t node_size : {2u, 1u}) {  // its heap; its inbox
+    const Group::Sizes sizes{.num_processes = 2, .node_size = node_size};
+    std::array<int, 2> pipe_ends{};
+    ASSERT_EQ(pipe(pipe_ends.data()), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+      const auto session = Session::Create(Group::Options(sizes, 1));
+      const std::string blob = session.ok() ? (*session)->LocalBlob() : std::string();
+      _exit(write(pipe_ends[1], blob.data(), blob.size()) > 0 ? 0 : 1);
+    }
+    close(pipe_ends[1]);
+    std::string blob;
+    std::array<char, 4096> part{};
+    for (ssize_t got = 0; (got = read(pipe_ends[0], part.data(), part.size())) > 0;) {
+      blob.append(part.data(), static_cast<size_t>(got));
+    }
+    close(pipe_ends[0]);
+    int status = 0;
+    ASSERT_EQ(waitpid(child, &status, 0), child);
+    ASSERT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+
+    Result<std::unique_ptr<Session>> session = Session::Create(Group::Options(sizes, 0));
+    ASSERT_TRUE(session.ok()) << session.status().message();
+    const Status connected = (*session)->Connect({{1, blob}});
+    EXPECT_EQ(connected.code(), StatusCode::kUnavailable);
+    const std::string& message = connected.message();
+    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+    EXPECT_NE(message.find("pid " + std::to_string(child) + " has ended"), std::string::npos)
+        << message;
+  }
+}
+
 TEST(Session, a_forked_child_touches_nothing) {
   Group group({.num_processes = 2});
   group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
