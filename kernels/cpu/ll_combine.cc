@@ -32,7 +32,6 @@ class LlCombine {
 };
 
 Status LlCombine::SendTo(const RowIndex& index, const PartialPitch& pitch, uint32_t owner) {
-  const TracePhase phase(rank_.trace, "send partial sums", owner);
   const bool is_mate = op_.is_mate(owner);
   const uint64_t local_block =
       is_mate ? layout_.ll_comb.At(set_, rank_.rank) : layout_.ll_comb_send.At(set_, owner);
@@ -85,6 +84,7 @@ Status LlCombine::Send(uint64_t* epoch) {
   const PartialPitch pitch =
       PartialPitch::Make(shape_, params_.y != nullptr, !params_.pair_scalars.empty());
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlCombineDone, slot.reusable_at));
+  const TracePhase phase(rank_.trace, "send partial sums");
   // Other nodes first: theirs is the longer way.
   for (const bool wants_mates : {false, true}) {
     for (uint32_t step = 0; step < shape_.num_ranks; ++step) {

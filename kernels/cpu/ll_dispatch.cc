@@ -201,9 +201,9 @@ Status LlDispatch::Send(uint64_t* epoch) {
 
   const uint64_t meta_bytes = weights_offset() + (params_.weights.empty() ? 0 : cells_bytes_);
   if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(meta_bytes));
+  const TracePhase phase(rank_.trace, "write rows");
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
-    const TracePhase phase(rank_.trace, "write rows", mate);
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
     WriteMeta(block);
     ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });

@@ -47,7 +47,7 @@ static_assert(sizeof(TraceEvent) == 48, "the files have records of this size");
 // Thread rule: one writer at a time calls Add and NameIndex, one reader the rest.
 class TraceTrack {
  public:
-  static constexpr uint64_t kCapacity = uint64_t{1} << 13;  // events: 384 KiB, which stay cached
+  static constexpr uint64_t kCapacity = uint64_t{1} << 15;  // events: 1.5 MiB
   static constexpr size_t kMaxNames = 64;
 
   TraceTrack(uint32_t id, std::string label)
