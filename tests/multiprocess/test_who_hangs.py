@@ -74,19 +74,14 @@ def _ask(*arguments):
     )
 
 
-def _pages(text):
-    """By the ranks that a page knows: its first line, then all of it."""
+def _pages(text, job):
+    """Those of the job (others may run on this host), by the ranks that each knows."""
+    own = set(re.findall(r"^\[\d\] ?PID (\d+)", job.text, re.MULTILINE))
     pages = {}
     for page in re.split(r"^(?=group )", text, flags=re.MULTILINE):
-        known = tuple(
-            int(rank)
-            for rank, what in re.findall(
-                r"^  rank (\d), process \d[^:]*: (.*)$", page, re.MULTILINE
-            )
-            if "in another node" not in what
-        )
-        if known:
-            pages[known] = page
+        found = re.findall(r"^  rank (\d), process \d, pid (\d+): ", page, re.MULTILINE)
+        if found and own.issuperset(pid for _, pid in found):
+            pages[tuple(int(rank) for rank, _ in found)] = page
     return pages
 
 
@@ -109,7 +104,7 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
         job.wait_for("STANDS GO1")
 
         def both_nodes_wait():
-            pages = _pages(_ask().stdout)
+            pages = _pages(_ask().stdout, job)
             waits = [
                 re.search(r"rank 1 .*for (\d+\.\d) s", pages.get(node, "").partition("\n")[0])
                 for node in ((0, 1), (2, 3))
@@ -155,7 +150,7 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
             lambda: (
                 page
                 if "rank 1 (process 1) has kept rank 0 waiting"
-                in (page := _pages(_ask().stdout).get((0, 1), "")).partition("\n")[0]
+                in (page := _pages(_ask().stdout, job).get((0, 1), "")).partition("\n")[0]
                 else None
             )
         )

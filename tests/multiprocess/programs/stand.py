@@ -3,6 +3,7 @@
 It goes on when the file GO1, then GO2, appears in the folder that is the argument.
 """
 
+import os
 import pathlib
 import sys
 import time
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 
 folder = pathlib.Path(sys.argv[1])
+print("PID", os.getpid(), flush=True)
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
 config = jax_ep.Config(
     num_experts=8,
