@@ -36,6 +36,7 @@ import time
 FOLDER = pathlib.Path(__file__).parent
 WARM_UP = 12  # rounds, in which JAX starts its threads and opens its files
 LOOK_EVERY = 4  # rounds
+LEAST_LOOKS = 4  # after the warm-up: the first, and three to hold against it
 RSS_BOUND = (
     64 << 10
 )  # bytes a round: a leaked descriptor's buffers or a heap's page tables are less
@@ -213,7 +214,10 @@ def work(args):
             # Process 0 says when it is over: all must make the same rounds.
             from jax.experimental import multihost_utils
 
-            is_over = time.time() - begin > args.minutes * 60 and number > WARM_UP + LOOK_EVERY
+            is_over = (
+                time.time() - begin > args.minutes * 60
+                and number > WARM_UP + (LEAST_LOOKS - 1) * LOOK_EVERY
+            )
             if jax.process_count() > 1:
                 is_over = bool(multihost_utils.broadcast_one_to_all(np.array(is_over)))
             if is_over:
@@ -242,7 +246,7 @@ def work(args):
 def judge(samples, name):
     """What has grown in a process, as sentences."""
     steady = [each for each in samples if each["round"] >= WARM_UP]
-    if len(steady) < 2:
+    if len(steady) < LEAST_LOOKS:
         return [f"{name}: only {len(samples)} looks, too few to say anything"]
     first, last = steady[0], steady[-1]
     faults = []

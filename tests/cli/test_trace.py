@@ -29,8 +29,8 @@ LINE = 1 + PROGRAM.read_text().splitlines().index(
 )
 
 
-def _launch(prefix, *arguments):
-    command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(RANKS), "--grace", "20"]
+def _launch(prefix, *arguments, grace=20):
+    command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(RANKS), "--grace", str(grace)]
     return subprocess.run(
         [*command, str(PROGRAM), *arguments],
         stdout=subprocess.PIPE,
@@ -187,7 +187,7 @@ class TestPicture:
 
 @pytest.mark.multiprocess
 def test_a_killed_process_leaves_its_last_calls(tmp_path):
-    done = _launch(tmp_path / "run", "--kill", "2")
+    done = _launch(tmp_path / "run", "--kill", "2", grace=1)
     assert done.returncode != 0
     assert command_line.main(["trace", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
     slices, _ = _slices(tmp_path / "out")
