@@ -113,7 +113,8 @@ std::shared_ptr<TraceTrack> Tracer::AddTrack(const TrackLabel& label) {
   std::lock_guard lock(mutex_);
   Append(TraceRecord::kTrack, Bytes(track->id()), track->label());
   streams_.push_back({.track = track});
-  return track;
+  // Whoever holds this has the track; the last to let go of it ends it.
+  return {track.get(), [track](TraceTrack* ended) { ended->End(); }};
 }
 
 void Tracer::Loop() {
@@ -128,11 +129,9 @@ void Tracer::Loop() {
 
 void Tracer::WriteNew() {
   for (size_t i = 0; i < streams_.size();) {
-    // Before its events are read: whoever let go of it has added all of them.
-    const bool is_ours_alone = streams_[i].track.use_count() == 1;
-    std::atomic_thread_fence(std::memory_order_acquire);
+    const bool has_ended = streams_[i].track->has_ended();  // before its last events are read
     Write(streams_[i]);
-    if (is_ours_alone) {
+    if (has_ended) {
       streams_.erase(streams_.begin() + static_cast<std::ptrdiff_t>(i));
     } else {
       ++i;

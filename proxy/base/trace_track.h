@@ -44,7 +44,7 @@ struct TraceEvent {
 };
 static_assert(sizeof(TraceEvent) == 48, "the files have records of this size");
 
-// Thread rule: one writer at a time calls Add and NameIndex, one reader the rest.
+// Thread rule: one writer at a time calls Add, NameIndex and at last End, one reader the rest.
 class TraceTrack {
  public:
   static constexpr uint64_t kCapacity = uint64_t{1} << 15;  // events: 1.5 MiB
@@ -85,6 +85,11 @@ class TraceTrack {
     return static_cast<uint8_t>(known);
   }
 
+  // The writer adds no more.
+  void End() { has_ended_.store(true, std::memory_order_release); }
+  // If so, all of its events can be read.
+  bool has_ended() const { return has_ended_.load(std::memory_order_acquire); }
+
   // The oldest events that nobody has read, at most up to the end of the ring's memory: calls
   // `take(events, count)` once if there are any, and returns their number.
   template <typename Take>
@@ -108,6 +113,7 @@ class TraceTrack {
   std::array<const char*, kMaxNames> names_{};
   std::atomic<size_t> num_names_{0};
   std::atomic<uint64_t> num_dropped_{0};
+  std::atomic<bool> has_ended_{false};
   alignas(64) std::atomic<uint64_t> head_{0};
   uint64_t seen_tail_ = 0;  // the writer's
   alignas(64) std::atomic<uint64_t> tail_{0};
