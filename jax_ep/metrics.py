@@ -53,7 +53,8 @@ def register(group: Group, registry: Any = None) -> Exporter:
 
     Args:
         group: any group, also with `implementation="xla"` (which has its health alone). It is not
-            kept alive. Once it is closed, its counters stay as they were.
+            kept alive. Once it is closed, its counters stay as they were. A view exports the group
+            that it is a view of, whose counters it shares.
         registry: a prometheus_client.CollectorRegistry; None: its REGISTRY.
 
     Returns:
@@ -78,7 +79,7 @@ def register(group: Group, registry: Any = None) -> Exporter:
         if collector is None:
             collector = _collectors[registry] = _Collector()
             registry.register(collector)
-        return collector.add(group)
+        return collector.add(group._whole)  # whose experts the counters are of
 
 
 class Exporter:

@@ -178,6 +178,15 @@ class TestExport:
         labels = {"group": xla.name, "implementation": "xla"}
         assert _value(registry, "jax_ep_healthy", **labels) == 1
 
+    def test_a_view_exports_its_group(self):
+        _, group = _group(experts=8)
+        of_group, of_view = (prometheus_client.CollectorRegistry() for _ in range(2))
+        jax_ep.metrics.register(group, of_group)
+        jax_ep.metrics.register(group.view(num_experts=4), of_view)  # which nobody keeps
+        gc.collect()
+        assert _samples(of_group).keys() == _samples(of_view).keys()
+        assert any(name == "jax_ep_healthy" for name, _ in _samples(of_view))
+
     def test_twice_is_an_error_and_unregistering_twice_is_none(self):
         _, group = _group()
         registry = prometheus_client.CollectorRegistry()
