@@ -32,7 +32,7 @@ constexpr uint64_t kHeapBytes = 64 << 10;
 struct Board {
   std::array<std::atomic<uint32_t>, kMaxProcesses> blob_bytes;
   std::array<char[4096], kMaxProcesses> blobs;
-  std::atomic<uint32_t> num_started;
+  std::atomic<uint32_t> num_met;
 };
 
 // One process: one rank on one node.
@@ -82,9 +82,15 @@ class Process {
       if (!status.ok()) return status.message();
     }
     if (const Status status = proxy_->Start(); !status.ok()) return status.message();
-    board_->num_started.fetch_add(1, std::memory_order_acq_rel);
-    if (!Await([&] { return board_->num_started.load() == num_ranks_; })) return "not all started";
-    return "";
+    return Meet();
+  }
+
+  // Waits until all processes have come here as often as this one. Over the board: unlike after a
+  // Barrier, which its first process may leave while its own signals are still on their way.
+  std::string Meet() {
+    const uint32_t num_expected = ++num_meetings_ * num_ranks_;
+    board_->num_met.fetch_add(1, std::memory_order_acq_rel);
+    return Await([&] { return board_->num_met.load() >= num_expected; }) ? "" : "not all came";
   }
 
   void Push(Command command) {
@@ -188,6 +194,7 @@ class Process {
   SharedMemory heap_;
   std::unique_ptr<Proxy> proxy_;
   uint64_t barrier_epoch_ = 0;
+  uint32_t num_meetings_ = 0;
 };
 
 using Body = std::function<std::string(Process&, uint32_t rank)>;
@@ -269,6 +276,7 @@ TEST(Processes, a_killed_one_is_named_by_all_others_in_time_and_nothing_is_left_
           if (auto problem = process.ExchangeEpoch(epoch); !problem.empty()) return problem;
         }
         if (auto problem = process.Barrier(); !problem.empty()) return problem;
+        if (auto problem = process.Meet(); !problem.empty()) return problem;
         if (rank == 1) kill(getpid(), SIGKILL);
         return process.ExpectDeath(/*rank=*/1, 3 * kPeerTimeout);
       },
