@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 
-from run_cpu import HERE, run, stamp
+from run_cpu import HERE, run, stamp, worker_result
 
 CALLS = 50  # in a loop on the device
 BOUND = 1.02
@@ -68,8 +68,7 @@ def measure(name, rounds):
             with tempfile.TemporaryDirectory() as scratch:
                 trace = {"JAX_EP_TRACE": f"{scratch}/run"} if setting == "on" else {}
                 text = run(command, {"JAX_PLATFORMS": "cpu", "NPROC": "32"} | trace)
-            line = next(line for line in text.splitlines() if line.startswith("RESULT "))
-            values.append(json.loads(line.removeprefix("RESULT "))["us"])
+            values.append(worker_result(text)["us"])
     ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
     return {
         "us": {setting: statistics.median(values) for setting, values in times.items()},

@@ -180,9 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
 
         return selftest(options.json)
     if options.command == "report":
-        from jax_ep._cli.who_hangs import report as report_jobs
+        from jax_ep._cli.report import report
 
-        return report_jobs(options.pid)
+        return report(options.pid)
     if options.command == "trace":
         from jax_ep._cli.trace import trace
 
@@ -210,9 +210,9 @@ def main(arguments: list[str] | None = None) -> int:
         out_dir=options.report if is_report else options.out,
     )
     if is_report:
-        from jax_ep._cli.report import report
+        from jax_ep._cli.bench_report import bench_report
 
-        return report(bench_options, options.shape)
+        return bench_report(bench_options, options.shape)
     return bench(bench_options)
 
 

@@ -357,7 +357,7 @@ class Group:
     def stats(self) -> GroupStats:
         """Counters since creation, as plain values; `GroupStats` says what they mean.
 
-        On GPUs it waits for what has been launched.
+        On GPUs they are copied from the device: what still runs there is not in them yet.
         """
         head: GroupStats = {
             "implementation": "xla" if self._native is None else "native",

@@ -194,13 +194,17 @@ _FRAME = re.compile(r'"([^"]+)":(\d+)')  # in the text of a location, the innerm
 
 
 @functools.cache
+def _library_folders() -> tuple[str, ...]:
+    """Those of JAX, Flax and this package, with a separator at the end."""
+    specs = map(importlib.util.find_spec, ("jax", "jaxlib", "flax"))
+    files = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+    return tuple(os.path.join(os.path.dirname(file), "") for file in (*files, __file__))
+
+
+@functools.cache
 def _is_of_libraries(file: str) -> bool:
     """Whether a frame of that file is JAX's, Flax's, Python's or this package's own."""
-    if file.startswith("<"):
-        return True
-    specs = map(importlib.util.find_spec, ("jax", "jaxlib", "flax"))
-    ours = [spec.origin for spec in specs if spec is not None and spec.origin is not None]
-    if any(file.startswith(os.path.join(os.path.dirname(each), "")) for each in (*ours, __file__)):
+    if file.startswith(("<", *_library_folders())):
         return True
     is_installed = f"{os.sep}site-packages{os.sep}" in file
     return not is_installed and file.startswith(os.path.join(os.path.dirname(os.__file__), ""))

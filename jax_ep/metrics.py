@@ -48,8 +48,8 @@ def register(group: Group, registry: Any = None) -> Exporter:
     """Exports a group of this process, until it is closed and forgotten or `unregister` is called.
 
     Each process exports its own ranks: scrape all of them. Values are read when they are scraped.
-    On GPUs that waits for what has been launched, for a second at most; then the values of the time
-    before are shown, and `jax_ep_stats_age_seconds` says how old they are.
+    On GPUs that copies from the device. A scrape waits for a second at most; then the values of the
+    time before are shown, and `jax_ep_stats_age_seconds` says how old they are.
 
     Args:
         group: any group, also with `implementation="xla"` (which has its health alone). It is not

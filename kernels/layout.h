@@ -159,6 +159,11 @@ struct HeapLayout {
     return flags_offset + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
   }
 
+  // That flag in the heap that begins there.
+  std::atomic<uint64_t>& FlagIn(std::byte* heap, Channel channel, uint32_t source) const {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(heap + flag_offset(channel, source));
+  }
+
   constexpr uint64_t farewell_offset(uint32_t source) const {
     return farewells_offset + source * sizeof(Farewell);
   }

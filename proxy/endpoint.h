@@ -143,6 +143,7 @@ class Endpoint {
   // endpoint_report.cc
   std::string Where() const;  // rank R of group "G"
   std::string DescribeFlow(uint32_t flow_index) const;
+  std::string DescribeFlowAndWindow(uint32_t flow_index) const;
   void Blame(uint32_t rank) { blamed_rank_ = RankOfTeam(team_.index, rank); }
   Status BadArrival(uint32_t peer, const Imm& imm, std::string_view why) const;
   Status PeersDied(const std::vector<PeerWatch::Dead>& dead) const;

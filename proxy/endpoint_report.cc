@@ -86,6 +86,12 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
   return Unavailable(text);
 }
 
+std::string Endpoint::DescribeFlowAndWindow(uint32_t flow_index) const {
+  const SendFlow& send = send_flows_[flow_index];
+  return DescribeFlow(flow_index) + ", window " + std::to_string(window_messages_) + ", stalls " +
+         std::to_string(send.stalls.Get()) + ", retries " + std::to_string(send.retries.Get());
+}
+
 void Endpoint::AppendState(std::string* text) const {
   *text += Where() + ": commands popped " + std::to_string(ring_->num_popped()) + ", quiet epoch " +
            std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) +
@@ -95,9 +101,7 @@ void Endpoint::AppendState(std::string* text) const {
     const SendFlow& send = send_flows_[i];
     if (send.messages.Get() == 0 && recv_flows_[i].received.Get() == 0) continue;
     *text +=
-        "  peer " + NameOf(peers_[i / kNumChannels].rank) + " " + DescribeFlow(i) + ", window " +
-        std::to_string(window_messages_) + ", stalls " + std::to_string(send.stalls.Get()) +
-        ", retries " + std::to_string(send.retries.Get()) +
+        "  peer " + NameOf(peers_[i / kNumChannels].rank) + " " + DescribeFlowAndWindow(i) +
         "; last command: " + CommandText(send.last_command[0].Get(), send.last_command[1].Get()) +
         "\n";
   }
@@ -112,9 +116,7 @@ void Endpoint::AppendOpenFlows(const FlowFilter& is_awaited, std::string* text) 
     const bool is_open = send.messages.Get() != send.acknowledged.Get() ||
                          recv.received.Get() != recv.committed.Get();
     if (!is_open && !is_awaited(team_.index, rank_, peer, channel)) continue;
-    *text += "  " + NameOf(rank_) + " and " + NameOf(peer) + ", " + DescribeFlow(i) + ", window " +
-             std::to_string(window_messages_) + ", stalls " + std::to_string(send.stalls.Get()) +
-             ", retries " + std::to_string(send.retries.Get()) + "\n";
+    *text += "  " + NameOf(rank_) + " and " + NameOf(peer) + ", " + DescribeFlowAndWindow(i) + "\n";
   }
 }
 

@@ -42,12 +42,8 @@ Result<std::unique_ptr<Executor>> Executor::Create(std::unique_ptr<Rank> rank,
 
 Executor::~Executor() { Stop(FailedPrecondition("group " + rank_->group_name + " is closed")); }
 
-Doorbell& Executor::doorbell() const {
-  return reinterpret_cast<ControlBlock*>(rank_->heaps[rank_->rank])->doorbell;
-}
-
-Activity& Executor::activity() const {
-  return reinterpret_cast<ControlBlock*>(rank_->heaps[rank_->rank])->activity;
+ControlBlock& Executor::control() const {
+  return *reinterpret_cast<ControlBlock*>(rank_->heaps[rank_->rank]);
 }
 
 void Executor::Enqueue(Call call) {

@@ -97,8 +97,9 @@ class Executor {
   // Leaves the seat, runs the continuation, tries to sit down again.
   bool CompleteAndSit(Call call, Status status);
   bool TrySit();
-  Doorbell& doorbell() const;
-  Activity& activity() const;
+  ControlBlock& control() const;
+  Doorbell& doorbell() const { return control().doorbell; }
+  Activity& activity() const { return control().activity; }
 
   std::unique_ptr<Rank> rank_;
   std::unique_ptr<AgreedOrder> order_;

@@ -63,6 +63,8 @@ Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(const SessionOptions& opt
                                                        FailureLatch* failure) {
   JAX_EP_RETURN_IF_ERROR(CheckReach(options, api.stage_bytes(&options.shape)));
   std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api));
+  JAX_EP_ASSIGN_OR_RETURN(network->env_, Env::Read());
+  JAX_EP_ASSIGN_OR_RETURN(network->tracer_, OpenTracer(options, network->env_));
   for (const LocalRank& local : options.local_ranks) {
     JAX_EP_RETURN_IF_ERROR(network->AddMember(local, failure));
   }
@@ -84,9 +86,6 @@ Status GpuNetwork::AddMember(const LocalRank& local, FailureLatch* failure) {
 Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
   const GroupShape& shape = options_.shape;
   const uint32_t node = member.id.rank / shape.node_size;
-  JAX_EP_ASSIGN_OR_RETURN(const Env env, Env::Read());
-  num_rings_ = env.proxy_threads;
-  JAX_EP_ASSIGN_OR_RETURN(tracer_, OpenTracer(options_, env));
   RankPlace place = PlaceOf(options_, member.id);
   std::array<char, 32> pci_address{};
   JAX_EP_RETURN_IF_ERROR(
@@ -94,14 +93,14 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
                "network"));
   place.device_pci = pci_address.data();
   std::byte* stage = member.stage.bytes().data();
-  for (uint32_t ring = 0; ring < num_rings_; ++ring) {
-    ProxyOptions proxy_options = ProxyOptionsFor(options_, env);
+  for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
+    ProxyOptions proxy_options = ProxyOptionsFor(options_, env_);
     proxy_options.cpus = NearCpus(place.device_pci);
     JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
                             Proxy::Create(std::move(proxy_options), failure));
     JAX_EP_ASSIGN_OR_RETURN(
         SharedMemory memory,
-        SharedMemory::Create(CommandRing::BytesFor(env.ring_slots), /*shareable=*/false));
+        SharedMemory::Create(CommandRing::BytesFor(env_.ring_slots), /*shareable=*/false));
     JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
     EndpointOptions endpoint{
         .rank = member.id.rank,
@@ -115,12 +114,12 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
               return reinterpret_cast<std::atomic<uint64_t>*>(
                   stage + api_.stage_flag(&options_.shape, channel, source));
             },
-        .ring_slots = env.ring_slots,
+        .ring_slots = env_.ring_slots,
         .ring_memory = memory.bytes(),
         .place = place,
         .trace = AddTrack(tracer_.get(), options_, member.id, TrackKind::kProxy)};
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      if (gpu::RingServes(ring, num_rings_, node, peer / shape.node_size)) {
+      if (gpu::RingServes(ring, env_.proxy_threads, node, peer / shape.node_size)) {
         endpoint.peers.push_back(peer);
       }
     }
@@ -175,9 +174,9 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
     for (uint64_t i = 0; i < num_endpoints && reader.ok(); ++i) {
       endpoints.emplace_back(reader.Text());
     }
-    if (!reader.finished() || endpoints.size() != num_rings_) {
+    if (!reader.finished() || endpoints.size() != env_.proxy_threads) {
       return InvalidArgument(who + " has " + std::to_string(num_endpoints) +
-                             " endpoints, expected " + std::to_string(num_rings_) +
+                             " endpoints, expected " + std::to_string(env_.proxy_threads) +
                              "; set JAX_EP_PROXY_THREADS alike on all processes");
     }
     if (peer_node == node) {
@@ -190,8 +189,8 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
       member.imported.push_back(std::move(stage));
       continue;
     }
-    for (uint32_t ring = 0; ring < num_rings_; ++ring) {
-      if (!gpu::RingServes(ring, num_rings_, node, peer_node)) continue;
+    for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
+      if (!gpu::RingServes(ring, env_.proxy_threads, node, peer_node)) continue;
       JAX_EP_RETURN_IF_ERROR(member.proxies[ring]->Connect(0, peer, endpoints[ring], deadline));
     }
   }
@@ -207,7 +206,9 @@ Status GpuNetwork::Start() {
 
 gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
   const Member& member = *members_[index];
-  return {.stages = member.stages.data(), .rings = member.rings.data(), .num_rings = num_rings_};
+  return {.stages = member.stages.data(),
+          .rings = member.rings.data(),
+          .num_rings = env_.proxy_threads};
 }
 
 void GpuNetwork::Stop() {

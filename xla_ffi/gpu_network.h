@@ -65,8 +65,8 @@ class GpuNetwork {
 
   const SessionOptions options_;
   const gpu::GpuApi& api_;
+  Env env_;
   std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
-  uint32_t num_rings_ = 1;
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::byte*> pinned_;  // registered with the GPU runtime
 };

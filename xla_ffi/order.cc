@@ -76,8 +76,8 @@ std::optional<OrderEntry> AgreedOrder::Peek() {
   ControlBlock& log = control(leader);
   if (comes_by_proxy()) {
     // The proxy counts them in the flag.
-    const auto& arrived = *reinterpret_cast<std::atomic<uint64_t>*>(
-        rank_.heaps[rank_.rank] + rank_.layout.flag_offset(Channel::kOrder, /*source=*/0));
+    const auto& arrived =
+        rank_.layout.FlagIn(rank_.heaps[rank_.rank], Channel::kOrder, /*source=*/0);
     const uint64_t count = arrived.load(std::memory_order_acquire);
     if (count > log.order_count.load(std::memory_order_relaxed)) {
       log.order_count.store(count, std::memory_order_release);

@@ -19,6 +19,7 @@
 #include <utility>
 
 #include "proxy/base/deadline.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/log.h"
 #include "proxy/base/thread.h"
 
@@ -44,24 +45,6 @@ void OnSignal(int number) {
   }
   errno = saved;
 }
-
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  int get() const { return fd_; }
-
- private:
-  int fd_ = -1;
-};
 
 // Thread rule: Add and Remove on any thread.
 class Reporter {
@@ -104,9 +87,9 @@ class Reporter {
   void Start() {
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
     // Never closed: a handler may still be about to write to it.
-    if (signal_.get() < 0) signal_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (signal_.fd() < 0) signal_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     socket_ = Listen();
-    if (stop_.get() < 0 || signal_.get() < 0) return Explain(std::strerror(errno));
+    if (stop_.fd() < 0 || signal_.fd() < 0) return Explain(std::strerror(errno));
     Result<std::thread> thread = StartThread("jax_ep report", [this] { Loop(); });
     if (!thread.ok()) return Explain(thread.status().message());
     thread_ = std::move(*thread);
@@ -117,7 +100,7 @@ class Reporter {
     if (!thread_.joinable()) return;
     LeaveSignal();
     const uint64_t one = 1;
-    (void)!write(stop_.get(), &one, sizeof(one));
+    (void)!write(stop_.fd(), &one, sizeof(one));
     thread_.join();
     stop_ = Descriptor();
     socket_ = Descriptor();
@@ -134,9 +117,9 @@ class Reporter {
     address.sun_family = AF_UNIX;
     std::memcpy(address.sun_path + 1, name.data(), name.size());
     const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
-    if (listener.get() < 0 ||
-        bind(listener.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-        listen(listener.get(), SOMAXCONN) != 0) {
+    if (listener.fd() < 0 ||
+        bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
+        listen(listener.fd(), SOMAXCONN) != 0) {
       Explain(std::strerror(errno));
       return Descriptor();  // poll ignores it
     }
@@ -149,7 +132,7 @@ class Reporter {
         now.sa_handler != SIG_DFL) {
       return;
     }
-    signal_event.store(signal_.get(), std::memory_order_relaxed);
+    signal_event.store(signal_.fd(), std::memory_order_relaxed);
     signal_owner.store(getpid(), std::memory_order_relaxed);
     struct sigaction ours{};
     ours.sa_handler = &OnSignal;
@@ -177,14 +160,14 @@ class Reporter {
 
   void Loop() noexcept {
     while (true) {
-      std::array<pollfd, 3> events{{{.fd = stop_.get(), .events = POLLIN, .revents = 0},
-                                    {.fd = signal_.get(), .events = POLLIN, .revents = 0},
-                                    {.fd = socket_.get(), .events = POLLIN, .revents = 0}}};
+      std::array<pollfd, 3> events{{{.fd = stop_.fd(), .events = POLLIN, .revents = 0},
+                                    {.fd = signal_.fd(), .events = POLLIN, .revents = 0},
+                                    {.fd = socket_.fd(), .events = POLLIN, .revents = 0}}};
       if (poll(events.data(), events.size(), -1) < 0 && errno != EINTR) return;
       if (events[0].revents != 0) return;
       try {
         uint64_t count = 0;
-        if (events[1].revents != 0 && read(signal_.get(), &count, sizeof(count)) > 0) {
+        if (events[1].revents != 0 && read(signal_.fd(), &count, sizeof(count)) > 0) {
           std::string text = AllPages();
           for (char& letter : text) letter = letter == kReportSeparator ? '\n' : letter;
           LogWarning("SIGUSR1: this process's groups\n" + text);
@@ -196,17 +179,17 @@ class Reporter {
   }
 
   void Answer() {
-    const Descriptor peer(accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (peer.get() < 0) return;
+    const Descriptor peer(accept4(socket_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (peer.fd() < 0) return;
     ucred who{};
     socklen_t length = sizeof(who);
-    if (getsockopt(peer.get(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
+    if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
     if (who.uid != geteuid() && who.uid != 0) return;
-    setsockopt(peer.get(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
+    setsockopt(peer.fd(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
     const std::string text = AllPages();
     const Deadline deadline = Deadline::After(kAnswerTime);
     for (std::string_view left = text; !left.empty() && !deadline.expired();) {
-      const ssize_t sent = send(peer.get(), left.data(), left.size(), MSG_NOSIGNAL);
+      const ssize_t sent = send(peer.fd(), left.data(), left.size(), MSG_NOSIGNAL);
       if (sent <= 0) return;
       left.remove_prefix(static_cast<size_t>(sent));
     }

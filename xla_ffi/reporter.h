@@ -1,6 +1,6 @@
 // Tells of this process's open groups without asking Python, whose main thread may wait in XLA: on
 // SIGUSR1 it writes their pages (Session::Report) to the log, and to whom connects to its socket it
-// sends them (`python -m jax_ep report`, jax_ep/_cli/who_hangs.py).
+// sends them (`python -m jax_ep report`, jax_ep/_cli/report.py).
 //
 // The socket is an abstract one of the host's (of the container's network namespace):
 // "\0jax_ep/report/PID". Only processes of the same user, and root's, are answered: the pages, with

@@ -83,11 +83,9 @@ Status Session::AllocateMembers() {
               .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
               .heap = member->heap.bytes(),
               .heap_export = one_process ? std::string() : member->heap.Export(),
-              .flag =
-                  [heap, layout = layout_](Channel channel, uint32_t source) {
-                    return reinterpret_cast<std::atomic<uint64_t>*>(
-                        heap + layout.flag_offset(channel, source));
-                  },
+              .flag = [heap, layout = layout_](
+                          Channel channel,
+                          uint32_t source) { return &layout.FlagIn(heap, channel, source); },
               .doorbell = &member->control_block()->doorbell,
               .ring_slots = env.ring_slots,
               .place = PlaceOf(options_, local),
@@ -143,15 +141,14 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
   const GroupShape& shape = options_.shape;
   const uint64_t epoch = barrier_epoch_.fetch_add(1, std::memory_order_acq_rel) + 1;
   const Deadline deadline = Deadline::After(limit);
-  const auto flag_of = [&](std::byte* heap, uint32_t source) {
-    return reinterpret_cast<std::atomic<uint64_t>*>(heap +
-                                                    layout_.flag_offset(Channel::kBarrier, source));
+  const auto flag_of = [&](std::byte* heap, uint32_t source) -> std::atomic<uint64_t>& {
+    return layout_.FlagIn(heap, Channel::kBarrier, source);
   };
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       if (rank.heaps[peer] == nullptr) continue;
-      flag_of(rank.heaps[peer], rank.rank)->store(epoch, std::memory_order_release);
+      flag_of(rank.heaps[peer], rank.rank).store(epoch, std::memory_order_release);
       reinterpret_cast<ControlBlock*>(rank.heaps[peer])->doorbell.Ring();
     }
     if (rank.ring.memory == nullptr) continue;
@@ -165,13 +162,13 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      const auto* flag = flag_of(member->heap.bytes().data(), peer);
+      const auto& flag = flag_of(member->heap.bytes().data(), peer);
       Activity& activity = member->control_block()->activity;
       const uint64_t begin_ns = MonotonicNs();
       activity.Await(Phase::kAwaitsBarrier, begin_ns, peer, Channel::kBarrier, epoch);
       const WaitResult result = WaitUntil(
           member->control_block()->doorbell,
-          [&] { return flag->load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
+          [&] { return flag.load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
           rank.heaps[peer] == nullptr ? rank.proxy : nullptr);
       const uint64_t end_ns = MonotonicNs();
       activity.Enter(Phase::kBetweenCalls, end_ns);

@@ -35,9 +35,8 @@ void Session::CheckFarewells() const {
     for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
       // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
       // it wrote before.
-      const auto* flag = reinterpret_cast<const std::atomic<uint64_t>*>(
-          heap + layout_.flag_offset(Channel::kBarrier, peer));
-      if (flag->load(std::memory_order_acquire) <= epoch) continue;
+      const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, peer);
+      if (flag.load(std::memory_order_acquire) <= epoch) continue;
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
       const Departure departure = farewell.departure.load(std::memory_order_relaxed);

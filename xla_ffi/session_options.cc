@@ -148,7 +148,6 @@ std::shared_ptr<TraceTrack> AddTrack(Tracer* tracer, const SessionOptions& optio
   return tracer->AddTrack({.kind = kind,
                            .team = options.IdOf(local.team),
                            .rank = local.rank,
-                           .num_ranks = options.shape.num_ranks,
                            .group_name = options.name});
 }
 

@@ -27,13 +27,11 @@ TeamView Session::ViewTeam(uint32_t team) const {
     const uint32_t leader = rank / options_.shape.node_size * options_.shape.node_size;
     for (const auto& member : members_) {
       if (member->id.team != team || member->executor == nullptr) continue;
-      const std::byte* const heap = member->executor->rank().heaps[rank];
+      std::byte* const heap = member->executor->rank().heaps[rank];
       if (heap == nullptr) continue;
       const auto flag = [&](Channel channel, uint32_t source) -> uint64_t {
         if (source >= options_.shape.num_ranks) return 0;
-        return reinterpret_cast<const std::atomic<uint64_t>*>(heap +
-                                                              layout_.flag_offset(channel, source))
-            ->load(std::memory_order_relaxed);
+        return layout_.FlagIn(heap, channel, source).load(std::memory_order_relaxed);
       };
       seen = ViewOf(*reinterpret_cast<const ControlBlock*>(heap), flag);
       const auto* const order =
@@ -93,19 +91,18 @@ std::string Session::DumpState() const {
   if (!lease) return out;
   for (const auto& member : members_) {
     out += "  " + options_.NameOf(member->id) + ": flags (newest epoch by source rank):";
-    for (uint32_t channel = 0; channel < kNumChannels; ++channel) {
+    for (uint32_t index = 0; index < kNumChannels; ++index) {
+      const auto channel = static_cast<Channel>(index);
       std::string row;
       bool any = false;
       for (uint32_t source = 0; source < options_.shape.num_ranks; ++source) {
-        const uint64_t value = reinterpret_cast<const std::atomic<uint64_t>*>(
-                                   member->heap.bytes().data() +
-                                   layout_.flag_offset(static_cast<Channel>(channel), source))
-                                   ->load(std::memory_order_relaxed);
+        const uint64_t value = layout_.FlagIn(member->heap.bytes().data(), channel, source)
+                                   .load(std::memory_order_relaxed);
         any |= value != 0;
         row += " " + std::to_string(value);
       }
       if (any) {
-        out += "\n    " + std::string(ChannelName(static_cast<Channel>(channel))) + ":" + row;
+        out += "\n    " + std::string(ChannelName(channel)) + ":" + row;
       }
     }
     out += "\n";

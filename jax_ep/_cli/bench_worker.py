@@ -113,9 +113,7 @@ class _Bench:
 
     def __init__(self, mesh: Mesh, shape: Shape, repeats: int) -> None:
         self._mesh, self._shape, self._repeats = mesh, shape, repeats
-        self.payload_bytes = (
-            shape.tokens * shape.top_k * shape.hidden * jnp.dtype(shape.dtype).itemsize
-        )
+        self.payload_bytes = shape.payload_bytes(jnp.dtype(shape.dtype).itemsize)
         self._calls = max(1, min(MAX_CALLS, SCAN_BYTES // self.payload_bytes))
         ids, weights = _routing(shape, mesh.size)
         x = np.random.default_rng(1).standard_normal((mesh.size * shape.tokens, shape.hidden))

@@ -18,7 +18,7 @@ from jax_ep._runtime import gpu
 
 _PACKAGES = ("jax_ep", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint")
 _ENV_PREFIXES = ("JAX", "XLA_", "NPROC", "SLURM_JOB_ID", "OMPI_COMM_WORLD", "CUDA_VISIBLE_DEVICES")
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB, GIB = 1 << 20, 1 << 30
 
 
 def info() -> int:
@@ -100,16 +100,16 @@ def _memory() -> Iterator[Row]:
         line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
     )
     for label, key in (("total", "MemTotal"), ("available for heaps", "MemAvailable")):
-        yield label, f"{int(meminfo[key].split()[0]) * 1024 / _GIB:.1f} GiB"
+        yield label, f"{int(meminfo[key].split()[0]) * 1024 / GIB:.1f} GiB"
     for path in (Path("/sys/fs/cgroup/memory.max"),):
         if path.exists() and (limit := path.read_text().strip()) != "max":
-            yield "cgroup limit", f"{int(limit) / _GIB:.1f} GiB"
+            yield "cgroup limit", f"{int(limit) / GIB:.1f} GiB"
     if Path("/dev/shm").exists():
         usage = shutil.disk_usage("/dev/shm")
         yield (
             "/dev/shm",
             (
-                f"{usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free "
+                f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free "
                 "(heaps are memfds: nothing of jax_ep ever has a name there)"
             ),
         )

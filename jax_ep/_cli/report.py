@@ -1,202 +1,124 @@
-"""``python -m jax_ep bench --report DIR``: measures the declared cases and writes a page.
+"""``python -m jax_ep report``: who hangs, asked of the jobs that run on this host.
 
-Each case is a job of its own (``report_worker.py``). A method that ends the job, or does not end in
-time, is left out, and the case starts again without it: the other results are not lost.
+Each process with native groups answers on a socket of its own (xla_ffi/reporter.h).
 """
 
 from __future__ import annotations
 
-import datetime
-import json
+import dataclasses
 import os
-import subprocess
+import re
+import socket
+import struct
 import sys
-import tempfile
+import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from jax_ep._cli import report_machine
-from jax_ep._cli.bench import BenchOptions
-from jax_ep._cli.extras import make_console, require
-from jax_ep._cli.report_cases import OURS, Case, cases_for
-from jax_ep._cli.report_page import page
-from jax_ep._cli.shapes import SHAPES
-
-PROBE_LIMIT_S = 120.0
-CASE_LIMIT_S = 300.0  # far above the half minute that a case takes on two idle cores
-CPU_RANKS = 4  # as many processes, as the README's training job has
-TAIL_LINES = 8
-_DEVICE_FLAG = "--xla_force_host_platform_device_count"
-_PROBE = "import jax; print('FOUND', jax.default_backend(), jax.device_count())"
+LIMIT_S = 2.0  # per process: who is stopped does not answer
+_NAME = re.compile(r"@jax_ep/report/(\d+)$", re.MULTILINE)
+_SEPARATOR = "\f"  # kReportSeparator
+_WAIT = re.compile(r" (?:waiting|gone on) for ([0-9.]+) s")
+_PID = re.compile(r"^  rank .*?, pid (\d+):", re.MULTILINE)
+_PEER = struct.Struct("3i")  # pid, uid, gid
 
 
-def report(options: BenchOptions, shape: str | None) -> int:
-    """Writes DIR/index.html and DIR/results.json.
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """What one process says of one group."""
 
-    ``shape`` None measures the declared cases; num_ranks 0 and num_processes 0 mean 4 CPU processes
-    or the GPUs present. Returns 0 if jax_ep was measured in every case, 2 for options that do not
-    fit, else 1: then the page says what went wrong.
+    pid: int
+    text: str
+
+    @property
+    def wait_s(self) -> float:
+        """How long the first line says that somebody has waited; 0 if nobody has."""
+        found = _WAIT.search(self.text.partition("\n")[0])
+        return float(found[1]) if found else 0.0
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The processes that it sees: those of its node. It may see itself alone."""
+        return frozenset({self.pid, *map(int, _PID.findall(self.text))})
+
+    @property
+    def group(self) -> str:
+        """The group's name, as in "group ep[4]#1: rank 2 ..."."""
+        return self.text.partition(": ")[0]
+
+
+def report(pid: int | None) -> int:
+    """Prints a page for each group and node of the jobs that run on this host.
+
+    Args:
+        pid: ask that process only; None: all of this user's.
+
+    Returns:
+        The exit code: 1 if there is nothing to ask, or nobody answers.
     """
-    console = make_console()
-    require("matplotlib")  # before the time is spent
-    folder = Path(options.out_dir)
+    found = running() if pid is None else [pid] if pid in running() else []
+    if not found:
+        who = "no process" if pid is None else f"process {pid} is none"
+        print(
+            f"python -m jax_ep report: {who} of this host that has a native group open; in a "
+            "container, run it there; GPU and CPU jobs of other users are not shown",
+            file=sys.stderr,
+        )
+        return 1
+    pages: list[Page] = []
+    for each in found:
+        try:
+            pages += [Page(each, text) for text in ask(each).split(_SEPARATOR) if text]
+        except OSError as error:
+            print(f"process {each} does not answer ({error}): {_state(each)}")
+    for page in newest_of_each(pages):
+        print(page.text, end="" if page.text.endswith("\n") else "\n")
+    return 0 if pages else 1
+
+
+def running() -> list[int]:
+    """Processes of this host, or of this container, that answer."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        platform, num_ranks, num_processes = _place(options)
-        cases = cases_for(platform, shape, options.mode)
-        for case in cases:
-            _check(case, num_ranks)
-        _check_repeats(options.repeats)
-    except (ValueError, RuntimeError, OSError) as error:
-        console.print(f"bench --report: {error}", style="red", markup=False)
-        return 2
-    record: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": _command(options, shape),
-        "commit": report_machine.commit() or None,
-        "machine": report_machine.machine(),
-        "versions": report_machine.package_versions(),
-        "repeats": options.repeats,
-        "cases": [],
-    }
-    for number, case in enumerate(cases, 1):
-        console.print(f"{number} of {len(cases)}: {case.name}", markup=False)
-        settings = {
-            "shape": case.shape,
-            "mode": case.mode,
-            "num_ranks": num_ranks,
-            "node_size": options.node_size,
-            "transport": options.transport,
-            "repeats": options.repeats,
-        }
-        measured = _measure(settings, num_processes, 1 if platform != "cpu" else num_ranks)
-        record["cases"].append({"name": case.name, "mode": case.mode, **measured})
-        # After each case: what has been measured stays, if the rest is interrupted.
-        (folder / "results.json").write_text(json.dumps(record, indent=1) + "\n")
-        (folder / "index.html").write_text(page(record), encoding="utf-8")
-        for missing in measured["missing"]:
-            console.print(f"  without {missing['method']}: {missing['reason']}", markup=False)
-    console.print(f"{folder / 'index.html'} and results.json were written", markup=False)
-    failed = [c["name"] for c in record["cases"] if any(m["method"] == OURS for m in c["missing"])]
-    if failed:
-        console.print(f"jax_ep could not be measured in: {'; '.join(failed)}", style="red")
-    return 1 if failed else 0
+        return sorted({int(pid) for pid in _NAME.findall(Path("/proc/net/unix").read_text())})
+    except OSError:
+        return []
 
 
-def _command(options: BenchOptions, shape: str | None) -> str:
-    """What repeats this report."""
-    words = ["python -m jax_ep bench --report DIR"]
-    chosen = {
-        "--shape": shape,
-        "--mode": options.mode if options.mode != "auto" else None,
-        "--ranks": options.num_ranks or None,
-        "--processes": options.num_processes or None,
-        "--node-size": options.node_size,
-        "--transport": options.transport if options.transport != "auto" else None,
-        "--repeats": options.repeats,
-    }
-    words += [f"{name} {value}" for name, value in chosen.items() if value is not None]
-    return " ".join(words)
-
-
-def _place(options: BenchOptions) -> tuple[str, int, int]:
-    """The platform that JAX takes here, and how many ranks in how many processes.
+def ask(pid: int) -> str:
+    """What the process says of all its groups, within LIMIT_S.
 
     Raises:
-        RuntimeError: JAX has no devices.
-        ValueError: ranks and processes do not fit it or each other.
+        OSError: it does not answer, or is another user's.
     """
-    # In a process of its own: this one must not take the GPUs' memory.
+    deadline = time.monotonic() + LIMIT_S
+    parts = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(LIMIT_S)
+        peer.connect(f"\0jax_ep/report/{pid}")
+        packed = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        uid = _PEER.unpack(packed)[1]
+        if uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise PermissionError(f"it is of user {uid}")
+        while part := peer.recv(1 << 16):
+            parts.append(part)
+            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
+    return b"".join(parts).decode(errors="replace")
+
+
+def newest_of_each(pages: Iterable[Page]) -> list[Page]:
+    """Of pages about one group and node, the one that tells of the longest wait."""
+    kept: list[Page] = []
+    for page in sorted(pages, key=lambda page: -page.wait_s):
+        if not any(page.group == seen.group and page.pids & seen.pids for seen in kept):
+            kept.append(page)
+    return kept
+
+
+def _state(pid: int) -> str:
+    """What the kernel says of the process: "T (stopped)"."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_LIMIT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"JAX found no devices within {PROBE_LIMIT_S:g} s") from None
-    found = [line.split() for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    if not found:
-        raise RuntimeError("JAX found no devices: " + _tail(done.stderr))
-    platform, count = found[0][1], int(found[0][2])
-    if platform == "cpu":
-        ranks = options.num_ranks or options.num_processes or CPU_RANKS
-        processes = options.num_processes or ranks
-    else:
-        ranks, processes = options.num_ranks or count, options.num_processes or 1
-        if ranks > count or processes != 1:
-            raise ValueError(
-                f"got --ranks {ranks} and --processes {processes}, expected one process and at "
-                f"most the {count} devices of this host"
-            )
-    if processes < 1 or ranks < 1 or ranks % processes:
-        raise ValueError(
-            f"got --ranks {ranks} and --processes {processes}, expected the ranks to be a multiple "
-            "of the processes"
-        )
-    return platform, ranks, processes
-
-
-def _check(case: Case, num_ranks: int) -> None:
-    experts = SHAPES[case.shape].num_experts
-    if experts % num_ranks:
-        raise ValueError(
-            f"got {num_ranks} ranks, expected a divisor of the {experts} experts of {case.shape}"
-        )
-
-
-def _check_repeats(repeats: int) -> None:
-    if repeats < 1:
-        raise ValueError(f"got --repeats {repeats}, expected at least 1")
-
-
-def _measure(settings: dict[str, Any], num_processes: int, devices: int) -> dict[str, Any]:
-    """One case's record; starts the job again without each method that ended it."""
-    missing: dict[str, str] = {}
-    while True:
-        record, culprit, reason = _job({**settings, "missing": missing}, num_processes, devices)
-        if record is not None:
-            return record
-        if not culprit or culprit in missing:
-            # Not while a method was prepared: then no method is known to be the cause.
-            missing = {OURS: reason}
-            break
-        missing[culprit] = reason
-    shape = SHAPES[settings["shape"]]
-    return {
-        "shape": {**vars(shape)},
-        "ranks": settings["num_ranks"],
-        "processes": num_processes,
-        "results": [],
-        "missing": [{"method": name, "reason": why} for name, why in missing.items()],
-    }
-
-
-def _job(
-    settings: dict[str, Any], num_processes: int, devices: int
-) -> tuple[dict[str, Any] | None, str, str]:
-    """The case's record, or None with the method that ended the job and how."""
-    with tempfile.TemporaryDirectory(prefix="jax_ep_report_") as scratch:
-        path, progress = Path(scratch) / "case.json", Path(scratch) / "progress"
-        worker = Path(__file__).with_name("report_worker.py")
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(num_processes)]
-        command += ["-D", str(max(1, devices // num_processes)), "--grace", "5", str(worker)]
-        command += [json.dumps(settings), str(path), str(progress)]
-        env = dict(os.environ)
-        # The number of CPU devices is this command's to say.
-        env.pop("JAX_NUM_CPU_DEVICES", None)
-        flags = env.get("XLA_FLAGS", "").split()
-        env["XLA_FLAGS"] = " ".join(f for f in flags if not f.startswith(_DEVICE_FLAG))
-        try:
-            done = subprocess.run(
-                command, env=env, capture_output=True, text=True, timeout=CASE_LIMIT_S
-            )
-            reason = f"exit code {done.returncode}: {_tail(done.stderr or done.stdout)}"
-        except subprocess.TimeoutExpired:
-            reason = f"no end within {CASE_LIMIT_S:g} s"
-        if path.exists():
-            record: dict[str, Any] = json.loads(path.read_text())
-            return record, "", ""
-        return None, progress.read_text() if progress.exists() else "", reason
-
-
-def _tail(text: str) -> str:
-    return " / ".join(line.strip() for line in text.strip().splitlines()[-TAIL_LINES:])
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "it is gone"
+    found = re.search(r"^State:\s*(.*)$", status, re.MULTILINE)
+    return f"state {found[1]}" if found else "state unknown"

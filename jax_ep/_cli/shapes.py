@@ -19,6 +19,10 @@ class Shape:
     capacity_factor: float | None = 1.25
     zipf_exponent: float = 0.0  # 0 routes uniformly
 
+    def payload_bytes(self, itemsize: int) -> int:
+        """Bytes of one rank's (token, expert) rows: what a dispatch brings to the experts."""
+        return self.tokens * self.top_k * self.hidden * itemsize
+
 
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import glob
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,6 @@ class Track:
     team: int
     num_teams: int
     rank: int
-    num_ranks: int
     names: dict[int, str] = dataclasses.field(default_factory=dict)
     parts: list[np.ndarray] = dataclasses.field(default_factory=list)
     num_dropped: int = 0
@@ -93,11 +93,7 @@ def find(prefix: str) -> list[Path]:
         ValueError: there are none.
     """
     base = Path(prefix)
-    found = sorted(
-        path
-        for path in (base.parent.iterdir() if base.parent.is_dir() else ())
-        if path.name.startswith(f"{base.name}.") and path.name.endswith(".jaxep")
-    )
+    found = sorted(base.parent.glob(f"{glob.escape(base.name)}.*.jaxep"))
     if not found:
         raise ValueError(
             f"no trace begins with {prefix}; expected {prefix}.HOST.PID.jaxep: run the job with "
@@ -162,5 +158,5 @@ def _process(path: Path, body: bytes) -> Process | None:
 
 
 def _track(body: bytes) -> Track:
-    kind, team, num_teams, rank, num_ranks, group = body.decode().split("\n", 5)
-    return Track(kind, group, int(team), int(num_teams), int(rank), int(num_ranks))
+    kind, team, num_teams, rank, group = body.decode().split("\n", 4)
+    return Track(kind, group, int(team), int(num_teams), int(rank))

@@ -17,7 +17,7 @@ constexpr std::chrono::milliseconds kStallSlice{5};
 
 std::atomic<uint64_t>& FlagWord(const Operation& op, uint32_t mate, Channel channel,
                                 uint32_t source) {
-  return *HeapAt<std::atomic<uint64_t>>(op.heap(mate), op.layout().flag_offset(channel, source));
+  return op.layout().FlagIn(op.heap(mate), channel, source);
 }
 
 Doorbell& BellOf(const Operation& op, uint32_t mate) {
@@ -77,7 +77,7 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
     rank_.counters->wait_ns.fetch_add(end - begin, std::memory_order_relaxed);
   }
   activity().Enter(Phase::kWorking, end);
-  TraceWait(TraceKind::kWait, begin, end, source, channel, value, mate);
+  Trace(TraceKind::kWait, begin, end, source, channel, value, mate);
   if (result == WaitResult::kReady) return Status::Ok();
   if (result == WaitResult::kFailed) return CheckLatch();
   const double seconds = std::chrono::duration<double>(rank_.timeout).count();
@@ -93,11 +93,11 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
 void Operation::TraceSignal(uint32_t peer, Channel channel, uint64_t value) const {
   if (rank_.trace == nullptr) return;
   const uint64_t now_ns = MonotonicNs();
-  TraceWait(TraceKind::kSignal, now_ns, now_ns, peer, channel, value, peer);
+  Trace(TraceKind::kSignal, now_ns, now_ns, peer, channel, value, peer);
 }
 
-void Operation::TraceWait(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer,
-                          Channel channel, uint64_t value, uint32_t flag_rank) const {
+void Operation::Trace(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer,
+                      Channel channel, uint64_t value, uint32_t flag_rank) const {
   if (rank_.trace == nullptr) return;
   rank_.trace->Add({.begin_ns = begin_ns,
                     .end_ns = end_ns,
@@ -221,8 +221,8 @@ Status Operation::Push(const Command& command) {
   if (round > 0) {
     const uint64_t end = MonotonicNs();
     activity().Enter(Phase::kWorking, end);
-    TraceWait(TraceKind::kRingFull, begin, end, command.dst_rank, command.channel, command.epoch,
-              command.dst_rank);
+    Trace(TraceKind::kRingFull, begin, end, command.dst_rank, command.channel, command.epoch,
+          command.dst_rank);
   }
   has_unannounced_commands_ = true;
   return Status::Ok();

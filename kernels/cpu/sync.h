@@ -100,8 +100,8 @@ class Operation {
   std::string Where() const;
   void StallForTests(Channel channel);
   void TraceSignal(uint32_t peer, Channel channel, uint64_t value) const;
-  void TraceWait(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer, Channel channel,
-                 uint64_t value, uint32_t flag_rank) const;
+  void Trace(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32_t peer, Channel channel,
+             uint64_t value, uint32_t flag_rank) const;
   Activity& activity() const { return reinterpret_cast<ControlBlock*>(own_heap())->activity; }
 
   Rank& rank_;

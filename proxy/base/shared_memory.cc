@@ -219,8 +219,7 @@ Result<SharedMemory> SharedMemory::Import(std::string_view blob) {
   if (imported_fd < 0) {
     const int error = errno;
     if (error == ENOENT && HasEnded(pid)) return gone;
-    errno = error;
-    return Unavailable("shared memory: cannot open " + path + ": " + ErrnoText(errno) +
+    return Unavailable("shared memory: cannot open " + path + ": " + ErrnoText(error) +
                        "; the process must live, belong to the same user and share the pid "
                        "namespace (containers: run them with one pid namespace)");
   }

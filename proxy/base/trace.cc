@@ -63,7 +63,7 @@ std::string ProcessText(uint32_t process_index) {
 std::string TrackLabel::Text() const {
   return std::string(kind == TrackKind::kRank ? "rank" : "proxy") + "\n" +
          std::to_string(team.index) + "\n" + std::to_string(team.num_teams) + "\n" +
-         std::to_string(rank) + "\n" + std::to_string(num_ranks) + "\n" + group_name;
+         std::to_string(rank) + "\n" + group_name;
 }
 
 Result<std::shared_ptr<Tracer>> Tracer::Open(const std::string& prefix, uint32_t process_index,

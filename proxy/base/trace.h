@@ -39,10 +39,9 @@ struct TrackLabel {
   TrackKind kind = TrackKind::kRank;
   TeamId team = {};
   uint32_t rank = 0;
-  uint32_t num_ranks = 1;
   std::string group_name = {};
 
-  // "rank" or "proxy", team, number of teams, rank, number of ranks, group: a line each.
+  // "rank" or "proxy", team, number of teams, rank, group: a line each.
   std::string Text() const;
 };
 

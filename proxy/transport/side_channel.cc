@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "proxy/base/blob.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/transport/side_socket.h"
 
 namespace jax_ep {
@@ -81,7 +82,8 @@ Result<std::string> AskPeer(std::string_view blob, std::string_view question, De
   JAX_EP_ASSIGN_OR_RETURN(const sockaddr_storage name,
                           ParseAddress(address, static_cast<uint16_t>(port), &size));
   const std::string where = address + ":" + std::to_string(port) + ": ";
-  const Socket connection(socket(name.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  const Descriptor connection(
+      socket(name.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (connection.fd() < 0) return Unavailable(Errno("socket"));
   const int on = 1;
   setsockopt(connection.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "proxy/base/blob.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/log.h"
 #include "proxy/base/thread.h"
 #include "proxy/transport/side_channel.h"
@@ -91,7 +92,7 @@ std::string SideListener::Blob() const {
 struct SideListener::Connection {
   enum class State : uint8_t { kToken, kLength, kQuestion, kAnswer };
 
-  Socket socket;
+  Descriptor socket;
   Deadline deadline = Deadline::After(kSideServeTime);
   State state = State::kToken;
   size_t num_wanted = kSideTokenBytes;
@@ -154,7 +155,7 @@ bool SideListener::AcceptAll(std::vector<Connection>* connections) {
       connections->erase(oldest);
     }
     if (fd < 0) continue;
-    connections->push_back(Connection{.socket = Socket(fd)});
+    connections->push_back(Connection{.socket = Descriptor(fd)});
     // Most have sent all by now.
     if (!Advance(&connections->back())) connections->pop_back();
   }

@@ -2,11 +2,9 @@
 #pragma once
 
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include "proxy/base/status.h"
 
@@ -15,23 +13,6 @@ namespace jax_ep {
 // On the wire: token, then 8 bytes of length and a message; the answer is a length and a blob
 // {status code, text or answer}.
 inline constexpr uint64_t kSideBlobMagic = 0x3145444953504541;
-
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Socket& operator=(Socket&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 // "connect: Connection refused (111)", of errno.
 std::string Errno(const char* operation);

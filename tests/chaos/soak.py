@@ -203,6 +203,7 @@ def work(args):
     if args.devices > 1:
         jax.config.update("jax_num_cpu_devices", args.devices)
     import numpy as np
+    from jax.experimental import multihost_utils
 
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
     rng = random.Random(args.seed)
@@ -212,8 +213,6 @@ def work(args):
     with path.open("w") as file:
         for number in range(10**9):
             # Process 0 says when it is over: all must make the same rounds.
-            from jax.experimental import multihost_utils
-
             is_over = (
                 time.time() - begin > args.minutes * 60
                 and number > WARM_UP + (LEAST_LOOKS - 1) * LOOK_EVERY

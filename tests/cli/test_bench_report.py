@@ -13,7 +13,14 @@ import children
 import numpy as np
 import pytest
 
-from jax_ep._cli import baselines, report, report_cases, report_page, report_plot, report_worker
+from jax_ep._cli import (
+    baselines,
+    bench_report,
+    bench_report_cases,
+    bench_report_page,
+    bench_report_plot,
+    bench_report_worker,
+)
 from jax_ep._cli.bench import BenchOptions
 from jax_ep._cli.shapes import SHAPES
 
@@ -76,7 +83,7 @@ def made_up_case(mode, methods, missing=()):
             "payload_gb_per_s": 1.0,
             "samples_us": [9.0, 10.0, 12.0],
         }
-        for operation, trips in report_cases.OPERATIONS.items()
+        for operation, trips in bench_report_cases.OPERATIONS.items()
         for index, method in enumerate(methods)
     ]
     return {
@@ -111,24 +118,24 @@ def assert_loads_nothing(text, page):
 
 
 def test_a_page_has_a_row_for_each_result_and_names_what_is_missing():
-    methods = [report_cases.OURS, "all_to_all, padded"]
+    methods = [bench_report_cases.OURS, "all_to_all, padded"]
     whole = made_up_case("ll", methods, [(RAGGED, "no <support>")])
-    failed = made_up_case("ht", methods[1:], [(report_cases.OURS, "exit code 1")])
-    text = report_page.page(made_up_record([whole, failed]))
+    failed = made_up_case("ht", methods[1:], [(bench_report_cases.OURS, "exit code 1")])
+    text = bench_report_page.page(made_up_record([whole, failed]))
     page = Page(text)
     assert_loads_nothing(text, page)
-    assert len(page.rows) == 3 * len(report_cases.OPERATIONS)
+    assert len(page.rows) == 3 * len(bench_report_cases.OPERATIONS)
     assert "no &lt;support&gt;" in text and "a &lt;fast&gt; one" in text
     assert "jax_ep is not there: exit code 1" in text
     assert page.tags.count("svg") == 2
     # jax_ep's own factor is 1; what is twice as slow has 2; without jax_ep there is none.
     factors = [row[4] for row in page.rows]
-    assert factors == ["1.00", "2.00"] * len(report_cases.OPERATIONS) + ["-"] * 4
+    assert factors == ["1.00", "2.00"] * len(bench_report_cases.OPERATIONS) + ["-"] * 4
 
 
 def test_plots_of_one_page_share_no_names():
-    case = made_up_case("ll", [report_cases.OURS])
-    names = [set(re.findall(r'id="([^"]*)"', report_plot.plot(case, n))) for n in (1, 2)]
+    case = made_up_case("ll", [bench_report_cases.OURS])
+    names = [set(re.findall(r'id="([^"]*)"', bench_report_plot.plot(case, n))) for n in (1, 2)]
     assert names[0] and names[1] and not names[0] & names[1]
 
 
@@ -136,11 +143,11 @@ def test_plots_of_one_page_share_no_names():
     ("us", "text"), [(0.123, "0.12 us"), (12.34, "12.3 us"), (1500, "1.5 ms"), (2e6, "2 s")]
 )
 def test_durations_have_three_digits(us, text):
-    assert report_plot.duration(us) == text
+    assert bench_report_plot.duration(us) == text
 
 
 def test_every_baseline_can_be_drawn():
-    assert {report_cases.OURS, *baselines.BASELINES} == report_plot._COLORS.keys()
+    assert {bench_report_cases.OURS, *baselines.BASELINES} == bench_report_plot._COLORS.keys()
 
 
 def test_a_method_that_ends_its_job_does_not_take_the_others_along(monkeypatch):
@@ -152,25 +159,31 @@ def test_a_method_that_ends_its_job_does_not_take_the_others_along(monkeypatch):
             return None, RAGGED, "exit code 139: boom"
         return {"results": ["measured"]}, "", ""
 
-    monkeypatch.setattr(report, "_job", job)
-    assert report._measure({"shape": "tiny", "num_ranks": 2}, 2, 2) == {"results": ["measured"]}
+    monkeypatch.setattr(bench_report, "_job", job)
+    assert bench_report._measure({"shape": "tiny", "num_ranks": 2}, 2, 2) == {
+        "results": ["measured"]
+    }
     assert asked == [{}, {RAGGED: "exit code 139: boom"}]
 
 
 def test_a_job_that_no_method_ended_is_told_and_not_repeated_for_ever(monkeypatch):
-    monkeypatch.setattr(report, "_job", lambda *_: (None, "", "no end within 300 s"))
-    record = report._measure({"shape": "tiny", "num_ranks": 2}, 2, 2)
-    assert record["missing"] == [{"method": report_cases.OURS, "reason": "no end within 300 s"}]
-    assert "no end within 300 s" in report_page.page(made_up_record([{"name": "x", **record}]))
+    monkeypatch.setattr(bench_report, "_job", lambda *_: (None, "", "no end within 300 s"))
+    record = bench_report._measure({"shape": "tiny", "num_ranks": 2}, 2, 2)
+    assert record["missing"] == [
+        {"method": bench_report_cases.OURS, "reason": "no end within 300 s"}
+    ]
+    assert "no end within 300 s" in bench_report_page.page(
+        made_up_record([{"name": "x", **record}])
+    )
 
 
 def test_a_job_has_a_deadline(monkeypatch):
     def late(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
-    monkeypatch.setattr(report.subprocess, "run", late)
-    record, culprit, reason = report._job({"missing": {}}, 1, 1)
-    assert (record, culprit, reason) == (None, "", f"no end within {report.CASE_LIMIT_S:g} s")
+    monkeypatch.setattr(bench_report.subprocess, "run", late)
+    record, culprit, reason = bench_report._job({"missing": {}}, 1, 1)
+    assert (record, culprit, reason) == (None, "", f"no end within {bench_report.CASE_LIMIT_S:g} s")
 
 
 @pytest.mark.parametrize(
@@ -188,21 +201,21 @@ def test_a_job_has_a_deadline(monkeypatch):
 )
 def test_ranks_and_processes_fit_the_machine(found, ranks, processes, expected, monkeypatch):
     done = subprocess.CompletedProcess([], 0, f"FOUND {found}\n", "")
-    monkeypatch.setattr(report.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(bench_report.subprocess, "run", lambda *_, **__: done)
     options = dataclasses.replace(OPTIONS, num_ranks=ranks, num_processes=processes)
     if isinstance(expected, tuple):
-        assert report._place(options) == expected
+        assert bench_report._place(options) == expected
         return
     with pytest.raises(ValueError, match=re.escape(expected)):
-        report._place(options)
+        bench_report._place(options)
 
 
 def test_the_declared_cases_are_shapes_for_both_modes():
     for platform in ("cpu", "gpu"):
-        cases = report_cases.cases_for(platform, None, "auto")
+        cases = bench_report_cases.cases_for(platform, None, "auto")
         assert {case.mode for case in cases} == {"ll", "ht"}
         assert all(case.shape in SHAPES for case in cases)
-    assert [case.name for case in report_cases.cases_for("cpu", "tiny", "ll")] == ["ll, tiny"]
+    assert [case.name for case in bench_report_cases.cases_for("cpu", "tiny", "ll")] == ["ll, tiny"]
 
 
 def run_command(*arguments):
@@ -226,14 +239,14 @@ def test_the_command_writes_a_page_and_all_samples(tmp_path):
     record = json.loads((folder / "results.json").read_text())
     assert record["machine"]["CPU"] and record["versions"]["jax"]
     assert [case["name"] for case in record["cases"]] == ["ll, tiny", "ht, tiny"]
-    gathered = {report_cases.OURS, "all_gather + psum_scatter", "all_to_all, padded"}
+    gathered = {bench_report_cases.OURS, "all_gather + psum_scatter", "all_to_all, padded"}
     for case in record["cases"]:
         assert case["ranks"] == case["processes"] == 2
         missing = {missing["method"] for missing in case["missing"]}
         assert missing <= {RAGGED}  # XLA:CPU of jaxlib 0.10 has none
         measured = {(r["method"], r["operation"]) for r in case["results"]}
         methods = gathered | {RAGGED} - missing
-        assert measured == {(m, o) for m in methods for o in report_cases.OPERATIONS}
+        assert measured == {(m, o) for m in methods for o in bench_report_cases.OPERATIONS}
         for result in case["results"]:
             assert 0 < result["q1_us"] <= result["median_us"] <= result["q3_us"]
             assert result["samples"] == len(result["samples_us"]) == 2
@@ -254,17 +267,17 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
     assert not (tmp_path / "index.html").exists()
 
 
-@pytest.mark.parametrize("operation", report_cases.OPERATIONS)
+@pytest.mark.parametrize("operation", bench_report_cases.OPERATIONS)
 def test_no_collective_leaves_the_loop_that_is_timed(operation, tmp_path):
     options = {"shape": "tiny", "num_ranks": 2}
-    case = report_worker._Case(options, tmp_path / "progress")
+    case = bench_report_worker._Case(options, tmp_path / "progress")
     method = baselines.DenseAllToAll(case.sizes())
     x, ids, weights = case.inputs
     carry, context = x, (ids, weights)
     if operation == "combine":
         carry, state = case.per_rank(method.dispatch)(x, ids, weights)
         context = (state, weights)
-    looped = case._looped(report_worker._steps(method)[operation])
+    looped = case._looped(bench_report_worker._steps(method)[operation])
     text = looped.lower(np.int32(1), carry, context).compile().as_text()
     entry = text[text.index("\nENTRY") :]
     assert "all-to-all(" in text and "all-to-all(" not in entry

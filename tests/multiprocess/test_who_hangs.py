@@ -14,7 +14,7 @@ import children
 import pytest
 from launching import PROGRAMS
 
-from jax_ep._cli import who_hangs
+from jax_ep._cli import report
 
 pytest.importorskip("jax_ep._core")
 pytestmark = pytest.mark.multiprocess
@@ -223,15 +223,15 @@ def test_the_signal_is_taken_only_where_nobody_else_wants_it():
 
 
 def test_nothing_to_ask_is_said(monkeypatch, capsys):
-    monkeypatch.setattr(who_hangs, "running", list)
-    assert who_hangs.report(None) == 1
+    monkeypatch.setattr(report, "running", list)
+    assert report.report(None) == 1
     assert "no process of this host that has a native group open" in capsys.readouterr().err
 
 
 def test_pages_of_one_node_are_shown_once_the_longest_wait_first():
     def page(pid, group, first, *pids):
         lines = [f"  rank {n}, process {n}, pid {each}: in no call" for n, each in enumerate(pids)]
-        return who_hangs.Page(pid, "\n".join([f"group {group}: {first}", *lines]) + "\n")
+        return report.Page(pid, "\n".join([f"group {group}: {first}", *lines]) + "\n")
 
     waits = "rank 1 (process 1) has kept rank 0 waiting for"
     pages = [
@@ -240,4 +240,4 @@ def test_pages_of_one_node_are_shown_once_the_longest_wait_first():
         page(21, "ep[4]#1", f"{waits} 9.0 s: in no call", 21, 22),  # of another job or node
         page(12, "ep[4]#2", "nobody is waiting", 11, 12),
     ]
-    assert who_hangs.newest_of_each(pages) == [pages[2], pages[1], pages[3]]
+    assert report.newest_of_each(pages) == [pages[2], pages[1], pages[3]]

@@ -92,7 +92,7 @@ class TraceTest : public ::testing::Test {
       std::filesystem::temp_directory_path() / ("jax_ep_trace_" + std::to_string(getpid()));
 };
 
-const TrackLabel kLabel{.kind = TrackKind::kRank, .rank = 2, .num_ranks = 4, .group_name = "g"};
+const TrackLabel kLabel{.kind = TrackKind::kRank, .rank = 2, .group_name = "g"};
 
 TEST(TraceTrack, events_come_out_in_order_across_the_end_of_its_memory) {
   TraceTrack track(0, "");
@@ -162,7 +162,7 @@ TEST_F(TraceTest, the_file_has_what_was_added) {
   std::string pid_and_index = "\n";
   pid_and_index.append(std::to_string(getpid())).append("\n3\n");
   EXPECT_NE(written.processes[0].find(pid_and_index), std::string::npos);
-  EXPECT_EQ(written.tracks, std::vector<std::string>{"rank\n0\n1\n2\n4\ng"});
+  EXPECT_EQ(written.tracks, std::vector<std::string>{"rank\n0\n1\n2\ng"});
   EXPECT_EQ(written.names, (std::vector<std::string>{"dispatch", "pull rows"}));
   EXPECT_EQ(written.sites, std::vector<std::string>{"train.py:42"});
   ASSERT_EQ(written.events.size(), 1u);

@@ -6,7 +6,7 @@ import io
 import re
 from typing import Any
 
-from jax_ep._cli.report_cases import OPERATIONS, OURS
+from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
 
 _INK = "#010203"  # stands for the page's own text color
 _COLORS = {

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax_ep
 from jax_ep import _extension
-from jax_ep._cli.info import _GIB, transports, versions
+from jax_ep._cli.info import GIB, transports, versions
 from jax_ep._cli.nics import interfaces, rdma_ports
 
 _TOOL_LIMIT_S = 20
@@ -69,7 +69,7 @@ def _cpu() -> str:
 
 def _memory() -> str:
     kib = int(Path("/proc/meminfo").read_text().split("MemTotal:")[1].split()[0])
-    return f"{kib * 1024 / _GIB:.1f} GiB"
+    return f"{kib * 1024 / GIB:.1f} GiB"
 
 
 def _gpus() -> str:

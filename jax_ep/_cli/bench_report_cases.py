@@ -1,10 +1,8 @@
-"""What ``bench --report`` measures: its cases, its operations, and how many bytes each moves."""
+"""What ``bench --report`` measures: its cases and its operations."""
 
 from __future__ import annotations
 
 import dataclasses
-
-from jax_ep._cli.shapes import SHAPES
 
 OURS = "jax_ep"
 # operation -> how often a payload moves in it
@@ -33,9 +31,3 @@ def cases_for(platform: str, shape: str | None, mode: str) -> list[Case]:
     if shape is not None:
         declared = tuple((each, shape) for each in ("ll", "ht"))
     return [Case(each, name) for each, name in declared if mode in ("auto", each)]
-
-
-def payload_bytes(shape_name: str, itemsize: int) -> int:
-    """Bytes of one rank's (token, expert) rows: what a dispatch brings to the experts."""
-    shape = SHAPES[shape_name]
-    return shape.tokens * shape.top_k * shape.hidden * itemsize

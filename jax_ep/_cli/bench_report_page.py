@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from jax_ep._cli.report_cases import OPERATIONS, OURS
-from jax_ep._cli.report_plot import duration, plot
+from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
+from jax_ep._cli.bench_report_plot import duration, plot
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --line: #d0d7de; --paper: #fff;

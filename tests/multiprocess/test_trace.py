@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import pathlib
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import sys
 import children
 import numpy as np
 import pytest
+from launching import PROGRAMS, launch
 
 import jax_ep.metrics
 from jax_ep import __main__ as command_line
@@ -21,25 +21,16 @@ from jax_ep._cli import trace_clocks, trace_files
 pytest.importorskip("jax_ep._core")
 perfetto = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-PROGRAM = ROOT / "multiprocess" / "programs" / "traced.py"
+PROGRAM = PROGRAMS / "traced.py"
 STEPS, RANKS = 6, 4  # of the program
 LINE = 1 + PROGRAM.read_text().splitlines().index(
     "        recv = jax_ep.dispatch(group, x, ids)  # THE DISPATCH"
 )
 
 
-def _launch(prefix, *arguments, grace=20):
-    command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(RANKS), "--grace", str(grace)]
-    return subprocess.run(
-        [*command, str(PROGRAM), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=children.quick() | {"JAX_EP_TRACE": str(prefix)},
-        timeout=200,
-        check=False,
-    )
+def _launch(prefix, *arguments, **options):
+    env = {"JAX_EP_TRACE": str(prefix)}
+    return launch("traced.py", *arguments, processes=RANKS, env=env, **options)
 
 
 @dataclasses.dataclass
@@ -95,9 +86,9 @@ def job(tmp_path_factory):
     """A job of four processes in two nodes, and its picture."""
     folder = tmp_path_factory.mktemp("trace")
     done = _launch(folder / "run")
-    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.returncode == 0, done.text[-4000:]
     assert command_line.main(["trace", str(folder / "run")]) == 0
-    return (*_slices(folder / "run.pftrace"), done.stdout, folder)
+    return (*_slices(folder / "run.pftrace"), done.text, folder)
 
 
 @pytest.mark.multiprocess

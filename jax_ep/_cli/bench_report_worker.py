@@ -1,8 +1,8 @@
 """Measures one case of ``bench --report``: jax_ep and JAX's own exchanges, in turns.
 
-A script, started by ``report.py`` through ``launch``. Each program is one jitted loop of calls that
-depend on each other. Every round runs each program once, so that a disturbance hits all of them.
-A method that cannot run here is named with its reason, and the others are measured.
+A script, started by ``bench_report.py`` through ``launch``. Each program is one jitted loop of
+calls that depend on each other. Every round runs each program once, so that a disturbance hits all
+of them. A method that cannot run here is named with its reason, and the others are measured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_ep
 from jax_ep._cli.baselines import BASELINES, Exchange, Sizes
-from jax_ep._cli.report_cases import OPERATIONS, OURS, payload_bytes
+from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
 from jax_ep._cli.shapes import SHAPES, Shape
 from jax_ep.testing import make_routing
 
@@ -283,11 +283,11 @@ def _calibrate(case: _Case, programs: list[_Program], repeats: int) -> int:
     return max(min(repeats, LEAST_ROUNDS), min(repeats, int(CASE_S / round_s)))
 
 
-def _result(program: _Program, shape: Shape, name: str, unroll: int) -> dict[str, Any]:
+def _result(program: _Program, shape: Shape, unroll: int) -> dict[str, Any]:
     """Samples of the slowest process, and what follows from them."""
     mine = np.array(program.samples_us)
     slowest = np.max(np.atleast_2d(multihost_utils.process_allgather(mine)), axis=0)
-    payload = payload_bytes(name, jnp.dtype(shape.dtype).itemsize)
+    payload = shape.payload_bytes(jnp.dtype(shape.dtype).itemsize)
     low, median, high = np.percentile(slowest, (25, 50, 75))
     moved = OPERATIONS[program.operation] * payload
     return {
@@ -323,7 +323,7 @@ def _measure(case: _Case, methods: dict[str, Exchange], options: dict[str, Any])
             seconds = case.time(program)
             program.samples_us.append(seconds / (program.count * case.unroll) * 1e6)
     return {
-        "results": [_result(p, case.shape, options["shape"], case.unroll) for p in programs],
+        "results": [_result(p, case.shape, case.unroll) for p in programs],
         "missing": [{"method": name, "reason": reason} for name, reason in missing.items()],
     }
 
