@@ -126,7 +126,8 @@ class _Module:
 
     module: Any
     module_key: Callable[[str], int]
-    numbered: bool  # its calls get numbers of their own
+    numbered: bool  # its calls get numbers
+    runs_on_cpu: bool  # then no two calls of XLA may have one number, nor lines be in its text
     note_lines: Callable[[list[tuple[int, str]]], None]
     targets: set[str] = dataclasses.field(default_factory=set)
 
@@ -171,11 +172,11 @@ def _note_lowered(event: str, duration_secs: float, **_: Any) -> None:
     operation = lowered.module.operation
     key = lowered.module_key(str(operation.get_asm(large_elements_limit=16)))
     with lowered.module.context:
-        if lowered.numbered:
+        if lowered.numbered and lowered.runs_on_cpu:
             _separate_calls(lowered.module, lowered.targets)
         calls = _operations(operation, lambda inner: _is_call(inner, lowered.targets))
         lines = _lines_of(lowered.module, calls)
-        if lowered.numbered and jax.process_count() > 1:
+        if lowered.numbered and lowered.runs_on_cpu and jax.process_count() > 1:
             _forget_lines(operation)
         names = []
         for number, call in enumerate(calls, start=1):
@@ -367,8 +368,8 @@ def call_primitive(
     """jax.ffi.ffi_call that checks where it is lowered, and an attribute `module` that names it.
 
     The name is the key of the module and, in its lower half, the call's number in that module, from
-    1. In a program for jax.export, which may be called several times within another, and where no
-    CPU is lowered for, that half is 0.
+    1. In a program for jax.export, which may be called several times within another, that half is
+    0. Where no CPU is lowered for, a function that is used at several places has one number.
 
     Args:
         name: of the primitive.
@@ -406,9 +407,12 @@ def call_primitive(
         if _lowerings.open:  # else JAX does not say when it is complete, and it gets no name
             lowering = _lowerings.open[-1]
             if lowering.module is None:
-                numbered = "cpu" in ctx.module_context.platforms and not _is_for_export(ctx)
                 lowering.module = _Module(
-                    ctx.module_context.module, module_key, numbered, note_lines
+                    ctx.module_context.module,
+                    module_key,
+                    numbered=not _is_for_export(ctx),
+                    runs_on_cpu="cpu" in ctx.module_context.platforms,
+                    note_lines=note_lines,
                 )
             lowering.module.targets.add(target)
         words = {name: np.asarray(value, np.int64)[()] for name, value in attributes}

@@ -247,7 +247,7 @@ def _families(groups: list[_Values]) -> Iterator[Any]:
             for key, family in of_rank.items():
                 if key in values:
                     family.add_metric(labels, values[key] * _OF_RANK[key][2])
-            load = rank.get("pairs_per_expert", [])
+            load = rank["pairs_per_expert"]
             for expert, count in enumerate(load, start=rank["rank"] * len(load)):
                 pairs.add_metric([*labels, str(expert)], count)
         for flow in stats.get("flows", ()):

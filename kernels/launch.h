@@ -127,9 +127,10 @@ struct PlanOutputs {
 struct PlanParams {
   Mode mode = Mode::kHt;
   Layout layout = Layout::kExpertMajor;
-  // Of the lowered program that the call is part of: equal on all processes, 0 if not known. GPUs
-  // compare it with their peers'; CPUs execute calls in an order that is agreed by name.
-  uint32_t program = 0;
+  // The call's name in its program (xla_ffi/site.h): its upper half is the lowered program's, equal
+  // on all processes, 0 if not known. GPUs compare that with their peers' and name the call in
+  // reports; CPUs execute calls in an order that is agreed by name.
+  uint64_t site = 0;
   int64_t num_tokens = 0;             // T, equal on all ranks of one call
   int64_t recv_rows = 0;              // R
   std::span<const int32_t> topk_idx;  // [T * K]; negative: no expert; >= E: dropped and counted
@@ -141,7 +142,7 @@ struct PlanParams {
 struct DispatchParams {
   Mode mode = Mode::kHt;
   Layout layout = Layout::kExpertMajor;
-  uint32_t program = 0;  // as in PlanParams
+  uint64_t site = 0;  // as in PlanParams
   bool zero_padding = true;
   int64_t num_tokens = 0;          // T
   int64_t recv_rows = 0;           // R
@@ -168,7 +169,7 @@ struct LlDispatchParams {
 struct CombineParams {
   Mode mode = Mode::kHt;
   Layout layout = Layout::kExpertMajor;
-  uint32_t program = 0;                // as in PlanParams
+  uint64_t site = 0;                   // as in PlanParams
   int64_t num_tokens = 0;              // T
   int64_t recv_rows = 0;               // R
   const std::byte* y = nullptr;        // [R, H] of shape.elem_type; null when absent

@@ -82,7 +82,7 @@ PlanParams PlanOf(const CallKind& call, int64_t num_tokens, int64_t recv_rows, c
                   const std::array<std::span<int32_t>, 9>& parts) {
   return {.mode = call.mode,
           .layout = call.layout,
-          .program = call.program,
+          .site = call.site,
           .num_tokens = num_tokens,
           .recv_rows = recv_rows,
           .topk_idx = In<int32_t>(topk_idx),
@@ -165,7 +165,7 @@ Result<DispatchParams> MakeDispatch(const CallKind& call, const GroupShape& shap
   const int64_t num_weights = rank_major ? num_ranks * num_pairs : rows;
   DispatchParams params{.mode = call.mode,
                         .layout = call.layout,
-                        .program = call.program,
+                        .site = call.site,
                         .zero_padding = pad == 0,
                         .num_tokens = num_tokens,
                         .recv_rows = rows};
@@ -224,7 +224,7 @@ Result<CombineParams> MakeCombine(const CallKind& call, const GroupShape& shape,
   const auto rows = static_cast<int64_t>(b.recv_src->element_count());
   CombineParams params{.mode = call.mode,
                        .layout = call.layout,
-                       .program = call.program,
+                       .site = call.site,
                        .num_tokens = num_tokens,
                        .recv_rows = rows};
   CheckTokens(check, shape, call.mode, num_tokens);

@@ -74,14 +74,11 @@ using Sizes = xla::ffi::Span<const int64_t>;
 struct CallKind {
   Mode mode;
   Layout layout;
-  uint32_t program;  // PlanParams.program
+  uint64_t site;  // PlanParams.site
 };
 
-// The upper half of a module's key is a hash of the lowered program (site.h).
 inline CallKind Kind(int64_t module, int64_t mode, int64_t layout) {
-  constexpr uint32_t kHashShift = 32;
-  return {static_cast<Mode>(mode), static_cast<Layout>(layout),
-          static_cast<uint32_t>(static_cast<uint64_t>(module) >> kHashShift)};
+  return {static_cast<Mode>(mode), static_cast<Layout>(layout), static_cast<uint64_t>(module)};
 }
 
 inline int64_t RowsOf(const Arg& recv_src) {

@@ -36,4 +36,6 @@ class CallLines {
   std::unordered_map<uint64_t, std::string> lines_;
 };
 
+inline std::string LineOfCall(uint64_t site) { return CallLines::Instance().Find(site); }
+
 }  // namespace jax_ep

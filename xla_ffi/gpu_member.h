@@ -26,6 +26,9 @@ inline Status OnOwnThread(const std::function<Status()>& body) {
   return status;
 }
 
+// "dispatch (ll)"; gpu_session_failures.cc.
+const char* NameOf(gpu::Operation operation);
+
 struct GpuSession::Member {
   LocalRank id;
   gpu::DeviceRange heap;
@@ -42,9 +45,13 @@ struct GpuSession::Member {
   // Of the watch: when it saw that a mate has left, and whether the kernels were told to end.
   std::optional<std::chrono::steady_clock::time_point> left_at;
   bool is_aborted = false;
+  // Of the watch: the note of its kernels that it has shown, and when that was new.
+  uint64_t shown_note_ns = 0, shown_at_ns = 0;
 
   int device() const { return static_cast<int>(id.device_ordinal); }
-  ControlBlock* control_block() { return reinterpret_cast<ControlBlock*>(control.bytes().data()); }
+  ControlBlock* control_block() const {
+    return reinterpret_cast<ControlBlock*>(control.bytes().data());
+  }
 };
 
 struct GpuSession::PeerRecord {

@@ -251,6 +251,14 @@ std::vector<FlowStats> GpuNetwork::flow_stats() const {
   return all;
 }
 
+std::string GpuNetwork::DumpOpenFlows(const FlowFilter& is_awaited) const {
+  std::string text;
+  for (const auto& member : members_) {
+    for (const auto& proxy : member->proxies) text += proxy->DumpOpenFlows(is_awaited);
+  }
+  return text;
+}
+
 std::string GpuNetwork::DumpState() const {
   std::string text;
   for (const auto& member : members_) {

@@ -52,6 +52,7 @@ class GpuNetwork {
   uint64_t stage_bytes() const;  // pinned, of this process's ranks together
   std::vector<FlowStats> flow_stats() const;
   std::string DumpState() const;
+  std::string DumpOpenFlows(const FlowFilter& is_awaited) const;  // as Proxy has it
 
  private:
   struct Member;

@@ -98,8 +98,9 @@ Status GpuSession::Start() {
     }
     return Status::Ok();
   }));
-  JAX_EP_ASSIGN_OR_RETURN(monitor_,
-                          Monitor::Create(MonitorOptionsFor(options(), members_), failure_.get()));
+  MonitorOptions monitor = MonitorOptionsFor(options(), members_);
+  monitor.check = [this] { ReportStalls(); };
+  JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
   JAX_EP_ASSIGN_OR_RETURN(watch_, StartThread("jax_ep gpu", [this] { WatchStatus(); }));
   return Status::Ok();
 }
@@ -157,9 +158,13 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
       gpu::RankCountersSnapshot snapshot{};
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "counters"));
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->counters(member->handle, &snapshot), "counters"));
+      std::vector<uint64_t> pairs(options().shape.experts_per_rank());
+      JAX_EP_RETURN_IF_ERROR(
+          ToStatus(api_->pairs_per_expert(member->handle, pairs.data()), "counters"));
       all.push_back({.id = member->id,
                      .launches = member->launches.load(std::memory_order_relaxed),
-                     .device = snapshot});
+                     .device = snapshot,
+                     .pairs_per_expert = std::move(pairs)});
     }
     return Status::Ok();
   }));
@@ -170,26 +175,6 @@ std::vector<FlowStats> GpuSession::flow_stats() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   if (!lease) return last_.flows;
   return network_ == nullptr ? std::vector<FlowStats>() : network_->flow_stats();
-}
-
-std::string GpuSession::DumpState() const {
-  const Lifecycle::Lease lease = lifecycle_.Enter();
-  std::string out =
-      StateLine(options().name + " on GPUs", lease ? "running" : "closed", FailureText());
-  out += "  closed groups of this process keep " + std::to_string(api_->memory->retired_bytes()) +
-         " bytes of device memory\n";
-  if (!lease) return out;
-  for (const auto& member : members_) {
-    out +=
-        "  " + options().NameOf(member->id) + " on GPU " + std::to_string(member->device()) +
-        ": heap " + std::to_string(member->heap.bytes) + " bytes, " +
-        (member->arena.bytes != 0 ? "arena " + std::to_string(member->arena.bytes) + " bytes"
-                                  : "staged: " + member->no_arena) +
-        (member->handle != nullptr && !api_->uses_bulk_copies(member->handle) ? ", no bulk copies"
-                                                                              : "") +
-        "\n";
-  }
-  return network_ == nullptr ? out : out + network_->DumpState();
 }
 
 }  // namespace jax_ep

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -23,6 +24,7 @@
 #include "xla_ffi/gpu_network.h"
 #include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
+#include "xla_ffi/report.h"
 #include "xla_ffi/session_options.h"
 
 namespace jax_ep {
@@ -75,6 +77,8 @@ class GpuSession {
   // Launch handle of the rank on `device`, or null. Counts the call as launched from the host.
   // Under a lease.
   gpu::RankHandle* TakeHandle(int64_t device);
+  // For the report: that rank's host enqueues this call. Under a lease.
+  void NoteCall(int64_t device, std::string_view operation, uint64_t site);
   // Of a device that TakeHandle has a handle for.
   const LocalRank& LocalRankOn(int64_t device) const;
   // A mate of the rank on `device` that has closed the group: no call that begins on that rank can
@@ -97,11 +101,12 @@ class GpuSession {
     uint64_t
         launches;  // calls whose handler ran: fewer than were executed where graphs replay them
     gpu::RankCountersSnapshot device;
+    std::vector<uint64_t> pairs_per_expert;
   };
   Result<std::vector<Counters>> counters() const;
   std::vector<FlowStats> flow_stats() const;  // of the proxies
-  // What this process knows without asking a GPU: its failure, the newest operations, its network.
-  std::string Report() const { return DumpState(); }
+  // One page: who hangs (report.h). It asks no GPU: one that waits for long has told by itself.
+  std::string Report() const;
   std::string DumpState() const;
 
  private:
@@ -122,6 +127,11 @@ class GpuSession {
   void LatchDeviceFailures() const;
   static bool IsCause(const Member& member);  // of a failed one: not that it heard of a failure
   void EndVainWaits(Member& member) const;
+  // gpu_session_report.cc
+  static void ShowWait(Member& member, uint64_t now_ns);  // the watch
+  TeamView ViewTeam(uint32_t team) const;
+  void ReportStalls();  // the monitor
+  ControlBlock& ControlOfFirstOnNode(const Member& member) const;
   std::optional<Departed> DepartedMateOf(const Member& member) const;
   std::string Describe(const Member& member) const;
   int64_t BlamedFor(const Member& member) const;  // of that failure: a rank, or kNobody
@@ -134,6 +144,7 @@ class GpuSession {
   std::unique_ptr<GpuNetwork> network_;  // null in a group of one node
   std::string unmapped_arena_;
   std::unique_ptr<Monitor> monitor_;
+  PageClaims page_claims_;  // of the monitor's thread
   std::thread watch_;
   std::mutex watch_mutex_;
   std::condition_variable watch_wake_;

@@ -1,4 +1,5 @@
-// Failures of a GpuSession: what kernels and mates report becomes the session's, and in words.
+// Failures of a GpuSession, and the thread that looks for them: what kernels and mates report
+// becomes the session's, and in words.
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -15,7 +16,9 @@ constexpr auto kWatchPeriod = std::chrono::milliseconds(2);
 // long before this. What still waits then waits for the rank that has left.
 constexpr auto kDepartureGrace = std::chrono::seconds(5);
 
-const char* Name(gpu::Operation operation) {
+}  // namespace
+
+const char* NameOf(gpu::Operation operation) {
   switch (operation) {
     case gpu::Operation::kPlan:
       return "plan";
@@ -47,8 +50,6 @@ const char* Name(gpu::Operation operation) {
   return "an unknown operation";
 }
 
-}  // namespace
-
 // Device failures become the session's, the session's (a dead process, say) end the kernels' waits.
 void GpuSession::WatchStatus() noexcept {
   std::unique_lock lock(watch_mutex_);
@@ -58,7 +59,11 @@ void GpuSession::WatchStatus() noexcept {
     } catch (...) {
       failure_->Set(std::move(exception_));
     }
-    for (const auto& member : members_) EndVainWaits(*member);
+    const uint64_t now_ns = MonotonicNs();
+    for (const auto& member : members_) {
+      EndVainWaits(*member);
+      ShowWait(*member, now_ns);
+    }
     watch_wake_.wait_for(lock, kWatchPeriod);
   }
 }
@@ -104,7 +109,7 @@ void GpuSession::LatchDeviceFailures() const {
 std::string GpuSession::Describe(const Member& member) const {
   const gpu::RankStatus& status = *member.status;
   const auto operation = static_cast<gpu::Operation>(status.operation);
-  std::string text = "group " + options().name + ": " + Name(operation) + " number " +
+  std::string text = "group " + options().name + ": " + NameOf(operation) + " number " +
                      std::to_string(status.epoch) + " on " + options().NameOf(member.id);
   const std::string peer = options().NameOf(member.id.team, status.peer);
   const double seconds =

@@ -34,6 +34,11 @@ struct Target {
   gpu::Stream stream;
 };
 
+uint64_t SiteOf(const PlanParams& params) { return params.site; }
+uint64_t SiteOf(const DispatchParams& params) { return params.site; }
+uint64_t SiteOf(const CombineParams& params) { return params.site; }
+uint64_t SiteOf(const LlDispatchParams& params) { return params.plan.site; }
+
 struct GpuPlatform {
   using Context = GpuContext;
   using Outcome = ffi::Error;
@@ -67,6 +72,7 @@ struct GpuPlatform {
     if (!shape.ok()) return ToFfiError(shape.status());
     const auto params = make(*shape);
     if (!params.ok()) return ToFfiError(params.status());
+    group.NoteCall(context.device, operation, SiteOf(*params));
     const Target target{group.api(), rank, &*shape, context.stream};
     const char* error = nullptr;
     if (position.element_count() != 0) {

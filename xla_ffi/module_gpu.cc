@@ -43,7 +43,7 @@ class PyGpuSession : public PySessionOf<GpuSession> {
     const auto counters = session().counters();
     ThrowIfError(counters.status());
     nb::list all;
-    for (const auto& [id, launches, c] : *counters) {
+    for (const auto& [id, launches, c, pairs_per_expert] : *counters) {
       nb::dict entry;
       entry["team"] = id.team;
       entry["rank"] = id.rank;
@@ -57,6 +57,9 @@ class PyGpuSession : public PySessionOf<GpuSession> {
       entry["last_overflow"] = c.last_overflow;
       entry["bytes_pulled"] = c.bytes_pulled;
       entry["bytes_staged"] = c.bytes_staged;
+      nb::list pairs;
+      for (const uint64_t count : pairs_per_expert) pairs.append(count);
+      entry["pairs_per_expert"] = pairs;
       all.append(entry);
     }
     return all;

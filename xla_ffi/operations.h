@@ -150,7 +150,7 @@ struct Operations {
       LlDispatchParams params;
       params.plan = {.mode = call.mode,
                      .layout = call.layout,
-                     .program = call.program,
+                     .site = call.site,
                      .num_tokens = num_tokens,
                      .recv_rows = 0,
                      .topk_idx = In<int32_t>(topk_idx),

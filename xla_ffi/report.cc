@@ -20,11 +20,24 @@ uint64_t Since(uint64_t then_ns, uint64_t now_ns) {
   return then_ns == 0 || then_ns > now_ns ? 0 : now_ns - then_ns;
 }
 
+std::string AtLine(uint64_t site, const LineOf& line_of) {
+  const std::string line = site == 0 ? std::string() : line_of(site);
+  return line.empty() ? line : " at " + line;
+}
+
 std::string CallText(const RankView& rank, const LineOf& line_of) {
   std::string text = "call " + std::to_string(rank.num_calls) + ", " + rank.operation;
   if (rank.epoch != 0) text += " epoch " + std::to_string(rank.epoch);
-  const std::string line = rank.site == 0 ? std::string() : line_of(rank.site);
-  return line.empty() ? text : text + " at " + line;
+  return text + AtLine(rank.site, line_of);
+}
+
+// Of a GPU's rank that waits for nobody, or not for long.
+std::string Enqueued(const RankView& rank, uint64_t now_ns, const LineOf& line_of) {
+  std::string text = "no call of it is known to wait; its host has enqueued ";
+  if (rank.num_enqueued == 0) return text + "none";
+  return text + std::to_string(rank.num_enqueued) + ", the newest " +
+         Seconds(Since(rank.enqueued_ns, now_ns)) + " ago: " + rank.enqueued_operation +
+         AtLine(rank.enqueued_site, line_of);
 }
 
 // It has said good-bye, and waits for nobody any more.
@@ -44,14 +57,20 @@ std::string Doing(const TeamView& team, const RankView& rank, uint64_t now_ns,
   const auto awaited = [&] { return RankName(team.id, rank.awaited); };
   switch (rank.phase) {
     case Phase::kBetweenCalls:
+      if (rank.on_gpu) return Enqueued(rank, now_ns, line_of);
       break;
     case Phase::kWorking:
       return CallText(rank, line_of) + ": has worked" + for_long + " and waits for nobody";
     case Phase::kAwaitsSignal:
+      if (rank.on_gpu) return CallText(rank, line_of) + ": waits for " + awaited() + for_long;
       return CallText(rank, line_of) + ": waits for " + awaited() + for_long + " (" +
              std::string(ChannelName(rank.channel)) + " signal " + std::to_string(rank.signal) +
              ", arrived " + std::to_string(rank.arrived) + ")";
     case Phase::kAwaitsRing:
+      if (rank.on_gpu) {
+        return CallText(rank, line_of) + ": waits" + for_long +
+               " for space in the command ring: its proxy takes nothing";
+      }
       return CallText(rank, line_of) + ": waits" + for_long +
              " for space in the command ring, to send to " + awaited() + " (" +
              std::string(ChannelName(rank.channel)) + ")";
@@ -88,8 +107,11 @@ RankView ViewOf(const ControlBlock& control,
   view.beat_ns = of(seen.beat_ns);
   view.turn_since_ns = of(seen.enqueued_ns);
   view.epoch = of(seen.epoch);
-  view.site = of(seen.site);
-  view.operation = seen.OperationName();
+  view.site = of(seen.call.site);
+  view.operation = seen.call.Operation();
+  view.enqueued_ns = of(seen.enqueued_ns);
+  view.enqueued_site = of(seen.enqueued.site);
+  view.enqueued_operation = seen.enqueued.Operation();
   if (view.awaits_rank()) view.arrived = flag(view.channel, view.awaited);
   return view;
 }
@@ -141,7 +163,7 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
     if (!seen.insert(at).second) {
       return found("ranks wait for each other in a circle; " + Doing(team, rank, now_ns, line_of));
     }
-    if (rank.awaits_rank() && rank.awaited < team.ranks.size()) {
+    if (rank.awaits_rank() && rank.awaited < team.ranks.size() && rank.awaited != at) {
       at = rank.awaited;
     } else if (rank.awaits_turn() && !rank.next_is_announced && at != 0) {
       at = 0;
@@ -150,7 +172,7 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       std::string why;
       if (at != victim && waits.phase == Phase::kAwaitsBarrier) {
         why = "it has not come to that point of create_group or close; ";
-      } else if (at != victim && rank.num_calls < waits.num_calls) {
+      } else if (at != victim && !rank.on_gpu && rank.num_calls < waits.num_calls) {
         why = "it has not made " + CallText(waits, line_of) + "; ";
       }
       return found(why + Doing(team, rank, now_ns, line_of));
@@ -186,6 +208,32 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
     out += Doing(team, rank, now_ns, line_of) + "\n";
   }
   return out;
+}
+
+Page PageOf(const std::map<uint32_t, TeamView>& teams, uint64_t now_ns, const LineOf& line_of) {
+  Page page{.culprit = "nobody is waiting", .lines = {}};
+  uint64_t longest = 0;
+  for (const auto& [index, team] : teams) {
+    const std::optional<Culprit> culprit = FindCulprit(team, now_ns, line_of);
+    if (culprit.has_value() && culprit->wait_ns > longest) {
+      longest = culprit->wait_ns;
+      page.culprit = CulpritText(team, culprit);
+    }
+    page.lines += RankLines(team, now_ns, line_of);
+  }
+  return page;
+}
+
+bool PageClaims::Claim(uint64_t waited_ns, uint64_t now_ns, std::atomic<uint64_t>& of_node) {
+  const uint64_t begin_ns = now_ns - waited_ns;
+  if (newest_ns_ >= begin_ns) return false;
+  uint64_t before = of_node.load(std::memory_order_relaxed);
+  if (before >= begin_ns ||
+      !of_node.compare_exchange_strong(before, now_ns, std::memory_order_relaxed)) {
+    return false;
+  }
+  newest_ns_ = now_ns;
+  return true;
 }
 
 }  // namespace jax_ep

@@ -5,8 +5,10 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kernels/layout.h"
@@ -19,6 +21,9 @@ struct RankView {
   uint32_t process = 0;     // its index in the job
   uint64_t pid = 0;         // 0: not known
   bool is_visible = false;  // its control block is mapped here; else nothing below is known
+  // Then calls are known once they have waited for long, and those that the host has enqueued, but
+  // not what a graph replays.
+  bool on_gpu = false;
   MemberState state = MemberState::kRunning;
   // Copies of what its Activity said.
   uint64_t num_calls = 0, num_enqueued = 0;
@@ -30,11 +35,15 @@ struct RankView {
   uint64_t turn_since_ns = 0;  // when the call came that has waited longest for its turn
   uint64_t epoch = 0, site = 0;
   std::string operation;
+  uint64_t enqueued_ns = 0, enqueued_site = 0;  // of the newest call that was enqueued
+  std::string enqueued_operation;
   // The order has the call that this rank executes next (of ranks with calls that wait for their
   // turn).
   bool next_is_announced = false;
 
-  bool awaits_turn() const { return phase == Phase::kBetweenCalls && num_enqueued > num_calls; }
+  bool awaits_turn() const {
+    return !on_gpu && phase == Phase::kBetweenCalls && num_enqueued > num_calls;
+  }
   bool awaits_rank() const {
     return phase == Phase::kAwaitsSignal || phase == Phase::kAwaitsRing ||
            phase == Phase::kAwaitsBarrier;
@@ -70,5 +79,28 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
 
 // For how long the rank has waited for another one or for its turn; 0 if it does not.
 uint64_t WaitedNs(const RankView& rank, uint64_t now_ns);
+
+// The same of all teams that have a rank here, by their numbers. `culprit`: of the longest wait.
+struct Page {
+  std::string culprit, lines;
+};
+Page PageOf(const std::map<uint32_t, TeamView>& teams, uint64_t now_ns, const LineOf& line_of);
+
+inline constexpr std::string_view kOpenFlowsTitle =
+    "  flows between nodes that are awaited or have messages under way:\n";
+
+// Who writes a page to the log by itself: a wait longer than timeout / kStallShare is worth one,
+// each wait gets one, and of the processes of a node one writes it. One thread.
+inline constexpr int kStallShare = 10;
+inline constexpr std::string_view kStallWarning =
+    "a rank has waited longer than a tenth of timeout_s\n";
+class PageClaims {
+ public:
+  // `of_node`: ControlBlock::reported_ns of the node's first rank. True: this process writes it.
+  bool Claim(uint64_t waited_ns, uint64_t now_ns, std::atomic<uint64_t>& of_node);
+
+ private:
+  uint64_t newest_ns_ = 0;  // page of this process, whatever the node
+};
 
 }  // namespace jax_ep

@@ -116,7 +116,7 @@ class Session {
   std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   std::atomic<uint64_t> barrier_epoch_{0};
   bool started_ = false;
-  uint64_t reported_ns_ = 0;  // of the monitor's thread: when it last wrote a page
+  PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;
   std::atomic<bool> is_leaving_{false};  // publishes last_failure_

@@ -10,14 +10,6 @@
 #include "xla_ffi/session_member.h"
 
 namespace jax_ep {
-namespace {
-
-// A wait that is longer than timeout / kStallShare is worth a page in the log.
-constexpr int kStallShare = 10;
-
-std::string LineOfCall(uint64_t site) { return CallLines::Instance().Find(site); }
-
-}  // namespace
 
 // The ranks of `team` as this process sees them: its own, and those whose heaps it has mapped.
 TeamView Session::ViewTeam(uint32_t team) const {
@@ -56,24 +48,13 @@ std::string Session::Report() const {
   const std::string failure = FailureText();
   if (!lease) return StateLine(options_.name, "closed", failure);
   const uint64_t now_ns = MonotonicNs();
-  std::string culprit_text = "nobody is waiting", lines;
-  uint64_t longest = 0;
   std::map<uint32_t, TeamView> views;  // by team
-  for (uint32_t team = 0; team < options_.team_processes.size(); ++team) {
-    if (std::none_of(members_.begin(), members_.end(),
-                     [&](const auto& member) { return member->id.team == team; })) {
-      continue;
-    }
-    const TeamView& view = views[team] = ViewTeam(team);
-    const std::optional<Culprit> culprit = FindCulprit(view, now_ns, LineOfCall);
-    if (culprit.has_value() && culprit->wait_ns > longest) {
-      longest = culprit->wait_ns;
-      culprit_text = CulpritText(view, culprit);
-    }
-    lines += RankLines(view, now_ns, LineOfCall);
+  for (const auto& member : members_) {
+    if (!views.contains(member->id.team)) views[member->id.team] = ViewTeam(member->id.team);
   }
-  if (is_leaving_.load(std::memory_order_relaxed)) culprit_text = "closing; " + culprit_text;
-  std::string out = StateLine(options_.name, culprit_text, failure) + lines;
+  Page page = PageOf(views, now_ns, LineOfCall);
+  if (is_leaving_.load(std::memory_order_relaxed)) page.culprit = "closing; " + page.culprit;
+  std::string out = StateLine(options_.name, page.culprit, failure) + page.lines;
   if (proxy_ == nullptr) return out;
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel channel) {
     const auto it = views.find(team);
@@ -81,8 +62,7 @@ std::string Session::Report() const {
     const RankView& waiting = it->second.ranks[rank];
     return waiting.awaits_rank() && waiting.awaited == peer && waiting.channel == channel;
   };
-  return out + "  flows between nodes that are awaited or have messages under way:\n" +
-         proxy_->DumpOpenFlows(is_awaited);
+  return out + std::string(kOpenFlowsTitle) + proxy_->DumpOpenFlows(is_awaited);
 }
 
 std::string Session::DumpState() const {
@@ -124,18 +104,10 @@ void Session::ReportStalls() {
     view.turn_since_ns = member->executor->oldest_queued_ns();
     const uint64_t waited = WaitedNs(view, now_ns);
     if (waited < limit) continue;
-    // One page for each wait, by one process of the node.
-    if (reported_ns_ >= now_ns - waited) continue;  // by this process, whatever the node
     const Rank& rank = member->executor->rank();
-    std::atomic<uint64_t>& reported =
-        reinterpret_cast<ControlBlock*>(rank.heaps[rank.node_begin()])->reported_ns;
-    uint64_t before = reported.load(std::memory_order_relaxed);
-    if (before >= now_ns - waited ||
-        !reported.compare_exchange_strong(before, now_ns, std::memory_order_relaxed)) {
-      continue;
-    }
-    reported_ns_ = now_ns;
-    LogWarning("a rank has waited longer than a tenth of timeout_s\n" + Report());
+    auto* const first = reinterpret_cast<ControlBlock*>(rank.heaps[rank.node_begin()]);
+    if (!page_claims_.Claim(waited, now_ns, first->reported_ns)) continue;
+    LogWarning(std::string(kStallWarning) + Report());
     return;
   }
 }

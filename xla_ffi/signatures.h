@@ -20,7 +20,7 @@ auto Leading() {
   return ffi::Ffi::Bind()
       .Ctx<Context>()
       .template Attr<int64_t>("session")
-      .template Attr<int64_t>("module")                  // site.h; on GPUs PlanParams.program
+      .template Attr<int64_t>("module")                  // site.h; PlanParams.site
       .template Attr<int64_t>("mode")                    // kernels/layout.h Mode
       .template Attr<int64_t>("layout")                  // kernels/layout.h Layout
       .template Attr<ffi::Span<const int64_t>>("sizes")  // buffers.h Sizes

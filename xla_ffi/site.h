@@ -9,7 +9,7 @@
 //
 // Only a program for jax.export carries no numbers, as another may call it several times: its calls
 // count on in the order in which they are instantiated, so every process must compile it equally
-// often. (Nor do programs for GPUs alone, whose calls need no names.)
+// often. (In programs for GPUs alone names only serve reports: calls of one function share theirs.)
 #pragma once
 
 #include <cstdint>

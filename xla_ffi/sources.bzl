@@ -11,6 +11,7 @@ SESSION = [
     "gpu_session_close.cc",
     "gpu_session_failures.cc",
     "gpu_session_memory.cc",
+    "gpu_session_report.cc",
     "monitor.cc",
     "order.cc",
     "rank_records.cc",

@@ -43,6 +43,7 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
       .combine_start = &RunCombineStart,
       .combine_done = &RunCombineDone,
       .counters = &ReadCounters,
+      .pairs_per_expert = &ReadPairsPerExpert,
       .staged_launches = &StagedLaunches,
       .uses_bulk_copies = &UsesBulkCopies,
       .memory = GetDeviceMemoryApi(),

@@ -22,11 +22,27 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 6;
+inline constexpr uint32_t kAbiVersion = 7;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
 using Stream = void*;  // cudaStream_t or hipStream_t
+
+// What a rank's kernels wait for, for whoever asks why a job stands still. Written only by threads
+// that have waited for kLongWaitNs, by each of them once in kLongWaitNs: it may mix two waits, is
+// true as long as `written_ns` moves, and costs calls that need not wait nothing. In pinned host
+// memory; all stores and loads are relaxed.
+struct alignas(64) WaitNote {
+  std::atomic<uint64_t> written_ns;  // by the device's clock; 0: never
+  std::atomic<uint64_t> waited_ns;   // until then
+  std::atomic<uint64_t> epoch;       // of the operation on this rank
+  std::atomic<uint64_t> site;        // PlanParams.site of its call
+  std::atomic<uint64_t> expected;    // value waited for
+  std::atomic<uint64_t> actual;      // value seen last
+  std::atomic<uint32_t> operation;   // Operation
+  std::atomic<uint32_t> peer;        // rank that is waited for; this rank: its proxy
+};
+inline constexpr uint64_t kLongWaitNs = 50'000'000;
 
 // A failure that a kernel found, or a request to give up. In pinned host memory that the device
 // maps; one per rank, zero-initialised.
@@ -42,6 +58,7 @@ struct alignas(64) RankStatus {
   uint64_t epoch;     // of the operation on this rank
   uint64_t expected;  // value waited for
   uint64_t actual;    // value seen last
+  WaitNote wait;      // device -> host
 };
 
 enum class FailureKind : uint32_t {
@@ -178,6 +195,8 @@ struct GpuApi {
                               const CombineParams* params, const int32_t* epoch, Stream stream);
 
   const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
+  // As RankCounters has them: [E_l] of the group; read likewise.
+  const char* (*pairs_per_expert)(RankHandle* rank, uint64_t* out);
   // Calls (not replays of graphs) whose arrays peers could not read in place, so that kernels copy
   // them to the stage first. Any thread.
   uint64_t (*staged_launches)(const RankHandle* rank);

@@ -71,7 +71,8 @@ const char* Locked(RankHandle* rank, const GroupShape& shape, Operation operatio
   const ProfilerRange range(RangeName(operation, params.mode));
   const std::lock_guard lock(rank->launching);
   rank->device.shape = shape;
-  rank->device.program = FingerprintOf(operation, shape, params.program, params.mode, params.layout,
+  rank->device.site = params.site;
+  rank->device.program = FingerprintOf(operation, shape, params.site, params.mode, params.layout,
                                        params.num_tokens, params.recv_rows);
   TakeLaunchCount();
   const char* error = launch();

@@ -85,6 +85,14 @@ class CurrentDevice {
   cudaError_t error_;
 };
 
+const char* CopyFromHeap(const RankHandle& rank, uint64_t offset, size_t num_bytes, void* to) {
+  const CurrentDevice current(rank.device_index);
+  const cudaError_t error =
+      cudaMemcpy(to, OwnHeap(rank.device) + offset, num_bytes, cudaMemcpyDeviceToHost);
+  if (error == cudaSuccess) return nullptr;
+  return KeepText(std::string("counters: ") + cudaGetErrorString(error));
+}
+
 }  // namespace
 
 uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows) {
@@ -169,12 +177,9 @@ const char* DestroyRank(RankHandle* handle) {
 }
 
 const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out) {
-  const CurrentDevice current(rank->device_index);
   Control control;
-  const DeviceRank& device = rank->device;
-  const std::byte* from = OwnHeap(device) + device.layout.control;
-  const cudaError_t error = cudaMemcpy(&control, from, sizeof(control), cudaMemcpyDeviceToHost);
-  if (error != cudaSuccess) return KeepText(std::string("counters: ") + cudaGetErrorString(error));
+  const char* error = CopyFromHeap(*rank, rank->device.layout.control, sizeof(control), &control);
+  if (error != nullptr) return error;
   *out = {.plans = control.plans,
           .dispatches = control.dispatches,
           .combines = control.combines,
@@ -185,6 +190,11 @@ const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out) {
           .last_overflow = control.last_overflow,
           .invalid_ids = control.invalid_ids};
   return nullptr;
+}
+
+const char* ReadPairsPerExpert(RankHandle* rank, uint64_t* out) {
+  const GpuHeapLayout& layout = rank->device.layout;
+  return CopyFromHeap(*rank, layout.pairs_per_expert, layout.num_local_experts * sizeof(*out), out);
 }
 
 uint64_t StagedLaunches(const RankHandle* rank) {

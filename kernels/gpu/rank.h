@@ -10,6 +10,7 @@ const char* CreateRank(const RankConfig* config, RankHandle** out);
 const char* DestroyRank(RankHandle* handle);
 
 const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out);
+const char* ReadPairsPerExpert(RankHandle* rank, uint64_t* out);
 uint64_t StagedLaunches(const RankHandle* rank);
 bool UsesBulkCopies(const RankHandle* rank);
 

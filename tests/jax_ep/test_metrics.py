@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ON_GPU = jax.default_backend() == "gpu"
-CPU_KEYS = {"rows_sent_internode", "bytes_sent_internode", "wait_ns", "pairs_per_expert"}
+CPU_KEYS = {"rows_sent_internode", "bytes_sent_internode", "wait_ns"}
 GPU_KEYS = {"bytes_staged", "launches"}
 
 
@@ -94,11 +94,12 @@ class TestTypes:
                 assert re.search(rf"\b{key}\b[a-z_, ]*:", described), f"{types.__name__}: {key}"
 
 
-@pytest.mark.skipif(ON_GPU, reason="GPUs do not count the pairs of each expert")
 class TestExpertLoad:
     @pytest.mark.parametrize("mode", ["ht", "ll"])
     @pytest.mark.parametrize("node_size", [4, 2])
     def test_it_is_what_the_routing_says(self, mode, node_size):
+        if ON_GPU and node_size == 2:
+            pytest.skip("nodes of one GPU process need a network of their own")
         case, group = _group(mode=mode, node_size=node_size, tokens=29, top_k=3, experts=12)
         expected = np.zeros(case.experts, np.int64)
         for seed in range(3):
@@ -150,7 +151,7 @@ class TestExport:
                 if not ON_GPU:
                     seconds = samples["jax_ep_wait_seconds_total", labels]
                     assert seconds == pytest.approx(rank["wait_ns"] / 1e9)
-                for local, count in enumerate(rank.get("pairs_per_expert", ())):
+                for local, count in enumerate(rank["pairs_per_expert"]):
                     expert = rank["rank"] * group.experts_per_rank + local
                     labels = tuple(sorted((of | {"expert": str(expert)}).items()))
                     assert samples["jax_ep_expert_pairs_total", labels] == count

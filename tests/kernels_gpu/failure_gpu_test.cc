@@ -17,6 +17,7 @@ class GpuFailure : public ::testing::Test {
  protected:
   static constexpr int64_t kTokens = 32;
   static constexpr int64_t kRows = 128;
+  static constexpr uint64_t kSite = 0x1234567800000009;
 
   void SetUp() override {
     if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
@@ -60,6 +61,7 @@ class GpuFailure : public ::testing::Test {
   const char* Plan(uint32_t r) {
     const Arrays& a = arrays_[r];
     PlanParams params;
+    params.site = kSite;
     params.num_tokens = kTokens;
     params.recv_rows = kRows;
     params.topk_idx = a.topk.span();
@@ -130,6 +132,27 @@ TEST_F(GpuFailure, ARankThatDoesNotComeEndsThePlanOfAllOthers) {
   // The late rank learns of it at once, and so does every later call.
   ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
   for (uint32_t r = 0; r < 4; ++r) ExpectKind(r, {kTimeout, kPeerFailed});
+}
+
+TEST_F(GpuFailure, ARankThatWaitsForLongSaysForWhom) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  for (uint32_t r = 0; r < 4; ++r) EXPECT_EQ(team_->status(r).wait.written_ns.load(), 0u);
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 2 ? nullptr : Plan(r); }), "");
+  uint32_t num_timeouts = 0;
+  for (const uint32_t r : {0u, 1u, 3u}) {
+    const gpu::RankStatus& status = team_->status(r);
+    if (static_cast<gpu::FailureKind>(status.kind) != kTimeout) continue;
+    ++num_timeouts;
+    const gpu::WaitNote& note = status.wait;
+    EXPECT_EQ(note.peer.load(), 2u);
+    EXPECT_EQ(static_cast<gpu::Operation>(note.operation.load()), gpu::Operation::kPlan);
+    EXPECT_EQ(note.epoch.load(), 2u);
+    EXPECT_EQ(note.site.load(), kSite);
+    EXPECT_GE(note.waited_ns.load(), gpu::kLongWaitNs);
+    EXPECT_NE(note.written_ns.load(), 0u);
+  }
+  EXPECT_GT(num_timeouts, 0u);
+  EXPECT_EQ(team_->status(2).wait.written_ns.load(), 0u);
 }
 
 TEST_F(GpuFailure, ARankThatDoesNotComePoisonsDispatch) {

@@ -10,13 +10,16 @@ namespace jax_ep::testing {
 // Makes the stream of a rank late.
 void Delay(GpuTeam& team, uint32_t rank);
 
+// PlanParams.site of a call of that program.
+constexpr uint64_t SiteOf(uint32_t program) { return uint64_t{program} << 32; }
+
 // Launches the calls of one rank.
 class Calls {
  public:
   Calls(const Scenario& scenario, GpuTeam& team, uint32_t rank)
       : scenario_(scenario), team_(team), rank_(rank) {}
 
-  // The calls from now on belong to that program (PlanParams.program).
+  // The calls from now on belong to that program (upper half of PlanParams.site).
   void UseProgram(uint32_t program) { program_ = program; }
 
   const char* error() const { return error_.empty() ? nullptr : error_.c_str(); }
@@ -88,12 +91,12 @@ class Calls {
  private:
   template <typename Params>
   Params Of(Params params) const {
-    params.program = program_;
+    params.site = SiteOf(program_);
     return params;
   }
   LlDispatchParams LlOf(DeviceArrays& arrays) const {
     LlDispatchParams params = LlDispatchOf(scenario_, arrays);
-    params.plan.program = params.dispatch.program = program_;
+    params.plan.site = params.dispatch.site = SiteOf(program_);
     return params;
   }
   gpu::RankHandle* handle() { return team_.handle(rank_); }

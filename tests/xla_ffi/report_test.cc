@@ -3,6 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <map>
+
 namespace jax_ep {
 namespace {
 
@@ -60,6 +64,68 @@ TEST(FindCulprit, follows_the_longest_wait_to_its_end) {
   EXPECT_NE(culprit.why.find("it has not made call 5, dispatch"), std::string::npos) << culprit.why;
   EXPECT_EQ(CulpritText(team, culprit).find("rank 3 (process 3) has kept rank 0 waiting for 9.0 s"),
             0u);
+}
+
+// Ranks on GPUs, of which only those that wait say what they are in.
+TeamView FourGpus() {
+  TeamView team = FourRanks();
+  for (RankView& rank : team.ranks) {
+    rank.on_gpu = true;
+    rank.phase = Phase::kBetweenCalls;
+    rank.num_calls = 0;
+    rank.num_enqueued = 7;
+    rank.enqueued_ns = kNow - 2 * kSecond;
+    rank.enqueued_site = 1;
+    rank.enqueued_operation = "combine";
+  }
+  return team;
+}
+
+TEST(FindCulprit, on_gpus_names_the_rank_that_is_waited_for_and_its_newest_call) {
+  TeamView team = FourGpus();
+  EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
+  LetWait(team, 2, 3, 6);
+  team.ranks[2].num_calls = 9;
+  const auto culprit =
+      FindCulprit(team, kNow, [](uint64_t site) { return site == 1 ? "train.py:45" : ""; });
+  ASSERT_TRUE(culprit.has_value());
+  EXPECT_EQ(CulpritText(team, culprit),
+            "rank 3 (process 3) has kept rank 2 waiting for 6.0 s: no call of it is known to wait; "
+            "its host has enqueued 7, the newest 2.0 s ago: combine at train.py:45");
+  EXPECT_NE(RankLines(team, kNow, NoLine).find("call 9, dispatch: waits for rank 3 for 6.0 s\n"),
+            std::string::npos);
+}
+
+TEST(FindCulprit, on_gpus_a_rank_whose_proxy_takes_nothing_waits_for_itself) {
+  TeamView team = FourGpus();
+  LetWait(team, 1, 1, 4);
+  team.ranks[1].phase = Phase::kAwaitsRing;
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 1u);
+  EXPECT_NE(culprit.why.find("its proxy takes nothing"), std::string::npos) << culprit.why;
+}
+
+TEST(PageOf, has_the_longest_wait_of_all_teams_in_its_first_line) {
+  std::map<uint32_t, TeamView> teams{{0, FourRanks()}, {1, FourRanks()}};
+  for (auto& [index, team] : teams) team.id = {.index = index, .num_teams = 2};
+  LetWait(teams[0], 0, 1, 3);
+  LetWait(teams[1], 2, 3, 4);
+  const Page page = PageOf(teams, kNow, NoLine);
+  EXPECT_EQ(page.culprit.find("rank 3 of team 1 (process 3) has kept rank 2 of team 1 waiting"), 0u)
+      << page.culprit;
+  EXPECT_EQ(std::count(page.lines.begin(), page.lines.end(), '\n'), 8);
+  EXPECT_EQ(PageOf({}, kNow, NoLine).culprit, "nobody is waiting");
+}
+
+TEST(PageClaims, each_wait_gets_one_page_and_one_process_of_the_node_writes_it) {
+  std::atomic<uint64_t> of_node{0};
+  PageClaims one, other;
+  EXPECT_TRUE(one.Claim(kSecond, kNow, of_node));
+  EXPECT_FALSE(one.Claim(2 * kSecond, kNow + kSecond, of_node));    // the same wait
+  EXPECT_FALSE(other.Claim(2 * kSecond, kNow + kSecond, of_node));  // its node has one
+  EXPECT_TRUE(other.Claim(kSecond, kNow + 5 * kSecond, of_node));   // a later wait
+  std::atomic<uint64_t> of_other_node{0};
+  EXPECT_FALSE(other.Claim(2 * kSecond, kNow + 6 * kSecond, of_other_node));
 }
 
 TEST(FindCulprit, names_a_circle) {

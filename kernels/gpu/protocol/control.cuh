@@ -73,6 +73,24 @@ __device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kin
   }
 }
 
+// One thread that has waited since `since_ns` tells the host for whom. Not inline, as Fail.
+__device__ __noinline__ inline void NoteWait(const DeviceRank& rank, Operation operation,
+                                             uint32_t peer, uint64_t expected, uint64_t actual,
+                                             uint64_t since_ns, uint64_t now_ns) {
+  WaitNote& note = rank.status->wait;
+  const auto tell = [](auto& word, auto value) {
+    *reinterpret_cast<volatile decltype(value)*>(&word) = value;
+  };
+  tell(note.operation, static_cast<uint32_t>(operation));
+  tell(note.peer, peer);
+  tell(note.epoch, SequenceOf(rank));
+  tell(note.site, rank.site);
+  tell(note.expected, expected);
+  tell(note.actual, actual);
+  tell(note.waited_ns, now_ns - since_ns);
+  tell(note.written_ns, now_ns);
+}
+
 enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
 
 // One thread reads `word` (an acquire) until judge(value) says that it is there. False: this rank
@@ -84,7 +102,7 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
   constexpr uint32_t kSpinsPerCheck = 64;
   constexpr uint32_t kSpinsPerRareCheck = 4096;
   const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
-  uint64_t deadline = 0;  // reading the clock is slow, and most waits are short
+  uint64_t since = 0, next_note = 0;  // reading the clock is slow, and most waits are short
   for (uint32_t spins = 1;; ++spins) {
     const uint64_t seen = LoadAcquireSys(word);
     switch (judge(seen)) {
@@ -112,10 +130,17 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
       return false;
     }
     const uint64_t now = ClockNs();
-    if (deadline == 0) deadline = now + rank.timeout_ns;
-    if (now > deadline) {
+    if (since == 0) {
+      since = now;
+      next_note = now + kLongWaitNs;
+    }
+    if (now - since > rank.timeout_ns) {
       Fail(rank, late, operation, peer, wanted, seen);
       return false;
+    }
+    if (now > next_note) {
+      NoteWait(rank, operation, peer, wanted, seen, since, now);
+      next_note = now + kLongWaitNs;
     }
   }
 }

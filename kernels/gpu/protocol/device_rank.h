@@ -19,6 +19,7 @@ struct DeviceRank {
   uint32_t node_begin;  // first rank of this node
   bool debug;
   uint32_t program;  // of the call that is launched: FingerprintOf
+  uint64_t site;     // of the call that is launched: PlanParams.site
   uint64_t timeout_ns;
   RankStatus* status;            // as the device addresses it
   const DeviceNetwork* network;  // in the heap; null in a group of one node
@@ -42,10 +43,11 @@ constexpr uint64_t FlagValue(uint64_t sequence, Operation operation, uint32_t pr
 }
 
 // What is static about a call, in kProgramBits: equal on all ranks that run the same program, else
-// almost surely not. `program`: PlanParams.program, or that of the other operations.
-constexpr uint32_t FingerprintOf(Operation operation, const GroupShape& shape, uint32_t program,
+// almost surely not. `site`: PlanParams.site, or that of the other operations.
+constexpr uint32_t FingerprintOf(Operation operation, const GroupShape& shape, uint64_t site,
                                  Mode mode, Layout layout, int64_t num_tokens, int64_t recv_rows) {
-  uint64_t hash = program;
+  constexpr uint32_t kProgramShift = 32;  // below it is what processes may number differently
+  uint64_t hash = site >> kProgramShift;
   for (const uint64_t word :
        {static_cast<uint64_t>(operation), static_cast<uint64_t>(mode),
         static_cast<uint64_t>(layout), static_cast<uint64_t>(num_tokens),

@@ -130,7 +130,10 @@ struct GpuHeapLayout {
   // From here on not kept. Written by peers, by source rank.
   uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
   uint64_t num_chunks = 0;
-  uint64_t records = 0;      // DispatchRecord [N]
+  uint64_t records = 0;  // DispatchRecord [N]
+  // Written by this rank's plans: u64 [E_l] (RankCounters).
+  uint64_t pairs_per_expert = 0;
+  uint64_t num_local_experts = 0;
   HeapArea plan_counts;      // [2][N]: PlanHeader, i32 [E]
   uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
   uint64_t reduce_pitch = 0;
@@ -203,6 +206,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
   layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
   layout.records = take(num_ranks * sizeof(DispatchRecord));
+  layout.num_local_experts = shape.experts_per_rank();
+  layout.pairs_per_expert = take(layout.num_local_experts * sizeof(uint64_t));
 
   layout.plan_counts.peer_stride =
       AlignUp(sizeof(PlanHeader) + experts * sizeof(int32_t), kAreaAlignBytes);

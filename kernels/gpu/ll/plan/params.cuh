@@ -87,6 +87,8 @@ struct LlPlanTotals {
     for (uint32_t e = threadIdx.x; e < device.shape.experts_per_rank(); e += blockDim.x) {
       params.out.group_counts[e] = count_of(e);
       params.out.group_sizes[e] = zone_of(e);
+      CountUp(OwnHeapAt<uint64_t>(device, device.layout.pairs_per_expert) + e,
+              static_cast<uint64_t>(count_of(e)));
     }
     for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
       params.out.send_counts[peer] = send_counts[peer];
