@@ -6,6 +6,7 @@ names, and a dashboard for Grafana.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -107,6 +108,17 @@ _lock = threading.Lock()
 _collectors: weakref.WeakKeyDictionary[Any, _Collector] = weakref.WeakKeyDictionary()
 
 
+def _forget_all() -> None:
+    """In a forked child: its parent's groups are not its own, and locks may be held for ever."""
+    global _lock
+    _lock = threading.Lock()
+    for collector in list(_collectors.values()):
+        collector.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
 def _client() -> Any:
     try:
         import prometheus_client
@@ -189,6 +201,9 @@ class _Collector:
         with _lock:
             if reader in self._readers:
                 self._readers.remove(reader)
+
+    def clear(self) -> None:
+        self._readers = []
 
     def describe(self) -> Iterable[Any]:
         """Nothing: which families there are depends on the groups."""

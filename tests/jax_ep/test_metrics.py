@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import pathlib
 import re
+import signal
 import threading
 import time
 import typing
@@ -269,8 +271,20 @@ class TestExport:
         registry = prometheus_client.CollectorRegistry()
         jax_ep.metrics.register(group.view(num_experts=4), registry)
         pairs = [dict(labels) for name, labels in _samples(registry) if "expert_pairs" in name]
-        if not ON_GPU:
-            assert sorted(int(labels["expert"]) for labels in pairs) == list(range(8))
+        assert sorted(int(labels["expert"]) for labels in pairs) == list(range(8))
+
+    @pytest.mark.filterwarnings("ignore:.*os.fork")
+    def test_a_child_that_is_forked_amid_a_scrape_exports_nothing(self):
+        registry = prometheus_client.CollectorRegistry()
+        exporter = jax_ep.metrics.register(_group("xla")[1], registry)
+        with exporter._reader._lock, jax_ep.metrics._lock:  # as another thread may
+            child = os.fork()
+            if child == 0:
+                signal.alarm(10)
+                exporter.unregister()
+                os._exit(1 if _samples(registry) else 0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert _samples(registry)
 
     def test_a_server_is_scraped_while_a_program_runs(self):
         case, group = _group(tokens=16)
