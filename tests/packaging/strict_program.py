@@ -58,5 +58,5 @@ with jax_ep.create_group(mesh, "ep", config, implementation="xla") as group:
     stats = group.stats()
     if "flows" in stats:
         assert_type(stats["flows"][0]["stalls"], int)
-        assert_type(stats["ranks"][0].get("pairs_per_expert"), list[int] | None)
+        assert_type(stats["ranks"][0]["pairs_per_expert"], list[int])
     assert_type(group.report(), str)
