@@ -47,6 +47,11 @@ struct GpuSession::Member {
   bool is_aborted = false;
   // Of the watch: the note of its kernels that it has shown, and when that was new.
   uint64_t shown_note_ns = 0, shown_at_ns = 0;
+  // Null without JAX_EP_TRACE.
+  std::shared_ptr<TraceTrack> trace;
+  gpu::OperationStamp* stamps = nullptr;
+  uint64_t next_stamp = 1;  // of the watch: the operation that it reads next
+  int64_t clock_shift = 0;  // MonotonicNs less the device's clock
 
   int device() const { return static_cast<int>(id.device_ordinal); }
   ControlBlock* control_block() const {

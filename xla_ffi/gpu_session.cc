@@ -18,7 +18,7 @@ GpuSession::GpuSession(GpuOptions options, const gpu::GpuApi* api)
 
 GpuSession::~GpuSession() {
   if (lifecycle_.is_forked()) {
-    Leak(members_, watch_, network_, monitor_);
+    Leak(members_, watch_, network_, monitor_, tracer_);
   } else {
     Close();
   }
@@ -76,6 +76,7 @@ Status GpuSession::Start() {
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
     JAX_EP_RETURN_IF_ERROR(DrainDevices());
     if (network_ != nullptr) JAX_EP_RETURN_IF_ERROR(network_->Start());
+    JAX_EP_RETURN_IF_ERROR(AllocateStamps());
     for (size_t i = 0; i < members_.size(); ++i) {
       Member* member = members_[i].get();
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "start"));
@@ -88,6 +89,7 @@ Status GpuSession::Start() {
           .peers = member->peers.data(),
           .network = network_ != nullptr ? &network : nullptr,
           .status = member->status,
+          .stamps = member->stamps,
           .timeout_ns = static_cast<uint64_t>(options().timeout.count()),
           .max_sms = options_.max_sms,
           .use_tma = options_.use_tma,
@@ -96,7 +98,7 @@ Status GpuSession::Start() {
       JAX_EP_RETURN_IF_ERROR(
           ToStatus(api_->create(&config, &member->handle), "group " + options().name));
     }
-    return Status::Ok();
+    return CompareClocks();
   }));
   MonitorOptions monitor = MonitorOptionsFor(options(), members_);
   monitor.check = [this] { ReportStalls(); };

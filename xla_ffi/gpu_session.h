@@ -132,6 +132,11 @@ class GpuSession {
   TeamView ViewTeam(uint32_t team) const;
   void ReportStalls();  // the monitor
   ControlBlock& ControlOfFirstOnNode(const Member& member) const;
+  // gpu_session_trace.cc
+  Status AllocateStamps();                // if JAX_EP_TRACE is set
+  Status CompareClocks();                 // on a thread of its own
+  void ReadStamps(Member& member) const;  // the watch
+  static void TraceWait(Member& member);  // the watch: the one that its activity shows
   std::optional<Departed> DepartedMateOf(const Member& member) const;
   std::string Describe(const Member& member) const;
   int64_t BlamedFor(const Member& member) const;  // of that failure: a rank, or kNobody
@@ -142,6 +147,7 @@ class GpuSession {
   Status exception_;  // of the watch, made while there was memory
   std::vector<std::unique_ptr<Member>> members_;
   std::unique_ptr<GpuNetwork> network_;  // null in a group of one node
+  std::shared_ptr<Tracer> tracer_;       // null unless JAX_EP_TRACE is set
   std::string unmapped_arena_;
   std::unique_ptr<Monitor> monitor_;
   PageClaims page_claims_;  // of the monitor's thread

@@ -35,7 +35,10 @@ void GpuSession::Free() {
   }
   watch_wake_.notify_all();
   if (watch_.joinable()) watch_.join();
-  if (drained.ok()) LatchDeviceFailures();  // of the last kernels
+  if (drained.ok()) {  // of the last kernels
+    LatchDeviceFailures();
+    for (const auto& member : members_) ReadStamps(*member);
+  }
   if (network_ != nullptr) network_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();
   if (!drained.ok()) {
@@ -70,6 +73,9 @@ void GpuSession::Free() {
       const auto free_heap = has_run ? memory.retire : memory.release;
       JAX_EP_RETURN_IF_ERROR(ToStatus(free_heap(member->heap), "free"));
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release_pinned(member->status), "free"));
+      if (member->stamps != nullptr) {
+        JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release_pinned(member->stamps), "free"));
+      }
       member->heap = {};
       member->status = nullptr;
     }
@@ -82,6 +88,7 @@ void GpuSession::Free() {
   members_.clear();
   monitor_.reset();
   network_.reset();
+  tracer_.reset();
 }
 
 }  // namespace jax_ep

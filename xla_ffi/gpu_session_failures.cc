@@ -63,6 +63,7 @@ void GpuSession::WatchStatus() noexcept {
     for (const auto& member : members_) {
       EndVainWaits(*member);
       ShowWait(*member, now_ns);
+      ReadStamps(*member);
     }
     watch_wake_.wait_for(lock, kWatchPeriod);
   }

@@ -29,8 +29,14 @@ void GpuSession::ShowWait(Member& member, uint64_t now_ns) {
   const uint64_t written_ns = of(note.written_ns);
   if (written_ns == member.shown_note_ns) {
     if (of(activity.phase) == Phase::kBetweenCalls) return;
-    if (now_ns - member.shown_at_ns > kNoteLifeNs) activity.Enter(Phase::kBetweenCalls, now_ns);
+    if (now_ns - member.shown_at_ns <= kNoteLifeNs) return;
+    TraceWait(member);
+    activity.Enter(Phase::kBetweenCalls, now_ns);
     return;
+  }
+  const uint64_t begin_ns = now_ns - of(note.waited_ns);
+  if (begin_ns > member.shown_at_ns && of(activity.phase) != Phase::kBetweenCalls) {
+    TraceWait(member);  // of the wait before
   }
   member.shown_note_ns = written_ns;
   member.shown_at_ns = now_ns;
@@ -38,7 +44,7 @@ void GpuSession::ShowWait(Member& member, uint64_t now_ns) {
   activity.num_calls.store(of(note.epoch), std::memory_order_relaxed);
   const uint32_t peer = of(note.peer);
   const Phase phase = peer == member.id.rank ? Phase::kAwaitsRing : Phase::kAwaitsSignal;
-  activity.Await(phase, now_ns - of(note.waited_ns), peer, Channel::kOrder, of(note.expected));
+  activity.Await(phase, begin_ns, peer, Channel::kOrder, of(note.expected));
 }
 
 TeamView GpuSession::ViewTeam(uint32_t team) const {

@@ -12,6 +12,7 @@ SESSION = [
     "gpu_session_failures.cc",
     "gpu_session_memory.cc",
     "gpu_session_report.cc",
+    "gpu_session_trace.cc",
     "monitor.cc",
     "order.cc",
     "rank_records.cc",

@@ -237,9 +237,9 @@ def _of_rank(process: Process, track: Track, event: np.void) -> Iterator[Slice]:
     peer, channel = int(event["peer"]), CHANNELS[event["channel"]]
     match event["kind"]:
         case Kind.CALL:
-            details: dict[str, Any] = {
-                "waited for its turn, us": (begin - int(event["extra"])) / 1e3
-            }
+            details: dict[str, Any] = {}
+            if event["extra"]:  # not on GPUs
+                details["waited for its turn, us"] = (begin - int(event["extra"])) / 1e3
             if value:
                 details["epoch"] = value
             if line := process.sites.get(int(event["detail"])):

@@ -44,6 +44,17 @@ struct alignas(64) WaitNote {
 };
 inline constexpr uint64_t kLongWaitNs = 50'000'000;
 
+// One operation as its first and its last thread saw it, for JAX_EP_TRACE. In pinned host memory,
+// in slot epoch % kStampSlots, so that whoever reads them in time misses none.
+struct alignas(64) OperationStamp {
+  std::atomic<uint64_t> begin_ns;   // by the device's clock
+  std::atomic<uint64_t> end_ns;     // likewise
+  std::atomic<uint64_t> operation;  // Operation
+  std::atomic<uint64_t> site;       // PlanParams.site of its call
+  std::atomic<uint64_t> epoch;      // of the operation on this rank; written last (release)
+};
+inline constexpr uint64_t kStampSlots = 4096;
+
 // A failure that a kernel found, or a request to give up. In pinned host memory that the device
 // maps; one per rank, zero-initialised.
 struct alignas(64) RankStatus {
@@ -126,6 +137,7 @@ struct RankConfig {
   const PeerMemory* peers = nullptr;
   const NetworkConfig* network = nullptr;  // null in a group of one node
   RankStatus* status = nullptr;            // pinned, mapped
+  OperationStamp* stamps = nullptr;        // [kStampSlots] pinned, mapped; null: no trace
   uint64_t timeout_ns = 0;                 // Config.timeout_s, bound of each wait
   uint32_t max_sms = 0;                    // blocks of HT kernels (JAX_EP_GPU_SMS); 0: by need
   bool use_tma = true;                     // false: the path for devices without bulk copies
@@ -197,6 +209,9 @@ struct GpuApi {
   const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
   // As RankCounters has them: [E_l] of the group; read likewise.
   const char* (*pairs_per_expert)(RankHandle* rank, uint64_t* out);
+  // The device's clock, by a kernel; waits for it. `host_ns`: what `host_clock` says then.
+  const char* (*device_clock)(RankHandle* rank, uint64_t (*host_clock)(), uint64_t* device_ns,
+                              uint64_t* host_ns);
   // Calls (not replays of graphs) whose arrays peers could not read in place, so that kernels copy
   // them to the stage first. Any thread.
   uint64_t (*staged_launches)(const RankHandle* rank);

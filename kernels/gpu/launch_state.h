@@ -56,6 +56,8 @@ const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t st
 // Before a call: the rank fails unless the word at `position` is `expected`.
 const char* LaunchCheckPosition(RankHandle& rank, const int32_t* position, int32_t expected,
                                 cudaStream_t stream);
+// Stores the device's clock in a word of mapped memory.
+const char* LaunchReadClock(uint64_t* out, cudaStream_t stream);
 const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);
 // `epoch`: null, or that of the start whose slot set has the rows.
 const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const int32_t* epoch,

@@ -27,5 +27,6 @@ KERNELS_GPU = [
     "network/slots.cu",
     "protocol/abandon_operation.cu",
     "protocol/check_position.cu",
+    "protocol/read_clock.cu",
     "rank.cc",
 ]

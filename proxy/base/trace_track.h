@@ -73,6 +73,9 @@ class TraceTrack {
     __builtin_prefetch(&events_[(head + 2) % kCapacity], /*rw=*/1);
   }
 
+  // Events that the writer knows to have missed.
+  void NoteDropped(uint64_t count) { num_dropped_.fetch_add(count, std::memory_order_relaxed); }
+
   // The number by which events name `text`, which must live as long as the process.
   uint8_t NameIndex(const char* text) {
     const size_t known = num_names_.load(std::memory_order_relaxed);

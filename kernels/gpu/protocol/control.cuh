@@ -73,22 +73,25 @@ __device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kin
   }
 }
 
+// A relaxed store to mapped memory.
+template <typename T>
+__device__ inline void TellHost(std::atomic<T>& word, T value) {
+  *reinterpret_cast<volatile T*>(&word) = value;
+}
+
 // One thread that has waited since `since_ns` tells the host for whom. Not inline, as Fail.
 __device__ __noinline__ inline void NoteWait(const DeviceRank& rank, Operation operation,
                                              uint32_t peer, uint64_t expected, uint64_t actual,
                                              uint64_t since_ns, uint64_t now_ns) {
   WaitNote& note = rank.status->wait;
-  const auto tell = [](auto& word, auto value) {
-    *reinterpret_cast<volatile decltype(value)*>(&word) = value;
-  };
-  tell(note.operation, static_cast<uint32_t>(operation));
-  tell(note.peer, peer);
-  tell(note.epoch, SequenceOf(rank));
-  tell(note.site, rank.site);
-  tell(note.expected, expected);
-  tell(note.actual, actual);
-  tell(note.waited_ns, now_ns - since_ns);
-  tell(note.written_ns, now_ns);
+  TellHost(note.operation, static_cast<uint32_t>(operation));
+  TellHost(note.peer, peer);
+  TellHost(note.epoch, SequenceOf(rank));
+  TellHost(note.site, rank.site);
+  TellHost(note.expected, expected);
+  TellHost(note.actual, actual);
+  TellHost(note.waited_ns, now_ns - since_ns);
+  TellHost(note.written_ns, now_ns);
 }
 
 enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
@@ -245,8 +248,25 @@ __device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {
   return result;
 }
 
+// For JAX_EP_TRACE: one thread of the first block, and one of the last. Nothing is written after
+// the group is closed, when the slots are freed.
+__device__ __noinline__ inline void StampBegin(const DeviceRank& rank, Operation operation) {
+  if (HasFailed(rank)) return;
+  OperationStamp& stamp = rank.stamps[SequenceOf(rank) % kStampSlots];
+  TellHost(stamp.operation, static_cast<uint64_t>(operation));
+  TellHost(stamp.site, rank.site);
+  TellHost(stamp.begin_ns, ClockNs());
+}
+__device__ __noinline__ inline void StampEnd(const DeviceRank& rank, uint64_t sequence) {
+  if (HasFailed(rank)) return;
+  OperationStamp& stamp = rank.stamps[sequence % kStampSlots];
+  TellHost(stamp.end_ns, ClockNs());
+  StoreReleaseSys(reinterpret_cast<uint64_t*>(&stamp.epoch), sequence);
+}
+
 // One thread of the first block of an operation.
 __device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
+  if (rank.stamps != nullptr) StampBegin(rank, operation);
   const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
   if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
 }
@@ -260,6 +280,7 @@ __device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
 // One thread of the last block of the operation `sequence`, at its end. It reads nothing, since all
 // wait for it.
 __device__ inline void EndOperation(const DeviceRank& rank, uint64_t sequence) {
+  if (rank.stamps != nullptr) StampEnd(rank, sequence);
   Control* control = ControlOf(rank);
   control->sequence = sequence;
   control->busy = 0;

@@ -22,6 +22,7 @@ struct DeviceRank {
   uint64_t site;     // of the call that is launched: PlanParams.site
   uint64_t timeout_ns;
   RankStatus* status;            // as the device addresses it
+  OperationStamp* stamps;        // likewise; null: no trace
   const DeviceNetwork* network;  // in the heap; null in a group of one node
   // By rank. Of other nodes' ranks `heap` is the stage where their rows arrive, that of the own
   // node's rank on their rail: only what a DispatchRecord names is read there.
