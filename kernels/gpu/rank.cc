@@ -207,25 +207,23 @@ const char* ReadDeviceClock(RankHandle* rank, uint64_t (*host_clock)(), uint64_t
                             uint64_t* host_ns) {
   const CurrentDevice current(rank->device_index);
   void *word = nullptr, *mapped = nullptr;
-  cudaStream_t stream = nullptr;
   cudaError_t error = cudaHostAlloc(&word, sizeof(uint64_t), cudaHostAllocMapped);
   if (error == cudaSuccess) error = cudaHostGetDevicePointer(&mapped, word, 0);
-  if (error == cudaSuccess) error = cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking);
   constexpr int kLooks = 8;
   uint64_t narrowest = UINT64_MAX;
-  for (int i = 0; i < kLooks && error == cudaSuccess; ++i) {
+  const char* launched = nullptr;
+  for (int i = 0; i < kLooks && error == cudaSuccess && launched == nullptr; ++i) {
     const uint64_t before = host_clock();
-    static_cast<void>(LaunchReadClock(static_cast<uint64_t*>(mapped), stream));
-    error = cudaStreamSynchronize(stream);
+    launched = LaunchReadClock(static_cast<uint64_t*>(mapped), /*stream=*/nullptr);
+    error = cudaDeviceSynchronize();
     const uint64_t width = host_clock() - before;
     if (error != cudaSuccess || width >= narrowest) continue;
     narrowest = width;
     *device_ns = *static_cast<volatile uint64_t*>(word);
     *host_ns = before + width / 2;
   }
-  if (stream != nullptr) static_cast<void>(cudaStreamDestroy(stream));
   if (word != nullptr) static_cast<void>(cudaFreeHost(word));
-  if (error == cudaSuccess) return nullptr;
+  if (error == cudaSuccess) return launched;
   return KeepText(std::string("device clock: ") + cudaGetErrorString(error));
 }
 
