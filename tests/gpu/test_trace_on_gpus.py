@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pathlib
 import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jax_ep._cli.trace_files import Kind, find, read
 
 PROGRAM = pathlib.Path(__file__).parent / "programs" / "late_rank.py"
-CALLS = {"ht": ["plan", "dispatch", "combine"], "ll": ["dispatch (ll)", "combine (ll)"]}
+HALVES = ("dispatch_start", "dispatch_done", "combine_start", "combine_done")
+CALLS = {
+    ("ht", None): ["plan", "dispatch", "combine"],
+    ("ht", 1): ["plan", "dispatch", "combine"],
+    ("ll", None): ["dispatch (ll)", "combine (ll)"],
+    ("ll", 1): [f"{half} (ll)" for half in HALVES],  # between nodes the kernels work in halves
+}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 
-@pytest.mark.parametrize("mode", CALLS)
-@pytest.mark.parametrize("node_size", [None, 1])
+@pytest.mark.parametrize(("mode", "node_size"), CALLS)
 def test_every_operation_and_the_long_wait_are_there(
     mode: str, node_size: int | None, tmp_path: pathlib.Path
 ) -> None:
@@ -45,7 +52,7 @@ def test_every_operation_and_the_long_wait_are_there(
         (track,) = [track for track in process.tracks.values() if track.kind == "rank"]
         calls = track.events[track.events["kind"] == Kind.CALL]
         names = [track.names[name] for name in calls["name"]]
-        assert names == 6 * CALLS[mode]
+        assert names == 6 * CALLS[mode, node_size]
         assert calls["value"].tolist() == list(range(1, len(calls) + 1))
         assert (calls["begin"] <= calls["end"]).all()
         assert (calls["end"][:-1] <= calls["begin"][1:]).all()
@@ -54,15 +61,18 @@ def test_every_operation_and_the_long_wait_are_there(
             assert process.sites[int(site)] == expected
         seconds = (calls["end"] - calls["begin"]) / 1e9
         waits = track.events[track.events["kind"] == Kind.PHASE]
-        late = 5 * len(CALLS[mode])  # the first call after the warm-up
+        late = 5 * len(CALLS[mode, node_size])  # the first call after the warm-up
         if track.rank == 0:
-            assert seconds[late] > 2 and seconds[:late].max() < seconds[late]
             (wait,) = [wait for wait in waits if int(wait["end"] - wait["begin"]) > 2e9]
             assert wait["peer"] == 1
-            assert calls["begin"][late] <= wait["begin"] + 10**7
-            assert wait["end"] <= calls["end"][late] + 10**7
+            (slow,) = np.flatnonzero(seconds > 2)
+            assert late <= slow < late + 2  # the call that was late, or its done
+            assert calls["begin"][slow] <= wait["begin"] + 10**7
+            assert wait["end"] <= calls["end"][slow] + 10**7
         else:
-            assert seconds[late] < 2
+            assert seconds[late:].max() < 2
+    if importlib.util.find_spec("perfetto") is None:
+        return  # tests/multiprocess/test_trace.py merges files like these
     out = tmp_path / "run.pftrace"
     command = [sys.executable, "-m", "jax_ep", "trace", str(prefix), "--out", str(out)]
     merged = subprocess.run(command, capture_output=True, text=True, timeout=60)

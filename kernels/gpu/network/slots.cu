@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   constexpr SetKind kKind = SetKind::kLlDispatch;
   if (threadIdx.x == 0) {
+    if (blockIdx.x == 0) StampBegin(device, params.operation);
     slot = FindFreeSet(device, kKind, params.operation);
     if (HasFailed(device)) slot.is_ok = 0;  // the stage may be gone
   }
@@ -191,6 +192,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t source = RemoteRank(device, blockIdx.x % num_remotes);
   NetSets& sets = NetSetsOf(device, params.kind);
   if (threadIdx.x == 0) {
+    if (blockIdx.x == 0) StampBegin(device, params.operation);
     slot = FindOpenSet(device, params.kind, params.operation, *params.epoch);
     shared_flag = slot.is_ok != 0 && !HasFailed(device) &&
                           WaitSignals(device, LocalRankOf(device), ChannelsOf(params.kind).records,

@@ -248,16 +248,22 @@ __device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {
   return result;
 }
 
-// For JAX_EP_TRACE: one thread of the first block, and one of the last. Nothing is written after
-// the group is closed, when the slots are freed.
-__device__ __noinline__ inline void StampBegin(const DeviceRank& rank, Operation operation) {
-  if (HasFailed(rank)) return;
-  OperationStamp& stamp = rank.stamps[SequenceOf(rank) % kStampSlots];
+// For JAX_EP_TRACE: one thread of the first block of each kernel that may be an operation's first,
+// and one of its last block. Nothing is written after the group is closed, when the slots are
+// freed.
+__device__ __noinline__ inline void WriteStampBegin(const DeviceRank& rank, Operation operation) {
+  const uint64_t sequence = SequenceOf(rank);
+  if (HasFailed(rank) || ControlOf(rank)->stamped == sequence) return;
+  ControlOf(rank)->stamped = sequence;
+  OperationStamp& stamp = rank.stamps[sequence % kStampSlots];
   TellHost(stamp.operation, static_cast<uint64_t>(operation));
   TellHost(stamp.site, rank.site);
   TellHost(stamp.begin_ns, ClockNs());
 }
-__device__ __noinline__ inline void StampEnd(const DeviceRank& rank, uint64_t sequence) {
+__device__ inline void StampBegin(const DeviceRank& rank, Operation operation) {
+  if (rank.stamps != nullptr) WriteStampBegin(rank, operation);
+}
+__device__ __noinline__ inline void WriteStampEnd(const DeviceRank& rank, uint64_t sequence) {
   if (HasFailed(rank)) return;
   OperationStamp& stamp = rank.stamps[sequence % kStampSlots];
   TellHost(stamp.end_ns, ClockNs());
@@ -266,7 +272,7 @@ __device__ __noinline__ inline void StampEnd(const DeviceRank& rank, uint64_t se
 
 // One thread of the first block of an operation.
 __device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
-  if (rank.stamps != nullptr) StampBegin(rank, operation);
+  StampBegin(rank, operation);
   const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
   if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
 }
@@ -280,7 +286,7 @@ __device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
 // One thread of the last block of the operation `sequence`, at its end. It reads nothing, since all
 // wait for it.
 __device__ inline void EndOperation(const DeviceRank& rank, uint64_t sequence) {
-  if (rank.stamps != nullptr) StampEnd(rank, sequence);
+  if (rank.stamps != nullptr) WriteStampEnd(rank, sequence);
   Control* control = ControlOf(rank);
   control->sequence = sequence;
   control->busy = 0;

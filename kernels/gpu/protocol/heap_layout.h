@@ -38,6 +38,7 @@ struct alignas(64) Control {
   // warp; 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
+  uint64_t stamped;         // newest operation whose begin is in the trace
   // Totals for RankCountersSnapshot.
   uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged,
       last_overflow, invalid_ids;
