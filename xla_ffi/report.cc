@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <set>
+#include <utility>
 
 namespace jax_ep {
 namespace {
@@ -38,6 +39,10 @@ std::string Enqueued(const RankView& rank, uint64_t now_ns, const LineOf& line_o
   return text + std::to_string(rank.num_enqueued) + ", the newest " +
          Seconds(Since(rank.enqueued_ns, now_ns)) + " ago: " + rank.enqueued_operation +
          AtLine(rank.enqueued_site, line_of);
+}
+
+std::string Untaken(const RankView& rank) {
+  return "has not taken " + std::to_string(rank.num_untaken) + " of its commands";
 }
 
 // It has said good-bye, and waits for nobody any more.
@@ -145,6 +150,7 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
   }
   if (longest == 0) return std::nullopt;
   uint32_t at = victim;
+  uint32_t before = victim;  // waits for `at`
   std::set<uint32_t> seen;
   while (true) {
     const RankView& rank = team.ranks[at];
@@ -152,7 +158,13 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       return Culprit{.rank = at, .why = std::move(why), .victim = victim, .wait_ns = longest};
     };
     if (!rank.is_visible) {
-      return found("it is in another node: ask there (what this one knows are the flows below)");
+      std::string why =
+          "it is in another node: ask there (what this one knows are the flows below)";
+      if (team.ranks[before].num_untaken > 0) {
+        why +=
+            "; but the proxy of " + RankName(team.id, before) + " " + Untaken(team.ranks[before]);
+      }
+      return found(why);
     }
     if (rank.state == MemberState::kFailed) return found("its process has failed");
     if (HasLeft(rank)) return found("it has closed the group");
@@ -161,12 +173,20 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
                    ": stopped, swapped out, or starved; " + Doing(team, rank, now_ns, line_of));
     }
     if (!seen.insert(at).second) {
+      // They do, if what one of them has sent does not leave.
+      for (const uint32_t member : seen) {
+        if (team.ranks[member].num_untaken == 0) continue;
+        at = member;
+        return found("its proxy " + Untaken(team.ranks[at]) +
+                     ", so the proxy or its network stands still; " +
+                     Doing(team, team.ranks[at], now_ns, line_of));
+      }
       return found("ranks wait for each other in a circle; " + Doing(team, rank, now_ns, line_of));
     }
     if (rank.awaits_rank() && rank.awaited < team.ranks.size() && rank.awaited != at) {
-      at = rank.awaited;
+      before = std::exchange(at, rank.awaited);
     } else if (rank.awaits_turn() && !rank.next_is_announced && at != 0) {
-      at = 0;
+      before = std::exchange(at, 0);
     } else {
       const RankView& waits = team.ranks[victim];
       std::string why;
@@ -205,7 +225,9 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
     if (IsSilent(rank, now_ns)) {
       out += "SILENT for " + Seconds(Since(rank.beat_ns, now_ns)) + ", ";
     }
-    out += Doing(team, rank, now_ns, line_of) + "\n";
+    out += Doing(team, rank, now_ns, line_of);
+    if (rank.num_untaken > 0) out += "; its proxy " + Untaken(rank);
+    out += "\n";
   }
   return out;
 }

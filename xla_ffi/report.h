@@ -37,6 +37,9 @@ struct RankView {
   std::string operation;
   uint64_t enqueued_ns = 0, enqueued_site = 0;  // of the newest call that was enqueued
   std::string enqueued_operation;
+  // Commands of this rank that its proxy has not taken from the ring; known of this process's
+  // ranks.
+  uint64_t num_untaken = 0;
   // The order has the call that this rank executes next (of ranks with calls that wait for their
   // turn).
   bool next_is_announced = false;

@@ -35,6 +35,10 @@ TeamView Session::ViewTeam(uint32_t team) const {
       if (member->id.rank == rank) {
         seen.pid = static_cast<uint64_t>(getpid());
         seen.turn_since_ns = member->executor->oldest_queued_ns();
+        if (const RingMemory* const ring = member->executor->rank().ring.memory) {
+          const uint64_t taken = ring->tail.load(std::memory_order_relaxed);  // before head
+          seen.num_untaken = ring->head.load(std::memory_order_relaxed) - taken;
+        }
         break;
       }
     }

@@ -66,6 +66,29 @@ TEST(FindCulprit, follows_the_longest_wait_to_its_end) {
             0u);
 }
 
+TEST(FindCulprit, names_the_rank_whose_proxy_takes_nothing_instead_of_a_circle) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 2, 3);
+  LetWait(team, 2, 0, 2);
+  team.ranks[2].num_untaken = 7;
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 2u);
+  EXPECT_EQ(culprit.victim, 0u);
+  EXPECT_EQ(culprit.why.find("its proxy has not taken 7 of its commands"), 0u) << culprit.why;
+  EXPECT_NE(RankLines(team, kNow, NoLine).find("; its proxy has not taken 7 of its commands\n"),
+            std::string::npos);
+}
+
+TEST(FindCulprit, says_of_a_rank_in_another_node_that_the_own_proxy_may_be_it) {
+  TeamView team = FourRanks();
+  LetWait(team, 1, 3, 5);
+  team.ranks[3].is_visible = false;
+  EXPECT_EQ(MustFind(team).why.find("the proxy of"), std::string::npos);
+  team.ranks[1].num_untaken = 4;
+  EXPECT_NE(MustFind(team).why.find("the proxy of rank 1 has not taken 4 of its commands"),
+            std::string::npos);
+}
+
 // Ranks on GPUs, of which only those that wait say what they are in.
 TeamView FourGpus() {
   TeamView team = FourRanks();
