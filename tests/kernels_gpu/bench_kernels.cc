@@ -4,7 +4,8 @@
 //
 //   bench_kernels OUT.json [name=value...]   tokens hidden topk experts align rows iterations, and
 //   lists: sms=24,16 (0: by need) piece=4096 slots=3 tma=1; ranks=N: so many, several per GPU,
-//   whose SMs must all fit on it
+//   whose SMs must all fit on it; layout=2: rank_major; zipf=1: expert e has odds of 1 / (1 + e),
+//   and as many rows as the fullest rank needs
 //
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
 // then what a host stage can carry, measured in the same run.
@@ -32,7 +33,7 @@ struct Options {
       {"align", {16}},    {"rows", {0}},         {"iterations", {20}}, {"launches", {9}},
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
       {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
-      {"ranks", {0}}};
+      {"ranks", {0}},     {"layout", {0}},       {"zipf", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -56,7 +57,7 @@ Options Parse(int argc, char** argv) {
 
 struct Buffers {
   DeviceArray<int32_t> topk, group_sizes, group_counts, send_slot, recv_src, send_counts,
-      recv_counts, words;
+      recv_counts, recv_topk_idx, words;
   DeviceArray<float> weights, recv_weights, recv_dots;
   DeviceArray<uint16_t> x, recv_x, recv_g, out;
 };
@@ -64,7 +65,9 @@ struct Buffers {
 class Bench {
  public:
   Bench(const Options& options, int64_t sms, int64_t piece, int64_t slots, bool tma)
-      : options_(options), num_tokens_(options["tokens"]) {
+      : options_(options),
+        layout_(static_cast<Layout>(options["layout"])),
+        num_tokens_(options["tokens"]) {
     shape_.num_ranks =
         static_cast<uint32_t>(options["ranks"] != 0 ? options["ranks"] : NumDevices());
     shape_.node_size = shape_.num_ranks / static_cast<uint32_t>(options["nodes"]);
@@ -75,7 +78,8 @@ class Bench {
     shape_.max_tokens = static_cast<uint64_t>(num_tokens_);
     shape_.elem_type = ElemType::kBf16;
     shape_.f32_partials = options["f32_partials"] != 0;
-    recv_rows_ = options["rows"] != 0 ? options["rows"] : num_tokens_ * shape_.top_k * 5 / 4;
+    for (uint32_t r = 0; r < shape_.num_ranks; ++r) topk_.push_back(DrawTopkOf(r));
+    recv_rows_ = options["rows"] != 0 ? options["rows"] : RecvRows();
     const uint64_t row_bytes = shape_.hidden * 2;
     const uint64_t arena =
         (static_cast<uint64_t>(recv_rows_) * 2 + static_cast<uint64_t>(num_tokens_) * 2) *
@@ -109,6 +113,7 @@ class Bench {
   const char* Plan(uint32_t r) {
     Buffers& b = buffers_[r];
     PlanParams params;
+    params.layout = layout_;
     params.num_tokens = num_tokens_;
     params.recv_rows = recv_rows_;
     params.topk_idx = b.topk.span();
@@ -118,6 +123,7 @@ class Bench {
     params.out.recv_src = b.recv_src.span();
     params.out.send_counts = b.send_counts.span();
     params.out.recv_counts = b.recv_counts.span();
+    params.out.recv_topk_idx = b.recv_topk_idx.span();
     params.out.num_dropped = b.words.data();
     params.out.overflow = b.words.data() + 1;
     return Api().plan(team_->handle(r), &shape_, &params, team_->stream(r));
@@ -125,16 +131,18 @@ class Bench {
   const char* Dispatch(uint32_t r, bool is_backward) {
     Buffers& b = buffers_[r];
     DispatchParams params;
+    params.layout = layout_;
     params.num_tokens = num_tokens_;
     params.recv_rows = recv_rows_;
     params.send_slot = b.send_slot.span();
     params.recv_src = b.recv_src.span();
+    params.recv_topk_idx = b.recv_topk_idx.span();
     params.x = reinterpret_cast<const std::byte*>(b.x.data());
     params.recv_x = reinterpret_cast<std::byte*>(b.recv_x.data());
     if (is_backward) {
       params.recv_x = reinterpret_cast<std::byte*>(b.recv_g.data());
       params.y = reinterpret_cast<const std::byte*>(b.recv_x.data());
-      params.row_weights = b.recv_weights.span();
+      if (layout_ != Layout::kRankMajor) params.row_weights = b.recv_weights.span();
       params.recv_dots = b.recv_dots.span();
     } else {
       params.weights = b.weights.span();
@@ -145,12 +153,13 @@ class Bench {
   const char* Combine(uint32_t r) {
     Buffers& b = buffers_[r];
     CombineParams params;
+    params.layout = layout_;
     params.num_tokens = num_tokens_;
     params.recv_rows = recv_rows_;
     params.send_slot = b.send_slot.span();
     params.recv_src = b.recv_src.span();
     params.y = reinterpret_cast<const std::byte*>(b.recv_x.data());
-    params.row_weights = b.recv_weights.span();
+    if (layout_ != Layout::kRankMajor) params.row_weights = b.recv_weights.span();
     params.out = reinterpret_cast<std::byte*>(b.out.data());
     return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
   }
@@ -215,23 +224,34 @@ class Bench {
   }
 
  private:
-  Buffers MakeBuffers(uint32_t r) {
+  // Expert ids of a rank [T * K], and what they mean for the wire.
+  std::vector<int32_t> DrawTopkOf(uint32_t r) {
     std::mt19937 random(100 + r);
-    const auto cells = static_cast<size_t>(num_tokens_) * shape_.top_k;
-    const auto rows = static_cast<size_t>(recv_rows_);
-    const auto row_elems = static_cast<size_t>(shape_.hidden);
-    std::vector<int32_t> topk(cells);
+    const bool is_zipf = options_["zipf"] != 0;
+    std::vector<int32_t> topk(static_cast<size_t>(num_tokens_) * shape_.top_k);
     std::vector<int32_t> experts(shape_.num_experts);
     for (size_t e = 0; e < experts.size(); ++e) experts[e] = static_cast<int32_t>(e);
+    std::vector<double> odds;
+    for (size_t e = 0; e < experts.size(); ++e) odds.push_back(1.0 / static_cast<double>(1 + e));
     remote_rows_.resize(shape_.num_ranks);
     copies_.resize(shape_.num_ranks);
     network_rows_.resize(shape_.num_ranks);
+    demand_.resize(shape_.num_experts);
     for (int64_t t = 0; t < num_tokens_; ++t) {
       std::set<uint32_t> owners, nodes;
+      std::vector<double> left = odds;
       for (uint32_t k = 0; k < shape_.top_k; ++k) {
-        std::swap(experts[k], experts[k + random() % (experts.size() - k)]);
+        if (is_zipf) {
+          std::discrete_distribution<size_t> pick(left.begin(), left.end());
+          const size_t expert = pick(random);
+          left[expert] = 0;
+          experts[k] = static_cast<int32_t>(expert);
+        } else {
+          std::swap(experts[k], experts[k + random() % (experts.size() - k)]);
+        }
         topk[static_cast<size_t>(t) * shape_.top_k + k] = experts[k];
         const uint32_t owner = static_cast<uint32_t>(experts[k]) / shape_.experts_per_rank();
+        ++demand_[static_cast<size_t>(experts[k])];
         ++copies_[owner];
         if (owner != r && owners.insert(owner).second) ++remote_rows_[owner];
         if (owner / shape_.node_size != r / shape_.node_size)
@@ -239,12 +259,31 @@ class Bench {
       }
       network_rows_[r] += static_cast<int64_t>(nodes.size());
     }
+    return topk;
+  }
+  int64_t RecvRows() const {
+    if (layout_ == Layout::kRankMajor) return num_tokens_ * shape_.num_ranks;
+    if (options_["zipf"] == 0) return num_tokens_ * shape_.top_k * 5 / 4;
+    std::vector<int64_t> rows(shape_.num_ranks);
+    for (size_t e = 0; e < demand_.size(); ++e) {
+      const int64_t align = shape_.align;
+      rows[e / shape_.experts_per_rank()] += (demand_[e] + align - 1) / align * align;
+    }
+    return *std::max_element(rows.begin(), rows.end());
+  }
+
+  Buffers MakeBuffers(uint32_t r) {
+    std::mt19937 random(200 + r);
+    const auto cells = static_cast<size_t>(num_tokens_) * shape_.top_k;
+    const auto rows = static_cast<size_t>(recv_rows_);
+    const auto row_elems = static_cast<size_t>(shape_.hidden);
+    const size_t row_cells = rows * (layout_ == Layout::kRankMajor ? shape_.top_k : 1);
     std::vector<uint16_t> x(static_cast<size_t>(num_tokens_) * row_elems);
     for (uint16_t& elem : x) elem = static_cast<uint16_t>(0x3f00 + random() % 256);
     std::vector<float> weights(cells);
     for (float& weight : weights) weight = 0.25f + static_cast<float>(random() % 100) * 0.01f;
     Buffers b;
-    b.topk = DeviceArray<int32_t>::Input(*team_, r, topk);
+    b.topk = DeviceArray<int32_t>::Input(*team_, r, topk_[r]);
     b.x = DeviceArray<uint16_t>::Input(*team_, r, x);
     b.weights = DeviceArray<float>::Input(*team_, r, weights);
     b.group_sizes = DeviceArray<int32_t>::Output(*team_, r, shape_.experts_per_rank());
@@ -254,7 +293,9 @@ class Bench {
     b.send_counts = DeviceArray<int32_t>::Output(*team_, r, shape_.num_ranks);
     b.recv_counts = DeviceArray<int32_t>::Output(*team_, r, shape_.num_ranks);
     b.words = DeviceArray<int32_t>::Output(*team_, r, 2);
-    b.recv_weights = DeviceArray<float>::Output(*team_, r, rows);
+    b.recv_topk_idx =
+        DeviceArray<int32_t>::Output(*team_, r, layout_ == Layout::kRankMajor ? row_cells : 0);
+    b.recv_weights = DeviceArray<float>::Output(*team_, r, row_cells);
     b.recv_dots = DeviceArray<float>::Output(*team_, r, rows);
     b.recv_x = DeviceArray<uint16_t>::Output(*team_, r, rows * row_elems);
     b.recv_g = DeviceArray<uint16_t>::Output(*team_, r, rows * row_elems);
@@ -265,9 +306,11 @@ class Bench {
 
   const Options& options_;
   GroupShape shape_;
+  Layout layout_;
   int64_t num_tokens_;
   int64_t recv_rows_;
-  std::vector<int64_t> remote_rows_, copies_, network_rows_;
+  std::vector<std::vector<int32_t>> topk_;
+  std::vector<int64_t> remote_rows_, copies_, network_rows_, demand_;
   std::unique_ptr<GpuTeam> team_;
   std::vector<Buffers> buffers_;
 };
@@ -369,8 +412,12 @@ int Main(int argc, char** argv) {
             return error != nullptr ? error : bench.Dispatch(r, /*is_backward=*/false);
           });
           const double combine = bench.Time([&](uint32_t r) { return bench.Combine(r); });
+          // What a layer's combine needs in its backward pass; in rank_major weights are the
+          // caller's.
           const double backward =
-              bench.Time([&](uint32_t r) { return bench.Dispatch(r, /*is_backward=*/true); });
+              options["layout"] == static_cast<int64_t>(Layout::kRankMajor)
+                  ? 0
+                  : bench.Time([&](uint32_t r) { return bench.Dispatch(r, /*is_backward=*/true); });
           std::printf(
               "tma %ld sms %ld piece %ld slots %ld: plan %.1f dispatch %.1f (%.0f GB/s) both %.1f "
               "combine %.1f (%.0f GB/s) backward %.1f us\n",
@@ -393,14 +440,15 @@ int Main(int argc, char** argv) {
               "%s\n{\"nodes\": %u, \"rings\": %ld, \"host_stores_gb_per_s\": %.1f, "
               "\"host_loads_gb_per_s\": %.1f, \"host_copies_gb_per_s\": %.1f, \"tma\": %ld, "
               "\"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
+              "\"layout\": %ld, \"zipf\": %ld, "
               "\"tokens\": %ld, \"hidden\": %lu, \"top_k\": %u, \"experts\": %u, \"rows\": %ld, "
               "\"remote_rows\": %ld, \"copies\": %ld, \"plan_us\": %.2f, \"dispatch_us\": %.2f, "
               "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f}",
               separator, bench.shape().num_nodes(), options["rings"], host.kernel_stores,
               host.kernel_loads, host.copies, tma, sms, piece, slots, bench.shape().num_ranks,
-              options["tokens"], bench.shape().hidden, bench.shape().top_k,
-              bench.shape().num_experts, bench.recv_rows(), bench.remote_rows(), bench.copies(),
-              plan, dispatch, both, combine, backward);
+              options["layout"], options["zipf"], options["tokens"], bench.shape().hidden,
+              bench.shape().top_k, bench.shape().num_experts, bench.recv_rows(),
+              bench.remote_rows(), bench.copies(), plan, dispatch, both, combine, backward);
           separator = ",";
         }
       }

@@ -1,10 +1,11 @@
 // Times mode ll on all GPUs of one process, without JAX: plan and dispatch in one call, combine,
 // and both halves of each. Graphs of many calls; median over launches of the slowest rank.
 //
-//   bench_ll [plain] [ranks=N] [sms=M] [tokens...]
+//   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [tokens...]
 //
-// DeepSeek-V3 shape, layout expert_batched, padding undefined. plain: without bulk copies; ranks:
-// several per GPU, whose blocks (8/3 of M, 24 if not given, at most 64) must all fit on it.
+// DeepSeek-V3 shape, layout expert_batched or rank_major, padding undefined. plain: without bulk
+// copies; ranks: several per GPU, whose blocks (8/3 of M, 24 if not given, at most 64) must all fit
+// on it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -79,6 +80,7 @@ struct Machine {
   uint32_t num_ranks = static_cast<uint32_t>(NumDevices());
   uint32_t sms = 24;
   bool use_tma = true;
+  Layout layout = Layout::kExpertBatched;
 };
 
 void Run(int64_t num_tokens, const Machine& machine) {
@@ -92,7 +94,8 @@ void Run(int64_t num_tokens, const Machine& machine) {
   s.shape.elem_type = ElemType::kBf16;
   s.shape.f32_partials = false;
   s.shape.has_ht = false;
-  s.layout = Layout::kExpertBatched;
+  s.layout = machine.layout;
+  const bool is_rank_major = s.layout == Layout::kRankMajor;
   s.num_tokens = num_tokens;
   s.recv_rows = WorstRecvRows(s.shape, s.layout, num_tokens);
   const uint64_t rows_bytes = static_cast<uint64_t>(s.recv_rows) * s.shape.hidden * 2;
@@ -131,11 +134,13 @@ void Run(int64_t num_tokens, const Machine& machine) {
     d.recv_src = DeviceArray<int32_t>::Output(team, r, rows);
     d.send_counts = DeviceArray<int32_t>::Output(team, r, s.shape.num_ranks);
     d.recv_counts = DeviceArray<int32_t>::Output(team, r, s.shape.num_ranks);
-    d.recv_topk_idx = DeviceArray<int32_t>::Output(team, r, 0);
+    d.recv_topk_idx =
+        DeviceArray<int32_t>::Output(team, r, is_rank_major ? rows * s.shape.top_k : 0);
     d.num_dropped = DeviceArray<int32_t>::Output(team, r, 1);
     d.overflow = DeviceArray<int32_t>::Output(team, r, 1);
     d.recv_x[0] = DeviceArray<std::byte>::Output(team, r, rows_bytes);
-    d.recv_weights[0] = DeviceArray<float>::Output(team, r, rows);
+    d.recv_weights[0] =
+        DeviceArray<float>::Output(team, r, rows * (is_rank_major ? s.shape.top_k : 1));
     d.row_weights = d.recv_weights[0];
     d.y = d.recv_x[0];
     d.out[1] = DeviceArray<std::byte>::Output(team, r, x.size());
@@ -152,7 +157,7 @@ void Run(int64_t num_tokens, const Machine& machine) {
   };
   const auto combine_params = [&](uint32_t r) {
     CombineParams params = CombineOf(s, arrays[r], 1);
-    params.row_weights = arrays[r].row_weights.span();
+    if (!is_rank_major) params.row_weights = arrays[r].row_weights.span();
     return params;
   };
   const auto dispatch = [&](uint32_t r) {
@@ -187,11 +192,12 @@ void Run(int64_t num_tokens, const Machine& machine) {
   });
   const double wire = static_cast<double>(most_remote) * static_cast<double>(s.shape.hidden) * 2;
   std::printf(
-      "%stokens %ld: %ld remote rows; dispatch %.1f us (%.0f GB/s) combine %.1f us (%.0f GB/s) "
+      "%s%stokens %ld: %ld remote rows; dispatch %.1f us (%.0f GB/s) combine %.1f us (%.0f GB/s) "
       "both "
       "%.1f us; start+done: dispatch %.1f us combine %.1f us\n",
-      use_tma ? "" : "plain ", num_tokens, most_remote, dispatch_us, wire / dispatch_us / 1e3,
-      combine_us, wire / combine_us / 1e3, both_us, halves_us, combine_halves_us);
+      use_tma ? "" : "plain ", is_rank_major ? "rank_major " : "", num_tokens, most_remote,
+      dispatch_us, wire / dispatch_us / 1e3, combine_us, wire / combine_us / 1e3, both_us,
+      halves_us, combine_halves_us);
   std::fflush(stdout);
 }
 
@@ -213,6 +219,8 @@ int main(int argc, char** argv) {
     };
     if (text == "plain") {
       machine.use_tma = false;
+    } else if (text == "rank_major") {
+      machine.layout = jax_ep::Layout::kRankMajor;
     } else if (text.starts_with("ranks=")) {
       machine.num_ranks = value_of("ranks=");
     } else if (text.starts_with("sms=")) {
