@@ -138,8 +138,11 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   rank->has_budget = config->max_sms == 0;
   const uint32_t max_sms = rank->has_budget ? kFewestSms : config->max_sms;
   rank->max_blocks = std::min(max_sms, rank->num_sms);
-  constexpr uint32_t kMostLlBlocks = 64;  // NCCL on another stream needs the rest
-  rank->ll_blocks = std::min({max_sms * 8 / 3, kMostLlBlocks, rank->num_sms});
+  // LL kernels wait for peers: NCCL's on another stream, of 32 blocks at most, need the rest.
+  constexpr uint32_t kSpareSms = 32;
+  const uint32_t most_ll_blocks =
+      std::max(rank->num_sms - std::min(rank->num_sms / 2, kSpareSms), 1u);
+  rank->ll_blocks = rank->has_budget ? most_ll_blocks : std::min(max_sms * 8 / 3, most_ll_blocks);
   rank->use_bulk_copies = config->use_tma && has_bulk_copies;
   rank->shared_bytes_per_block = static_cast<uint32_t>(shared_bytes - kStaticSharedBytes);
   rank->piece_bytes = config->piece_bytes != 0 ? config->piece_bytes : kPieceBytes;

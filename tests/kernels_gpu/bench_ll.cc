@@ -78,7 +78,7 @@ double Time(GpuTeam& team, Launch&& launch) {
 
 struct Machine {
   uint32_t num_ranks = static_cast<uint32_t>(NumDevices());
-  uint32_t sms = 24;
+  uint32_t sms = 0;  // by need
   bool use_tma = true;
   Layout layout = Layout::kExpertBatched;
 };

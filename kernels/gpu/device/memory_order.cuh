@@ -49,6 +49,11 @@ __device__ inline uint32_t FetchAddAcqRelGpu(uint32_t* address, uint32_t amount)
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");  // "": the whole system
   return __hip_atomic_fetch_add(address, amount, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
 }
+// What FetchAddAcqRelGpu releases, without a wait for the sum.
+__device__ inline void AddReleaseGpu(uint32_t* address, uint32_t amount) {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  __hip_atomic_fetch_add(address, amount, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 
 // Orders earlier stores of this wavefront before what it next tells its block, and lets another
 // wavefront of the block publish them: a release at the scope of the block leaves them on their way
@@ -116,6 +121,9 @@ __device__ inline uint32_t FetchAddAcqRelGpu(uint32_t* address, uint32_t amount)
                : "l"(address), "r"(amount)
                : "memory");
   return before;
+}
+__device__ inline void AddReleaseGpu(uint32_t* address, uint32_t amount) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(amount) : "memory");
 }
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {

@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
+  const OpenEnd end(device);
   BeginCall(device, params.kind, params.part, params.operation, params.epoch_in,
             blockIdx.x < params.num_send_blocks, call);
   const CallSlot& slot = call.slot;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Send<T>(params, slot, lists[WarpId()]);
     }
   }
-  FinishSlotCombine(params, sequence, slot, &shared_flag);
+  FinishSlotCombine(params, sequence, slot, end, &shared_flag);
 }
 
 using Kernel = void (*)(SlotCombineParams);

@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/slots.cuh"
+#include "kernels/gpu/protocol/open_end.cuh"
 #include "kernels/gpu/protocol/push.cuh"
 
 namespace jax_ep::gpu::slot_combine {
@@ -65,29 +66,39 @@ struct SlotPartials {
   }
 };
 
+__device__ inline void Poison(const SlotCombineParams& params) {
+  PoisonBytes(params.out, params.num_tokens * params.row_bytes);
+  PoisonBytes(params.pair_scalars_out,
+              static_cast<uint64_t>(params.num_tokens) * params.device.shape.top_k * sizeof(float));
+}
+
 // All threads of every block, as the last thing of the operation `sequence`; `shared_flag` is
 // shared.
 __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64_t sequence,
-                                         const CallSlot& slot, uint32_t* shared_flag) {
+                                         const CallSlot& slot, const OpenEnd& end,
+                                         uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
-  if (!LastToArrive(device, shared_flag)) return;
   const bool is_start = params.part == CallPart::kStart;
+  const auto end_operation = [&] {
+    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+    if (!is_start) CountUp(&ControlOf(device)->combines, 1);
+    UpdateSet(device, params.kind, params.part, slot, sequence);
+    EndOperation(device, sequence);
+  };
+  if (HasOpenEnd(device, params.part)) {
+    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
+    if (end.EndBlock()) Poison(params);
+    return;
+  }
+  if (!LastToArrive(device, shared_flag)) return;
   if (HasFailed(device)) {
-    if (!is_start) {
-      PoisonBytes(params.out, params.num_tokens * params.row_bytes);
-      PoisonBytes(params.pair_scalars_out,
-                  static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
-    }
+    if (!is_start) Poison(params);
   } else if (params.part == CallPart::kDone) {
     SignalConsumed(device, params.kind, sequence);
   } else if (device.network != nullptr && slot.is_ok != 0) {
     FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
   }
-  if (threadIdx.x != 0) return;
-  if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-  if (!is_start) CountUp(&ControlOf(device)->combines, 1);
-  UpdateSet(device, params.kind, params.part, slot, sequence);
-  EndOperation(device, sequence);
+  if (threadIdx.x == 0) end_operation();
 }
 
 }  // namespace jax_ep::gpu::slot_combine

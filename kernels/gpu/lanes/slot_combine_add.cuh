@@ -14,7 +14,7 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
   const uint32_t num_blocks = gridDim.x - params.num_send_blocks;
   const uint32_t block = blockIdx.x - params.num_send_blocks;
   const bool is_whole = params.part == CallPart::kWhole;
-  const RowIndex index(device, SequenceOf(device), params.num_tokens);
+  const RowIndex index(device, slot.sequence, params.num_tokens);
   if (is_whole) {
     IndexRows(device, index, params.num_tokens, params.recv_src, params.recv_rows,
               [&](uint32_t source, uint32_t token) {

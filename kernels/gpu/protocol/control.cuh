@@ -35,9 +35,21 @@ __device__ inline bool IsInOwnHeap(const DeviceRank& rank, const void* array) {
       reinterpret_cast<uintptr_t>(array) - reinterpret_cast<uintptr_t>(rank.peers[rank.rank].heap);
   return offset < rank.layout.total_bytes;
 }
-// Number of the running operation. Plain load: only the last block of an operation changes it.
+// Number of the running operation. Plain load: the operation changes it when all of its blocks have
+// read it.
 __device__ inline uint64_t SequenceOf(const DeviceRank& rank) {
   return ControlOf(rank)->sequence + 1;
+}
+// Blocks of an operation with an open end (open_end.cuh) are still at work, though another may have
+// begun.
+__device__ inline bool HasOpenBlocks(const DeviceRank& rank) {
+  const Control* control = ControlOf(rank);
+  return static_cast<int32_t>(LoadRelaxedGpu(&control->blocks_ended) -
+                              LoadRelaxedGpu(&control->blocks_before)) < 0;
+}
+// For reports, at any time: SequenceOf, also where that has moved on.
+__device__ inline uint64_t ReportedSequence(const DeviceRank& rank) {
+  return ControlOf(rank)->sequence + (HasOpenBlocks(rank) ? 0 : 1);
 }
 // True: nothing of any heap may be touched but the kept bytes of this rank's own (heap_layout.h).
 __device__ inline bool HasFailed(const DeviceRank& rank) {
@@ -52,17 +64,24 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
   return peer - rank.node_begin < rank.shape.node_size;
 }
 
+// A shared word of each block: whether the rank's first failure was found here (open_end.cuh).
+__device__ inline uint32_t* GaveUpHere() {
+  __shared__ uint32_t gave_up;
+  return &gave_up;
+}
+
 // One thread. The first failure of the rank is reported to the host, which tells other nodes, and
 // to all mates. Not inline: kernels of microseconds wait for their own code, so it must be short.
 __device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kind,
                                          Operation operation, uint32_t peer, uint64_t expected,
                                          uint64_t actual) {
   if (atomicCAS(&ControlOf(rank)->failed, 0u, 1u) != 0) return;
+  *GaveUpHere() = 1;
   RankStatus* status = rank.status;
   status->kind = static_cast<uint32_t>(kind);
   status->operation = static_cast<uint32_t>(operation);
   status->peer = peer;
-  status->epoch = SequenceOf(rank);
+  status->epoch = ReportedSequence(rank);
   status->expected = expected;
   status->actual = actual;
   // Publishes the fields above to the host.
@@ -86,7 +105,7 @@ __device__ __noinline__ inline void NoteWait(const DeviceRank& rank, Operation o
   WaitNote& note = rank.status->wait;
   TellHost(note.operation, static_cast<uint32_t>(operation));
   TellHost(note.peer, peer);
-  TellHost(note.epoch, SequenceOf(rank));
+  TellHost(note.epoch, ReportedSequence(rank));
   TellHost(note.site, rank.site);
   TellHost(note.expected, expected);
   TellHost(note.actual, actual);
@@ -274,7 +293,9 @@ __device__ __noinline__ inline void WriteStampEnd(const DeviceRank& rank, uint64
 __device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
   StampBegin(rank, operation);
   const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
-  if (before != 0) Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+  if (before != 0 || HasOpenBlocks(rank)) {
+    Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+  }
 }
 
 // Adds to a counter that nobody waits for.
@@ -283,8 +304,8 @@ __device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
             static_cast<unsigned long long>(amount));
 }
 
-// One thread of the last block of the operation `sequence`, at its end. It reads nothing, since all
-// wait for it.
+// One thread of the operation `sequence`, of the last block to end or to read what this writes. It
+// reads nothing, since all may wait for it.
 __device__ inline void EndOperation(const DeviceRank& rank, uint64_t sequence) {
   if (rank.stamps != nullptr) WriteStampEnd(rank, sequence);
   Control* control = ControlOf(rank);

@@ -38,7 +38,11 @@ struct alignas(64) Control {
   // warp; 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
-  uint64_t stamped;         // newest operation whose begin is in the trace
+  // Of operations with an open end (open_end.cuh): blocks of all that came before the one of
+  // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
+  // only grow, and wrap.
+  uint32_t blocks_before, blocks_reading, blocks_ended;
+  uint64_t stamped;  // newest operation whose begin is in the trace
   // Totals for RankCountersSnapshot.
   uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged,
       last_overflow, invalid_ids;

@@ -20,6 +20,7 @@ struct CallSlot {
   uint32_t is_ok;
   uint32_t set;
   uint32_t program;      // fingerprint of the call that began it
+  uint64_t sequence;     // number of this operation
   uint64_t started;      // number of the operation that began it
   uint64_t reusable_at;  // operation whose reading of the set must be over, 0: none
 };
@@ -51,8 +52,13 @@ __device__ inline int32_t EpochOf(uint64_t sequence) {
 // One thread. The set that a start or whole call takes; fails the rank if all are open.
 __device__ inline CallSlot FindFreeSet(const DeviceRank& rank, SetKind kind, Operation operation) {
   const SetState* state = StateOf(rank, kind);
-  CallSlot slot{
-      .is_ok = 0, .set = 0, .program = rank.program, .started = SequenceOf(rank), .reusable_at = 0};
+  const uint64_t sequence = SequenceOf(rank);
+  CallSlot slot{.is_ok = 0,
+                .set = 0,
+                .program = rank.program,
+                .sequence = sequence,
+                .started = sequence,
+                .reusable_at = 0};
   uint64_t done[kMaxDepth];
   uint32_t is_open[kMaxDepth];
 #pragma unroll
@@ -88,11 +94,12 @@ __device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Ope
     return {.is_ok = 1,
             .set = set,
             .program = candidate.program,
+            .sequence = SequenceOf(rank),
             .started = candidate.started,
             .reusable_at = 0};
   }
   Fail(rank, FailureKind::kStaleEpoch, operation, rank.rank, static_cast<uint32_t>(epoch), newest);
-  return {.is_ok = 0, .set = 0, .program = 0, .started = 0, .reusable_at = 0};
+  return {.is_ok = 0, .set = 0, .program = 0, .sequence = 0, .started = 0, .reusable_at = 0};
 }
 
 // Threads of one block. Says to all peers that this rank has read the sets of the kind up to the
@@ -182,7 +189,7 @@ __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operat
                         ReadFlag(call.slot.reusable_at), shared_flag);
 }
 
-// One thread of the last block, at the end of the operation `sequence` with a set.
+// One thread, at the end of the operation `sequence` with a set, or when all blocks have found it.
 __device__ inline void UpdateSet(const DeviceRank& rank, SetKind kind, CallPart part,
                                  const CallSlot& slot, uint64_t sequence) {
   if (slot.is_ok == 0) return;

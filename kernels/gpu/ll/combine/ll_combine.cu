@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   SrcScan scan(params, &scanned[WarpId()]);
   const uint64_t sequence = SequenceOf(device);
+  const OpenEnd end(device);
   const uint32_t num_senders = call.num_send_blocks;
   const bool is_sender = blockIdx.x < num_senders;
   const ItemPartition partition =
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Sender(params, partition, table, slot, flags).Run(buffers[WarpId()]);
     }
   }
-  FinishSlotCombine(call, sequence, slot, &shared_flag);
+  FinishSlotCombine(call, sequence, slot, end, &shared_flag);
 #endif
 }
 

@@ -18,6 +18,7 @@
 #include "kernels/gpu/ll/dispatch/receive.cuh"
 #include "kernels/gpu/ll/dispatch/send_bulk.cuh"
 #include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/protocol/open_end.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -32,6 +33,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ PlacedRows items[kWarps];
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
+  const OpenEnd end(device);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   __shared__ BulkRows bulk_rows;
   const bool sends_in_bulk = blockIdx.x < params.num_send_blocks && params.num_bulk_warps > 0;
@@ -55,13 +57,20 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
 #endif
-  if (!LastToArrive(device, &shared_flag)) return;
-  if (threadIdx.x == 0) {
+  const auto end_operation = [&] {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
     if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
     UpdateSet(device, kKind, params.part, slot, sequence);
     EndOperation(device, sequence);
+  };
+  if (HasOpenEnd(device, params.part)) {
+    // The last warp has neither rows to send nor, where there are many, to place.
+    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
+    if (end.EndBlock()) Poison(params);
+    return;
   }
+  if (!LastToArrive(device, &shared_flag)) return;
+  if (threadIdx.x == 0) end_operation();
   if (HasFailed(device)) {
     if (params.part != CallPart::kStart) Poison(params);
   } else if (params.part == CallPart::kDone) {
@@ -204,7 +213,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   planner.layout = plan != nullptr ? plan->layout : call.layout;
   planner.num_tokens = static_cast<uint32_t>(call.num_tokens);
   planner.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
-  if (planner.layout != Layout::kExpertBatched || BatchedPlanBytes(rank) == 0) {
+  if (planner.layout == Layout::kExpertMajor ||
+      (planner.layout == Layout::kExpertBatched && BatchedPlanBytes(rank) == 0)) {
     const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
     planner.num_histograms =
         static_cast<uint32_t>(std::clamp<uint64_t>(num_pairs / kWarpSize, 1, HistogramsOf(rank)));

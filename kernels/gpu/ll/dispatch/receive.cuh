@@ -5,6 +5,7 @@
 #include "kernels/gpu/ll/dispatch/place_bulk.cuh"
 #include "kernels/gpu/ll/plan/batched_plan.cuh"
 #include "kernels/gpu/ll/plan/plan.cuh"
+#include "kernels/gpu/ll/plan/rank_major_plan.cuh"
 
 namespace jax_ep::gpu::ll {
 
@@ -79,7 +80,7 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
                                  .num_blocks = num_blocks,
                                  .block = is_totals_block ? num_blocks : number - num_totals_blocks,
                                  .writes_totals = number == 0};
-  const RowIndex index(device, SequenceOf(device), params.plan.num_tokens);
+  const RowIndex index(device, slot.sequence, params.plan.num_tokens);
   const bool is_rank_major = params.plan.layout == Layout::kRankMajor;
   using Word = typename Rows::Word;
   const SourceWords words(params, slot);
@@ -100,7 +101,10 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
       SyncBlock();
       fill_unused([&](uint64_t row) { return planner.IsUsed(row); });
     };
-    if (params.plan.num_histograms == 0) {
+    if (is_rank_major) {
+      LlRankMajorPlanner(device, params.plan, partition, words, shared_ints).Run(index, totals);
+      SyncBlock();
+    } else if (params.plan.num_histograms == 0) {
       plan(LlBatchedPlanner(device, params.plan, partition, words, shared_ints));
     } else {
       plan(LlPlanner(device, params.plan, partition, words, shared_ints));

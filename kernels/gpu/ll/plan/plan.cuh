@@ -1,5 +1,5 @@
-// The plan of a routed LL dispatch for any layout; batched_plan.cuh is quicker at
-// expert_batched.
+// The plan of a routed LL dispatch in expert_major, and in expert_batched where batched_plan.cuh
+// has no room.
 //
 // Three steps of the whole block: each warp counts a run of the pairs by expert; the runs are added
 // up and zones found; each warp goes through its run again and now knows each pair's row.
@@ -196,24 +196,19 @@ class LlPlanner {
     const uint32_t owner = is_placed ? expert / experts_ : device_.shape.num_ranks;
     const bool is_here = is_kept && owner == device_.rank;
     if (partition_.writes_totals) totals.Count(device_, pair.kind, is_kept, pair.source, owner);
-    if (!is_here && !is_own_source && params_.layout != Layout::kRankMajor) return;
+    if (!is_here && !is_own_source) return;
     if (!partition_.IsMine(pair.source, token)) return;
-    const auto source_row = static_cast<int32_t>(pair.source * params_.num_tokens + token);
     if (is_own_source) {
+      const auto source_row = static_cast<int32_t>(pair.source * params_.num_tokens + token);
       const auto rank_rows = static_cast<int32_t>(device_.shape.num_ranks * params_.num_tokens);
       params_.out.send_slot[pair.cell] =
           is_kept ? static_cast<int32_t>(owner) * rank_rows + source_row : -1;
     }
-    if (params_.layout == Layout::kRankMajor) {
-      params_.out.recv_topk_idx[static_cast<uint64_t>(pair.source) * source_pairs_ + pair.cell] =
-          is_here ? static_cast<int32_t>(expert - device_.rank * experts_) : -1;
-      if (is_here) index.Put(pair.source, token, k, source_row);
-    } else if (is_here) {
-      const int32_t row = zone_begin_[expert] + pair.position;
-      index.Put(pair.source, token, k, row);
-      params_.out.recv_src[row] =
-          static_cast<int32_t>(pair.source * device_.shape.max_tokens * top_k_ + pair.cell);
-    }
+    if (!is_here) return;
+    const int32_t row = zone_begin_[expert] + pair.position;
+    index.Put(pair.source, token, k, row);
+    params_.out.recv_src[row] =
+        static_cast<int32_t>(pair.source * device_.shape.max_tokens * top_k_ + pair.cell);
   }
 
   const DeviceRank& device_;
