@@ -18,6 +18,7 @@ TESTS = [
     "large_gpu_test.cc",
     "launch_gpu_test.cc",
     "many_ranks_gpu_test.cc",
+    "plan_slices_test.cc",
     "programs_gpu_test.cc",
     "push_gpu_test.cc",
     "sm_budget_test.cc",

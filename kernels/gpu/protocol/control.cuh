@@ -234,12 +234,12 @@ __device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_off
 }
 
 // All threads of the block, after a SyncBlock that follows what is to be published (stores of
-// other blocks: after LastToArrive).
+// other blocks: after LastToArrive). A rank's flags are `stride` words apart.
 __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
-                                        uint64_t value) {
+                                        uint64_t value, uint32_t stride = 1) {
   for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
     if (peer == rank.rank) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank * stride, value);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/gpu/protocol/plan_slices.h"
 #include "kernels/layout.h"
 
 namespace jax_ep::gpu {
@@ -42,7 +43,8 @@ struct alignas(64) Control {
   // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
   // only grow, and wrap.
   uint32_t blocks_before, blocks_reading, blocks_ended;
-  uint64_t stamped;  // newest operation whose begin is in the trace
+  uint64_t sliced_plans;  // plans with one exchange; its parity is the set of the next one
+  uint64_t stamped;       // newest operation whose begin is in the trace
   // Totals for RankCountersSnapshot.
   uint64_t plans, dispatches, combines, rows_received, rows_dropped, bytes_pulled, bytes_staged,
       last_overflow, invalid_ids;
@@ -130,6 +132,7 @@ struct GpuHeapLayout {
   uint64_t entry_flags = 0;     // u64 [N]: FlagValue of the newest operation that it entered
   uint64_t tail_flags = 0;      // u64 [N]: of the newest dispatch that it is through with
   uint64_t list_flags = 0;      // u64 [N]: of the newest plan whose list can be read
+  uint64_t slice_flags = 0;     // u64 [N][kMaxPlanSlices]: likewise, with one exchange, of a slice
   uint64_t peer_failed = 0;     // u32: 1 + a rank that has given up, 0: none
   uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
   // From here on not kept. Written by peers, by source rank.
@@ -139,7 +142,9 @@ struct GpuHeapLayout {
   // Written by this rank's plans: u64 [E_l] (RankCounters).
   uint64_t pairs_per_expert = 0;
   uint64_t num_local_experts = 0;
-  HeapArea plan_counts;      // [2][N]: PlanHeader, i32 [E]
+  HeapArea plan_counts;  // [2][N]: PlanHeader, i32 [E]
+  HeapArea plan_slices;  // [2][N][MostPlanSlices]: PlanHeader, u16 [E]; groups of one node
+  uint64_t plan_slice_stride = 0;
   uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
   uint64_t reduce_pitch = 0;
   uint64_t reduce_scalars = 0;  // f32 [N - 1][T][K]
@@ -153,6 +158,7 @@ struct GpuHeapLayout {
   HeapArea dispatch_stage;  // [depth]: rows [T, H], then weights [T * K]; halves only
   uint64_t dispatch_stage_weights = 0;
   uint64_t plan_list = 0;      // i32 [T * K]
+  HeapArea plan_entries;       // [2]: PairEntry [T * K]; groups of one node
   uint64_t stage_rows = 0;     // [T, H]
   uint64_t stage_weights = 0;  // f32 [T * K]
   // Private.
@@ -200,6 +206,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.entry_flags = take(num_ranks * sizeof(uint64_t));
   layout.tail_flags = take(num_ranks * sizeof(uint64_t));
   layout.list_flags = take(num_ranks * sizeof(uint64_t));
+  layout.slice_flags = take(num_ranks * kMaxPlanSlices * sizeof(uint64_t));
   layout.peer_failed = take(sizeof(uint32_t));
   layout.consumed_flags = take(kNumSetKinds * num_ranks * sizeof(uint64_t));
   layout.set_states = take(kNumSetKinds * sizeof(SetState));
@@ -218,6 +225,15 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
       AlignUp(sizeof(PlanHeader) + experts * sizeof(int32_t), kAreaAlignBytes);
   layout.plan_counts.set_stride = num_ranks * layout.plan_counts.peer_stride;
   layout.plan_counts.offset = take(2 * layout.plan_counts.set_stride);
+  if (shape.num_nodes() == 1) {
+    layout.plan_slice_stride =
+        AlignUp(sizeof(PlanHeader) + experts * sizeof(uint16_t), kWireUnitBytes);
+    layout.plan_slices.peer_stride = MostPlanSlices(shape.num_ranks) * layout.plan_slice_stride;
+    layout.plan_slices.set_stride = num_ranks * layout.plan_slices.peer_stride;
+    layout.plan_slices.offset = take(2 * layout.plan_slices.set_stride);
+    layout.plan_entries.set_stride = AlignUp(pairs * sizeof(uint32_t), kRowAlignBytes);
+    layout.plan_entries.offset = take(2 * layout.plan_entries.set_stride);
+  }
 
   const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   layout.reduce_pitch = SpreadPitch(shape.hidden * ElemBytes(partial_type));

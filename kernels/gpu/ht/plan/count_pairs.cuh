@@ -1,5 +1,5 @@
-// First kernel of a plan: pairs by expert, numbered within their blocks, and the counts of this
-// rank.
+// First kernel of a plan in three steps: pairs by expert, numbered within their blocks, and the
+// counts of this rank.
 #pragma once
 
 #include "kernels/gpu/ht/plan/pair_kind.cuh"
@@ -23,28 +23,36 @@ struct PairRange {
   uint32_t begin;
   uint32_t end;
 };
-__device__ inline PairRange PairsOfWarp(const PlanKernelParams& params) {
-  const uint64_t index = static_cast<uint64_t>(blockIdx.x) * params.num_warps + WarpId();
-  const uint64_t begin = index * params.pairs_per_warp;
-  const uint64_t end = begin + params.pairs_per_warp;
-  const uint64_t num_pairs = WarpId() < params.num_warps ? params.num_pairs : 0;
-  return {static_cast<uint32_t>(begin < num_pairs ? begin : num_pairs),
-          static_cast<uint32_t>(end < num_pairs ? end : num_pairs)};
+__device__ inline PairRange PairsOfWarp(const PlanKernelParams& params, uint32_t block) {
+  const uint64_t first = uint64_t{block} * params.pairs_per_block;
+  const uint64_t end_of_block = min(first + params.pairs_per_block, uint64_t{params.num_pairs});
+  if (WarpId() >= params.num_warps) return {};
+  const uint64_t begin = first + WarpId() * uint64_t{params.pairs_per_warp};
+  return {static_cast<uint32_t>(min(begin, end_of_block)),
+          static_cast<uint32_t>(min(begin + params.pairs_per_warp, end_of_block))};
 }
 
-// Writes pair_ranks and block_counts of this block's pairs.
-__device__ inline void CountBlock(const PlanKernelParams& params) {
+// Pairs without a place: dropped (repeated or invalid), and the invalid ones among them.
+struct PairDrops {
+  int32_t dropped, invalid;
+};
+
+// All threads of the block number the pairs of the part `block`: those of one expert in their
+// order. numbers.Put(pair, expert, number) keeps a number, below 0 for a pair without a place;
+// numbers.Add(pair, counts) adds counts[expert] to it. put_count(expert, count): for each expert.
+template <typename Numbers, typename PutCount>
+__device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block,
+                                const Numbers& numbers, PutCount&& put_count) {
   const DeviceRank& device = params.device;
   const uint32_t num_experts = device.shape.num_experts;
   __shared__ int32_t block_drops[2];
-  int32_t* pair_ranks = OwnHeapAt<int32_t>(device, device.layout.pair_ranks);
   for (uint32_t i = threadIdx.x; i < params.num_warps * num_experts; i += kThreads) {
     shared_ints[i] = 0;
   }
   if (threadIdx.x < 2) block_drops[threadIdx.x] = 0;
   SyncBlock();
 
-  const PairRange range = PairsOfWarp(params);
+  const PairRange range = PairsOfWarp(params, block);
   int32_t* counts = shared_ints + static_cast<uint64_t>(WarpId()) * num_experts;
   int32_t num_dropped = 0;
   int32_t num_invalid = 0;
@@ -74,7 +82,7 @@ __device__ inline void CountBlock(const PlanKernelParams& params) {
       }
       SyncWarp();
       ranks[i] = experts[i] >= 0 ? before + static_cast<int32_t>(lower) : -1;
-      if (!is_one_batch && pair < range.end) pair_ranks[pair] = ranks[i];
+      if (!is_one_batch && pair < range.end) numbers.Put(pair, experts[i], ranks[i]);
     }
   }
   num_dropped = WarpSum(num_dropped);
@@ -85,8 +93,6 @@ __device__ inline void CountBlock(const PlanKernelParams& params) {
   }
   SyncBlock();
 
-  int32_t* block_counts = OwnHeapAt<int32_t>(device, device.layout.block_counts) +
-                          static_cast<uint64_t>(blockIdx.x) * num_experts;
   for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
     int32_t sum = 0;
     for (uint32_t warp = 0; warp < params.num_warps; ++warp) {
@@ -95,25 +101,48 @@ __device__ inline void CountBlock(const PlanKernelParams& params) {
       cell = sum;
       sum += count;
     }
-    block_counts[expert] = sum;
+    put_count(expert, sum);
   }
-  if (threadIdx.x < 2) {
-    OwnHeapAt<int32_t>(device, device.layout.block_drops)[blockIdx.x * 2 + threadIdx.x] =
-        block_drops[threadIdx.x];
-  }
+  const PairDrops drops = {block_drops[0], block_drops[1]};
   SyncBlock();
   if (is_one_batch) {
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t pair = range.begin + i * kWarpSize + LaneId();
       if (pair >= range.end) continue;
-      pair_ranks[pair] = ranks[i] >= 0 ? ranks[i] + counts[experts[i]] : -1;
+      numbers.Put(pair, experts[i], ranks[i] >= 0 ? ranks[i] + counts[experts[i]] : -1);
     }
-    return;
+    return drops;
   }
   for (uint32_t pair = range.begin + LaneId(); pair < range.end; pair += kWarpSize) {
-    if (pair_ranks[pair] >= 0) pair_ranks[pair] += counts[params.topk_idx[pair]];
+    numbers.Add(pair, counts);
   }
+  return drops;
+}
+
+// pair_ranks.
+struct PairRanks {
+  const PlanKernelParams& params;
+  int32_t* of_pair;
+
+  __device__ void Put(uint32_t pair, int32_t, int32_t number) const { of_pair[pair] = number; }
+  __device__ void Add(uint32_t pair, const int32_t* counts) const {
+    if (of_pair[pair] >= 0) of_pair[pair] += counts[params.topk_idx[pair]];
+  }
+};
+
+// Writes pair_ranks, block_counts and block_drops of this block.
+__device__ inline void CountOwnBlock(const PlanKernelParams& params) {
+  const GpuHeapLayout& layout = params.device.layout;
+  const PairRanks ranks{params, OwnHeapAt<int32_t>(params.device, layout.pair_ranks)};
+  int32_t* counts = OwnHeapAt<int32_t>(params.device, layout.block_counts) +
+                    static_cast<uint64_t>(blockIdx.x) * params.device.shape.num_experts;
+  const PairDrops drops = CountBlock(
+      params, blockIdx.x, ranks, [&](uint32_t expert, int32_t count) { counts[expert] = count; });
+  if (threadIdx.x != 0) return;
+  int32_t* to = OwnHeapAt<int32_t>(params.device, layout.block_drops) + blockIdx.x * 2;
+  to[0] = drops.dropped;
+  to[1] = drops.invalid;
 }
 
 // The last block: sums over the blocks, to every mate.

@@ -1,4 +1,4 @@
-// Third kernel of a plan: what each received row holds, from the lists of all ranks.
+// Third kernel of a plan in three steps: what each received row holds, from the lists of all ranks.
 #pragma once
 
 #include "kernels/gpu/ht/plan/params.cuh"

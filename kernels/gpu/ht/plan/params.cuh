@@ -23,11 +23,12 @@ struct PlanKernelParams {
   Mode mode;
   uint32_t num_tokens;
   int32_t recv_rows;
-  uint32_t num_pairs;       // T * K
-  uint32_t pairs_per_warp;  // block b, warp w: the pairs from (b * num_warps + w) * pairs_per_warp
-  uint32_t num_warps;       // that count, as many as have room for a histogram
-  uint32_t num_blocks;      // that have pairs
-  const int32_t* topk_idx;  // [T * K]
+  uint32_t num_pairs;        // T * K
+  uint32_t pairs_per_block;  // of block or slice b the pairs from b * pairs_per_block
+  uint32_t pairs_per_warp;   // of them warp w those from w * pairs_per_warp
+  uint32_t num_warps;        // that count, as many as have room for a histogram
+  uint32_t num_blocks;       // that have pairs; slices of a plan with one exchange
+  const int32_t* topk_idx;   // [T * K]
   PlanArrays out;
 };
 

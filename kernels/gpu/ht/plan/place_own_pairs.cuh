@@ -1,31 +1,21 @@
-// Second kernel of a plan: zones of all ranks from all counts, and the places of this rank's pairs.
+// Second kernel of a plan in three steps: zones of all ranks from all counts, and the places of
+// this rank's pairs.
 #pragma once
 
-#include "kernels/gpu/ht/plan/params.cuh"
-#include "kernels/gpu/ht/plan/water_level.cuh"
+#include "kernels/gpu/ht/plan/expert_zones.cuh"
 
 namespace jax_ep::gpu::planning {
 
 // What PlaceOwnPairs knows of each expert of the group, in shared memory.
-struct ExpertTables {
-  int32_t* demand;      // [E] pairs of all sources
+struct ExpertTables : ExpertZones {
   int32_t* before_own;  // [E] pairs of lower sources
-  int32_t* zone;        // [E] rows of its zone (expert_major)
-  int32_t* zone_begin;  // [E] first row of its zone
   int32_t* list_begin;  // [E] this rank's pairs of lower experts
 
   __device__ ExpertTables(int32_t* ints, uint32_t num_experts)
-      : demand(ints),
-        before_own(demand + num_experts),
-        zone(before_own + num_experts),
-        zone_begin(zone + num_experts),
-        list_begin(zone_begin + num_experts) {}
-  static constexpr uint32_t kNumTables = 5;
-
-  __device__ int32_t Capacity(const PlanKernelParams& params, uint32_t expert) const {
-    if (params.layout != Layout::kExpertMajor) return demand[expert];
-    return demand[expert] < zone[expert] ? demand[expert] : zone[expert];
-  }
+      : ExpertZones(ints, num_experts),
+        before_own(ints + ExpertZones::kNumTables * num_experts),
+        list_begin(before_own + num_experts) {}
+  static constexpr uint32_t kNumTables = ExpertZones::kNumTables + 2;
 };
 
 __device__ inline int32_t Clamp(int32_t value, int32_t most) {
@@ -76,18 +66,7 @@ __device__ inline bool BuildTables(const PlanKernelParams& params, uint64_t sequ
     tables.demand[expert] = demand;
   }
   SyncBlock();
-  const uint32_t experts = device.shape.experts_per_rank();
-  if (params.layout == Layout::kExpertMajor) {
-    for (uint32_t owner = WarpId(); owner < num_ranks; owner += kWarps) {
-      FillZones(experts, static_cast<int32_t>(device.shape.align), params.recv_rows,
-                owner * experts, tables.demand, tables.zone, tables.zone_begin);
-    }
-  } else {
-    for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
-      tables.zone_begin[expert] =
-          static_cast<int32_t>(expert % experts * num_ranks * params.num_tokens);
-    }
-  }
+  tables.Find(params);
   if (WarpId() == kWarps - 1) {
     const int32_t* own =
         OwnHeapAt<int32_t>(device, CountsOf(device, sequence, device.rank) + sizeof(PlanHeader));
@@ -107,7 +86,7 @@ __device__ inline void PlaceBlock(const PlanKernelParams& params, const ExpertTa
                                  static_cast<uint64_t>(blockIdx.x) * num_experts;
   int32_t* list = OwnHeapAt<int32_t>(device, device.layout.plan_list);
   const bool is_rank_major = params.layout == Layout::kRankMajor;
-  const PairRange range = PairsOfWarp(params);
+  const PairRange range = PairsOfWarp(params, blockIdx.x);
   for (uint32_t first = range.begin + LaneId(); first < range.end; first += kBatch * kWarpSize) {
     int32_t ranks[kBatch], ids[kBatch], offsets[kBatch];
 #pragma unroll
@@ -235,10 +214,7 @@ __device__ inline void WriteCounts(const PlanKernelParams& params, uint64_t sequ
   if (threadIdx.x != 0) return;
   *params.out.num_dropped = num_dropped;
   *params.out.overflow = has_drops;
-  Control* control = ControlOf(device);
-  control->plans += 1;
-  control->rows_dropped += static_cast<uint64_t>(num_dropped);
-  control->last_overflow = static_cast<uint64_t>(has_drops);
+  CountPlan(device, num_dropped, has_drops != 0);
 }
 
 }  // namespace jax_ep::gpu::planning

@@ -1,5 +1,15 @@
-// plan: three kernels on the stream. No atomics that decide an order, so equal inputs give equal
-// plans.
+// plan: kernels on the stream. No atomics that decide an order, so equal inputs give equal plans.
+//
+// In two steps with one exchange, where every rank can read the pairs of all (plan_slices.h):
+//
+//   CountSlices   each block numbers the pairs of a slice by expert, and sends their counts to
+//                 every peer (slice flag).
+//   PlaceSlices   waits for all counts, reads the pairs of all ranks; all outputs.
+//
+// Counts and pairs have two sets: a rank that begins plan n + 2 has ended n + 1, whose counts its
+// peers sent when they had ended n.
+//
+// In three steps else, in which every rank reads of the others' pairs only those for its experts:
 //
 //   CountPairs    each block numbers the pairs of its part by expert; the last block adds the
 //                 blocks up and sends the counts [E] of this rank to every peer (entry flag).
@@ -20,13 +30,57 @@
 #include "kernels/gpu/ht/plan/count_pairs.cuh"
 #include "kernels/gpu/ht/plan/fill_recv_src.cuh"
 #include "kernels/gpu/ht/plan/place_own_pairs.cuh"
+#include "kernels/gpu/ht/plan/place_slices.cuh"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/protocol/open_end.cuh"
 
 namespace jax_ep::gpu {
 namespace {
 
 using namespace planning;
+
+__global__ void __launch_bounds__(kThreads)
+    CountSlices(const __grid_constant__ PlanKernelParams params) {
+  __shared__ uint32_t is_ok;
+  const DeviceRank& device = params.device;
+  if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
+  if (threadIdx.x == kWarpSize) is_ok = HasFailed(device) ? 0 : 1;  // one answer for the block
+  SyncBlock();
+  const uint64_t sequence = SequenceOf(device);
+  const uint64_t set = ControlOf(device)->sliced_plans % 2;
+  for (uint32_t slice = blockIdx.x; slice < params.num_blocks && is_ok != 0; slice += gridDim.x) {
+    CountSlice(params, sequence, set, slice);
+    SyncBlock();  // the histograms can be cleared
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    PlaceSlices(const __grid_constant__ PlanKernelParams params) {
+  __shared__ uint32_t shared_flag;
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  const uint64_t plans = ControlOf(device)->sliced_plans;
+  const OpenEnd end(device);
+  SlicePlacer placer(params, sequence, plans % 2, shared_ints);
+  placer.Run();
+  const auto end_operation = [&] {
+    ControlOf(device)->sliced_plans = plans + 1;
+    EndOperation(device, sequence);
+  };
+  const auto poison = [&] {
+    PoisonPlan(device.shape, params.layout, params.num_pairs,
+               static_cast<uint64_t>(params.recv_rows), params.out);
+  };
+  if (HasOpenEnd(device, CallPart::kWhole)) {
+    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
+    if (end.EndBlock()) poison();
+    return;
+  }
+  if (!LastToArrive(device, &shared_flag)) return;
+  if (threadIdx.x == 0) end_operation();
+  if (HasFailed(device)) poison();
+}
 
 __global__ void __launch_bounds__(kThreads)
     CountPairs(const __grid_constant__ PlanKernelParams params) {
@@ -36,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == kWarpSize)
     shared_flag = HasFailed(device) ? 0 : 1;  // one answer for the block
   SyncBlock();
-  if (shared_flag != 0) CountBlock(params);  // else the heap may be gone
+  if (shared_flag != 0) CountOwnBlock(params);  // else the heap may be gone
   if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
   PublishCounts(params, SequenceOf(device));
 }
@@ -96,7 +150,10 @@ const char* PreparePlanKernels(const RankHandle& rank) {
                     " experts, more than this device's shared memory has room for");
   }
   // Of any call: one of fewer experts (a view's) may have room for more histograms.
-  if (const char* error = PrepareKernel(&CountPairs, rank.shared_bytes_per_block)) return error;
+  if (const char* error =
+          PrepareKernels(rank.shared_bytes_per_block, &CountPairs, &CountSlices, &PlaceSlices)) {
+    return error;
+  }
   return PrepareKernels(tables, &PlaceOwnPairs, &FillRecvSrc);
 }
 
@@ -115,6 +172,20 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
                           .topk_idx = plan.topk_idx.data(),
                           .out = ArraysOf(plan.out)};
   const uint64_t max_blocks = std::min<uint64_t>(rank.max_blocks, kMaxPlanBlocks);
+  const uint32_t histograms =
+      params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
+  if (const PlanSlices slices = SlicesOf(shape, params.num_pairs); slices.count > 0) {
+    params.num_blocks = slices.count;
+    params.pairs_per_block = slices.num_pairs;
+    params.pairs_per_warp =
+        static_cast<uint32_t>(DivideUp(params.pairs_per_block, params.num_warps));
+    CountSlices<<<BlocksFor(slices.count, 1, max_blocks), kThreads, histograms, stream>>>(params);
+    if (const char* error = LaunchResult("CountSlices")) return error;
+    const uint32_t num_slices = slices.count * shape.num_ranks;
+    PlaceSlices<<<BlocksFor(num_slices, 1, max_blocks), kThreads,
+                  SlicePlacer::SharedBytes(shape.num_experts, num_slices), stream>>>(params);
+    return LaunchResult("PlaceSlices");
+  }
   // One more block of PlaceOwnPairs writes what follows from the counts, where there may be one.
   const uint32_t extra_blocks = max_blocks > 1 ? 1 : 0;
   const uint32_t blocks = std::min(BlocksFor(params.num_pairs, kMinPairsPerBlock, max_blocks),
@@ -122,10 +193,9 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
   params.num_blocks = blocks;
   const uint64_t num_parts = static_cast<uint64_t>(blocks) * params.num_warps;
   params.pairs_per_warp = static_cast<uint32_t>(DivideUp(params.num_pairs, num_parts));
+  params.pairs_per_block = params.pairs_per_warp * params.num_warps;
 
   const uint32_t tables = TablesBytes(shape);
-  const uint32_t histograms =
-      params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
   CountPairs<<<blocks, kThreads, histograms, stream>>>(params);
   if (const char* error = LaunchResult("CountPairs")) return error;
   const bool has_network = shape.num_nodes() > 1;

@@ -1,0 +1,88 @@
+// First kernel of a plan in two steps: a block numbers the pairs of a slice by expert, keeps them
+// where every rank can read them, and sends their counts to all.
+#pragma once
+
+#include "kernels/gpu/ht/plan/count_pairs.cuh"
+
+namespace jax_ep::gpu::planning {
+
+// A pair as others read it: its expert, and how many pairs of that expert come before it in its
+// slice.
+struct PairEntry {
+  uint32_t bits;
+
+  static constexpr uint32_t kNone = ~0u;  // a pair without a place
+  __device__ static PairEntry Of(int32_t expert, int32_t number) {
+    return {static_cast<uint32_t>(expert) << 16 | static_cast<uint32_t>(number)};
+  }
+  __device__ bool HasPlace() const { return bits != kNone; }
+  __device__ uint32_t expert() const { return bits >> 16; }
+  __device__ uint32_t number() const { return bits & 0xffff; }
+};
+
+// Before the counts [E] of a slice, 16 bits each.
+struct SliceHeader {
+  PlanHeader plan;  // of the slice
+  __device__ uint16_t* counts() { return reinterpret_cast<uint16_t*>(this + 1); }
+};
+
+__device__ inline SliceHeader* SliceAt(const DeviceRank& device, uint32_t owner, uint64_t set,
+                                       uint32_t source, uint32_t slice) {
+  const GpuHeapLayout& layout = device.layout;
+  return HeapAt<SliceHeader>(device, owner,
+                             layout.plan_slices.At(set, source) + slice * layout.plan_slice_stride);
+}
+__device__ inline PairEntry* EntriesOf(const DeviceRank& device, uint64_t set, uint32_t source) {
+  return HeapAt<PairEntry>(device, source, device.layout.plan_entries.At(set, 0));
+}
+__device__ inline uint64_t SliceFlag(const DeviceRank& device, uint32_t source, uint32_t slice) {
+  return device.layout.slice_flags + (source * kMaxPlanSlices + slice) * sizeof(uint64_t);
+}
+
+struct SliceNumbers {
+  PairEntry* of_pair;
+
+  __device__ void Put(uint32_t pair, int32_t expert, int32_t number) const {
+    of_pair[pair] = number < 0 ? PairEntry{PairEntry::kNone} : PairEntry::Of(expert, number);
+  }
+  __device__ void Add(uint32_t pair, const int32_t* counts) const {
+    const PairEntry entry = of_pair[pair];
+    if (entry.HasPlace()) of_pair[pair].bits += static_cast<uint32_t>(counts[entry.expert()]);
+  }
+};
+
+// All threads of the block.
+__device__ inline void CountSlice(const PlanKernelParams& params, uint64_t sequence, uint64_t set,
+                                  uint32_t slice) {
+  const DeviceRank& device = params.device;
+  const auto for_mates = [&](auto&& visit) {
+    for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
+      visit(SliceAt(device, peer, set, device.rank, slice));
+    }
+  };
+  const PairDrops drops =
+      CountBlock(params, slice, SliceNumbers{EntriesOf(device, set, device.rank)},
+                 [&](uint32_t expert, int32_t count) {
+                   for_mates([&](SliceHeader* header) {
+                     header->counts()[expert] = static_cast<uint16_t>(count);
+                   });
+                 });
+  if (threadIdx.x == 0) {
+    const PlanHeader plan = {drops.dropped, static_cast<int32_t>(params.num_tokens),
+                             params.recv_rows, static_cast<uint16_t>(params.layout),
+                             static_cast<uint16_t>(device.program)};
+    for_mates([&](SliceHeader* header) { header->plan = plan; });
+    if (drops.invalid > 0) {
+      CountUp(&ControlOf(device)->invalid_ids, static_cast<uint64_t>(drops.invalid));
+      if (device.debug) {
+        Fail(device, FailureKind::kInvalidId, Operation::kPlan, device.rank, 0,
+             static_cast<uint64_t>(drops.invalid));
+      }
+    }
+  }
+  SyncBlock();
+  BlockSignalMates(device, SliceFlag(device, 0, slice),
+                   FlagValue(sequence, Operation::kPlan, device.program), kMaxPlanSlices);
+}
+
+}  // namespace jax_ep::gpu::planning
