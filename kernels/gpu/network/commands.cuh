@@ -45,7 +45,7 @@ __device__ inline bool WaitForRoom(const DeviceRank& device, uint32_t ring, uint
   uint64_t tail = 0;
   const bool has_room =
       SpinOn(device, net.tails[ring], device.rank, operation, end, FailureKind::kRingFull,
-             [&](uint64_t seen) {
+             [&](uint64_t seen, uint64_t) {
                tail = seen;
                return end - seen <= net.ring_slots ? Seen::kThere : Seen::kTooEarly;
              });
@@ -135,7 +135,9 @@ __device__ inline bool WaitSignals(const DeviceRank& device, uint32_t local, Cha
   const auto* flag = reinterpret_cast<const uint64_t*>(
       net.stages[local] + net.layout.FlagAt(device.shape.num_ranks, channel, source));
   return SpinOn(device, flag, source, operation, wanted, FailureKind::kTimeout,
-                [&](uint64_t seen) { return seen >= wanted ? Seen::kThere : Seen::kTooEarly; });
+                [](uint64_t seen, uint64_t sought) {
+                  return seen >= sought ? Seen::kThere : Seen::kTooEarly;
+                });
 }
 
 // Ranks of other nodes, by number; `number` < num_ranks - node_size.

@@ -115,19 +115,19 @@ __device__ __noinline__ inline void NoteWait(const DeviceRank& rank, Operation o
 
 enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
 
-// One thread reads `word` (an acquire) until judge(value) says that it is there. False: this rank
-// has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
+// What SpinOn does if the word is not there at once. Not inline, as Fail: it is in many places, and
+// most never come here.
 template <typename Judge>
-__device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
-                              Operation operation, uint64_t wanted, FailureKind late,
-                              Judge&& judge) {
+__device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t* word,
+                                          uint32_t peer, Operation operation, uint64_t wanted,
+                                          FailureKind late, Judge judge) {
   constexpr uint32_t kSpinsPerCheck = 64;
   constexpr uint32_t kSpinsPerRareCheck = 4096;
   const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
   uint64_t since = 0, next_note = 0;  // reading the clock is slow, and most waits are short
   for (uint32_t spins = 1;; ++spins) {
     const uint64_t seen = LoadAcquireSys(word);
-    switch (judge(seen)) {
+    switch (judge(seen, wanted)) {
       case Seen::kThere:
         return true;
       case Seen::kWrong:
@@ -167,24 +167,36 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
   }
 }
 
+// One thread reads `word` (an acquire) until judge(value, wanted) says that it is there. False: this
+// rank has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
+template <typename Judge>
+__device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
+                              Operation operation, uint64_t wanted, FailureKind late, Judge judge) {
+  if (judge(LoadAcquireSys(word), wanted) == Seen::kThere) return true;
+  return KeepSpinning(rank, word, peer, operation, wanted, late, judge);
+}
+
 // One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
 // False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
 __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
                                 Operation operation, uint64_t wanted) {
-  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
-    if (seen >> kCallBits < wanted >> kCallBits) return Seen::kTooEarly;
-    return seen >> kCallBits > wanted >> kCallBits || seen == wanted ? Seen::kThere : Seen::kWrong;
-  });
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout,
+                [](uint64_t seen, uint64_t sought) {
+                  if (seen >> kCallBits < sought >> kCallBits) return Seen::kTooEarly;
+                  const bool is_newer = seen >> kCallBits > sought >> kCallBits;
+                  return is_newer || seen == sought ? Seen::kThere : Seen::kWrong;
+                });
 }
 
 // The same for a flag that stands for data which its writer replaces when it uses their place
 // again: a newer operation's is wrong, since what it announces is not what is waited for.
 __device__ inline bool WaitExactFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
                                      Operation operation, uint64_t wanted) {
-  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout, [&](uint64_t seen) {
-    if (seen == wanted) return Seen::kThere;
-    return seen >> kCallBits < wanted >> kCallBits ? Seen::kTooEarly : Seen::kWrong;
-  });
+  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout,
+                [](uint64_t seen, uint64_t sought) {
+                  if (seen == sought) return Seen::kThere;
+                  return seen >> kCallBits < sought >> kCallBits ? Seen::kTooEarly : Seen::kWrong;
+                });
 }
 
 // One warp whose lanes have waited: whether all were successful. What each has acquired is ordered

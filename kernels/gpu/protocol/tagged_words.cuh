@@ -22,7 +22,7 @@ __device__ __noinline__ inline uint32_t WaitTagged(const DeviceRank& rank, const
   uint64_t there = 0;
   const bool is_here =
       SpinOn(rank, word, peer, operation, FlagValue(sequence, operation, rank.program),
-             FailureKind::kTimeout, [&](uint64_t seen) {
+             FailureKind::kTimeout, [&](uint64_t seen, uint64_t) {
                there = seen;
                return IsOf(seen, sequence) ? Seen::kThere : Seen::kTooEarly;
              });

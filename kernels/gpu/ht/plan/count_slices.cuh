@@ -67,18 +67,21 @@ __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t seque
                      header->counts()[expert] = static_cast<uint16_t>(count);
                    });
                  });
+  if (drops.invalid > 0 && threadIdx.x == 0) {
+    CountUp(&ControlOf(device)->invalid_ids, static_cast<uint64_t>(drops.invalid));
+  }
+  if (drops.invalid > 0 && device.debug) {  // peers learn of that, and of nothing else
+    if (threadIdx.x == 0) {
+      Fail(device, FailureKind::kInvalidId, Operation::kPlan, device.rank, 0,
+           static_cast<uint64_t>(drops.invalid));
+    }
+    return;
+  }
   if (threadIdx.x == 0) {
     const PlanHeader plan = {drops.dropped, static_cast<int32_t>(params.num_tokens),
                              params.recv_rows, static_cast<uint16_t>(params.layout),
                              static_cast<uint16_t>(device.program)};
     for_mates([&](SliceHeader* header) { header->plan = plan; });
-    if (drops.invalid > 0) {
-      CountUp(&ControlOf(device)->invalid_ids, static_cast<uint64_t>(drops.invalid));
-      if (device.debug) {
-        Fail(device, FailureKind::kInvalidId, Operation::kPlan, device.rank, 0,
-             static_cast<uint64_t>(drops.invalid));
-      }
-    }
   }
   SyncBlock();
   BlockSignalMates(device, SliceFlag(device, 0, slice),

@@ -5,6 +5,7 @@
 // What the three kernels of a plan share.
 #pragma once
 
+#include "kernels/gpu/device/divisor.h"
 #include "kernels/gpu/ht/plan/plan_arrays.cuh"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/control.cuh"
@@ -28,7 +29,9 @@ struct PlanKernelParams {
   uint32_t pairs_per_warp;   // of them warp w those from w * pairs_per_warp
   uint32_t num_warps;        // that count, as many as have room for a histogram
   uint32_t num_blocks;       // that have pairs; slices of a plan with one exchange
-  const int32_t* topk_idx;   // [T * K]
+  Divisor by_experts_per_rank;
+  Divisor by_top_k;
+  const int32_t* topk_idx;  // [T * K]
   PlanArrays out;
 };
 

@@ -105,20 +105,9 @@ class SlicePlacer {
   __device__ bool CopyCounts() {
     __shared__ uint32_t is_same_plan;
     if (threadIdx.x == 0) is_same_plan = 1;
-    SyncBlock();
-    for (uint32_t slice = threadIdx.x; slice < num_slices_; slice += kThreads) {
-      const PlanHeader header = HeaderOf(slice);
-      if (header.num_tokens == static_cast<int32_t>(params_.num_tokens) &&
-          header.recv_rows == params_.recv_rows &&
-          header.layout == static_cast<uint16_t>(params_.layout) &&
-          header.program == device_.program) {
-        continue;
-      }
-      is_same_plan = 0;
-      Fail(device_, FailureKind::kWrongOrder, Operation::kPlan, SourceOf(slice),
-           FlagValue(sequence_, Operation::kPlan, device_.program),
-           FlagValue(sequence_, Operation::kPlan, header.program));
-    }
+    static_assert(kMaxGroupSlices <= kThreads);
+    PlanHeader header{};
+    if (threadIdx.x < num_slices_) header = HeaderOf(threadIdx.x);
     const uint32_t units = pitch_ / kUnit;
     constexpr uint32_t kInFlight = 4;
     for (uint32_t first = threadIdx.x; first < num_slices_ * units; first += kInFlight * kThreads) {
@@ -127,10 +116,8 @@ class SlicePlacer {
       for (uint32_t i = 0; i < kInFlight; ++i) {
         const uint32_t at = first + i * kThreads;
         if (at >= num_slices_ * units) continue;
-        const uint32_t source = SourceOf(at / units);
-        SliceHeader* slice =
-            SliceAt(device_, device_.rank, set_, source, at / units - source * params_.num_blocks);
-        words[i] = reinterpret_cast<const uint4*>(slice->counts())[at % units];
+        const uint32_t slice = at / units;
+        words[i] = reinterpret_cast<const uint4*>(SliceOf(slice)->counts())[at - slice * units];
       }
 #pragma unroll
       for (uint32_t i = 0; i < kInFlight; ++i) {
@@ -139,12 +126,26 @@ class SlicePlacer {
       }
     }
     SyncBlock();
+    if (threadIdx.x < num_slices_ && !IsOfThisPlan(header)) {
+      is_same_plan = 0;
+      Fail(device_, FailureKind::kWrongOrder, Operation::kPlan, SourceOf(threadIdx.x),
+           FlagValue(sequence_, Operation::kPlan, device_.program),
+           FlagValue(sequence_, Operation::kPlan, header.program));
+    }
+    SyncBlock();
     return is_same_plan != 0;
   }
-  __device__ PlanHeader HeaderOf(uint32_t slice) const {
-    const uint32_t source = SourceOf(slice);
-    return SliceAt(device_, device_.rank, set_, source, slice - source * params_.num_blocks)->plan;
+  __device__ bool IsOfThisPlan(const PlanHeader& header) const {
+    return header.num_tokens == static_cast<int32_t>(params_.num_tokens) &&
+           header.recv_rows == params_.recv_rows &&
+           header.layout == static_cast<uint16_t>(params_.layout) &&
+           header.program == device_.program;
   }
+  __device__ SliceHeader* SliceOf(uint32_t slice) const {
+    const uint32_t source = SourceOf(slice);
+    return SliceAt(device_, device_.rank, set_, source, slice - source * params_.num_blocks);
+  }
+  __device__ PlanHeader HeaderOf(uint32_t slice) const { return SliceOf(slice)->plan; }
 
   __device__ void FindZones() {
     for (uint32_t expert = threadIdx.x; expert < num_experts_; expert += kThreads) {
@@ -188,51 +189,61 @@ class SlicePlacer {
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         const uint32_t pair = first + i * kThreads + threadIdx.x;
-        if (pair < range.end) PlacePair(source, pair, entries[i], from);
+        if (pair - threadIdx.x < range.end) PlacePair(source, pair, pair < range.end, entries[i]);
       }
     }
   }
 
-  // of_source: the entries of all pairs of the source.
-  __device__ void PlacePair(uint32_t source, uint32_t pair, PairEntry entry,
-                            const PairEntry* of_source) const {
+  // All threads of the block, each a pair of the source, or none (!is_pair).
+  __device__ void PlacePair(uint32_t source, uint32_t pair, bool is_pair, PairEntry entry) const {
+    const bool has_place = is_pair && entry.HasPlace();
+    const uint32_t expert = has_place ? entry.expert() : 0;
+    const uint32_t owner = params_.by_experts_per_rank.Quotient(expert);
+    const int32_t position = before_[expert] + static_cast<int32_t>(entry.number());
+    const bool is_kept = has_place && position < zones_.Capacity(params_, expert);
+    const int32_t row = zones_.zone_begin[expert] + position;
+    const uint32_t token = params_.by_top_k.Quotient(pair);
+    const auto source_row = static_cast<int32_t>(source * params_.num_tokens + token);
     const bool is_rank_major = params_.layout == Layout::kRankMajor;
-    const uint32_t top_k = device_.shape.top_k;
-    const uint32_t owner = entry.HasPlace() ? entry.expert() / experts_ : ~0u;
-    int32_t position = 0;
-    bool is_kept = false;
-    if (entry.HasPlace()) {
-      position = before_[entry.expert()] + static_cast<int32_t>(entry.number());
-      is_kept = position < zones_.Capacity(params_, entry.expert());
-    }
-    const int32_t row = entry.HasPlace() ? zones_.zone_begin[entry.expert()] + position : -1;
-    if (source == device_.rank) {
-      const uint32_t source_row = source * params_.num_tokens + pair / top_k;
-      int32_t slot = static_cast<int32_t>(owner) * params_.recv_rows +
-                     (is_rank_major ? static_cast<int32_t>(source_row) : row);
+    if (is_pair && source == device_.rank) {
+      int32_t slot =
+          static_cast<int32_t>(owner) * params_.recv_rows + (is_rank_major ? source_row : row);
       if (params_.mode == Mode::kLl) {
         slot =
-            static_cast<int32_t>(owner * device_.shape.num_ranks * params_.num_tokens + source_row);
+            static_cast<int32_t>(owner * device_.shape.num_ranks * params_.num_tokens) + source_row;
       }
       params_.out.send_slot[pair] = is_kept ? slot : -1;
     }
-    const bool is_here = owner == device_.rank;
-    const auto code = static_cast<int32_t>(source * device_.shape.max_tokens * top_k + pair);
-    if (!is_rank_major) {
-      if (is_here && is_kept) params_.out.recv_src[row] = code;
-      return;
+    const bool is_here = has_place && owner == device_.rank;
+    const auto code =
+        static_cast<int32_t>(source * device_.shape.max_tokens * device_.shape.top_k + pair);
+    if (is_rank_major) {
+      PlaceInToken(source, pair, is_pair, is_here, expert, code);
+    } else if (is_here && is_kept) {
+      params_.out.recv_src[row] = code;
     }
-    const uint64_t cell = static_cast<uint64_t>(source) * params_.num_pairs + pair;
-    params_.out.recv_topk_idx[cell] =
-        is_here ? static_cast<int32_t>(entry.expert() - device_.rank * experts_) : -1;
-    // The first of a token's pairs that are here writes its row; if none is, the last of all.
-    const uint32_t k = pair % top_k;
+  }
+
+  // All threads of the block, in rank_major. The first of a token's pairs that are here writes its
+  // row; if none is, the last of all.
+  __device__ void PlaceInToken(uint32_t source, uint32_t pair, bool is_pair, bool is_here,
+                               uint32_t expert, int32_t code) const {
+    const uint32_t top_k = device_.shape.top_k;
+    const LaneMask here = Ballot(is_here);
+    if (!is_pair) return;
+    params_.out.recv_topk_idx[static_cast<uint64_t>(source) * params_.num_pairs + pair] =
+        is_here ? static_cast<int32_t>(expert - device_.rank * experts_) : -1;
+    const uint32_t token = params_.by_top_k.Quotient(pair);
+    const uint32_t k = pair - token * top_k;
     if (!is_here && k + 1 != top_k) return;
-    for (uint32_t lower = pair - k; lower < pair; ++lower) {
-      const PairEntry other = of_source[lower];
-      if (other.HasPlace() && other.expert() / experts_ == device_.rank) return;
+    const uint32_t in_warp = min(k, LaneId());  // lower pairs of the token
+    if ((here & LanesBelow() & ~((LaneMask{1} << (LaneId() - in_warp)) - 1)) != 0) return;
+    for (uint32_t lower = pair - k; lower < pair - in_warp; ++lower) {
+      const PairEntry other = EntriesOf(device_, set_, source)[lower];
+      if (!other.HasPlace()) continue;
+      if (params_.by_experts_per_rank.Quotient(other.expert()) == device_.rank) return;
     }
-    params_.out.recv_src[source * params_.num_tokens + pair / top_k] = is_here ? code : -1;
+    params_.out.recv_src[source * params_.num_tokens + token] = is_here ? code : -1;
   }
 
   // Rows of expert_major and expert_batched without a pair: a warp for each of this rank's experts,

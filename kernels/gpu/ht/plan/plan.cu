@@ -169,20 +169,24 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
                           .recv_rows = static_cast<int32_t>(plan.recv_rows),
                           .num_pairs = static_cast<uint32_t>(plan.topk_idx.size()),
                           .num_warps = NumHistograms(rank),
+                          .by_experts_per_rank = Divisor(shape.experts_per_rank()),
+                          .by_top_k = Divisor(shape.top_k),
                           .topk_idx = plan.topk_idx.data(),
                           .out = ArraysOf(plan.out)};
   const uint64_t max_blocks = std::min<uint64_t>(rank.max_blocks, kMaxPlanBlocks);
   const uint32_t histograms =
       params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
   if (const PlanSlices slices = SlicesOf(shape, params.num_pairs); slices.count > 0) {
+    // For a few microseconds; with fewer, blocks have several slices one after the other.
+    const uint32_t most = rank.has_budget ? std::min(kMostSms, rank.num_sms) : rank.max_blocks;
     params.num_blocks = slices.count;
     params.pairs_per_block = slices.num_pairs;
     params.pairs_per_warp =
         static_cast<uint32_t>(DivideUp(params.pairs_per_block, params.num_warps));
-    CountSlices<<<BlocksFor(slices.count, 1, max_blocks), kThreads, histograms, stream>>>(params);
+    CountSlices<<<BlocksFor(slices.count, 1, most), kThreads, histograms, stream>>>(params);
     if (const char* error = LaunchResult("CountSlices")) return error;
     const uint32_t num_slices = slices.count * shape.num_ranks;
-    PlaceSlices<<<BlocksFor(num_slices, 1, max_blocks), kThreads,
+    PlaceSlices<<<BlocksFor(num_slices, 1, most), kThreads,
                   SlicePlacer::SharedBytes(shape.num_experts, num_slices), stream>>>(params);
     return LaunchResult("PlaceSlices");
   }
