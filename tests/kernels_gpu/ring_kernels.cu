@@ -36,7 +36,7 @@ __global__ void SignalAndWait(const __grid_constant__ DeviceRank device, const u
              {.op = Op::kSignal, .dst_rank = 1, .channel = Channel::kDispatch, .epoch = epoch});
     if (LaneId() == 0) {
       SpinOn(device, flag, 1, Operation::kDispatch, epoch, FailureKind::kTimeout,
-             [&](uint64_t seen) { return seen >= epoch ? Seen::kThere : Seen::kTooEarly; });
+             [&](uint64_t seen, uint64_t) { return seen >= epoch ? Seen::kThere : Seen::kTooEarly; });
       times_ns[i] = ClockNs() - begin;
     }
     SyncWarp();

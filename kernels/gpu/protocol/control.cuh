@@ -310,6 +310,13 @@ __device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation)
   }
 }
 
+// One thread, at the beginning of an operation. A peer that has failed fails this rank, also if it
+// waits for nothing more from that peer.
+__device__ inline void FailAfterPeer(const DeviceRank& rank, Operation operation) {
+  const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed));
+  if (failed != 0) Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, 0, failed);
+}
+
 // Adds to a counter that nobody waits for.
 __device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
   atomicAdd(reinterpret_cast<unsigned long long*>(counter),

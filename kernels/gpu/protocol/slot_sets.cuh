@@ -116,13 +116,11 @@ inline constexpr uint32_t kSlotWarp = 5;    // finds the set
 inline constexpr uint32_t kBusyWarp = 6;    // of the first block
 inline constexpr uint32_t kFailedWarp = 6;  // of the last block
 
-// All threads of every block, at the beginning of an operation with a set, while it is found. A
-// peer that has failed fails this rank, also if it waits for nothing more from that peer.
+// All threads of every block, at the beginning of an operation with a set, while it is found.
 __device__ inline void BeginSetOperation(const DeviceRank& rank, Operation operation) {
   if (blockIdx.x == 0 && threadIdx.x == kBusyWarp * kWarpSize) TakeBusyWord(rank, operation);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x == kFailedWarp * kWarpSize) {
-    const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed));
-    if (failed != 0) Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, 0, failed);
+    FailAfterPeer(rank, operation);
   }
 }
 // All threads of every block, behind a SyncBlock after that. In the first block, since peers wait

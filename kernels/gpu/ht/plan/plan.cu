@@ -45,6 +45,9 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t is_ok;
   const DeviceRank& device = params.device;
   if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 2 * kWarpSize) {
+    FailAfterPeer(device, Operation::kPlan);
+  }
   if (threadIdx.x == kWarpSize) is_ok = HasFailed(device) ? 0 : 1;  // one answer for the block
   SyncBlock();
   const uint64_t sequence = SequenceOf(device);
