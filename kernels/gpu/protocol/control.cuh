@@ -167,8 +167,8 @@ __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t
   }
 }
 
-// One thread reads `word` (an acquire) until judge(value, wanted) says that it is there. False: this
-// rank has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
+// One thread reads `word` (an acquire) until judge(value, wanted) says that it is there. False:
+// this rank has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
 template <typename Judge>
 __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
                               Operation operation, uint64_t wanted, FailureKind late, Judge judge) {
