@@ -1,21 +1,31 @@
 """What overlap hides: value_and_grad of MoE layers with Config.overlap off and on.
 
-    python benchmarks/run_overlap.py [--ranks N] [--tokens T] [--rounds R]
+    python benchmarks/run_overlap.py [--ranks N] [--tokens T] [--rounds R] [--seconds S]
 
-Writes results/overlap_MACHINE.json. One process, all GPUs or the first N. The layers, of
-DeepSeek-V3's shape with 128 experts for each rank at most, are
+Writes results/overlap_MACHINE.json. One process, all GPUs or the first N. The layers, with 128
+experts for each rank at most, are
 
     plain     moe(): dispatch, grouped_ffn, combine
     shared    the same and a shared expert of 4 experts' width, tied by jax_ep.overlap
-    chunks=N  moe(chunks=N, overlap=True)
+    chunks=2  moe(chunks=2, overlap=True)
 
-"outside" is a layer's time less that of its products alone, which run on as many rows in the same
-round; "saved" what a variant takes less than the synchronous layer in the same round, "hidden" its
-share of the synchronous layer's outside. Medians of these over rounds. All variants
-of a layer must give the same bits. Spans of a traced step of each are kept and drawn.
+and each runs as
+
+    synchronous      in order; chunks=2: without chunks
+    in order         chunks=2 alone: its chunks without asynchronous calls
+    overlap          Config.overlap=True
+    all_gather       of all tokens, and psum_scatter of the sums, which XLA may overlap as it can
+    all_gather, LHS  the same under XLA's latency-hiding scheduler
+
+"outside" is the synchronous layer's time less that of its products alone, which run on as many rows
+in the same round; "saved" what overlap takes less than each of the others in the same round, and
+"hidden" what it saves of outside. Medians of these over rounds. The variants with jax_ep must give
+the same bits (chunks: their gradients are other sums), the others the same layer. Spans of a traced
+step of the shared layers are kept and drawn. No round begins after --seconds, but for three.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import glob
@@ -30,49 +40,14 @@ import jax.numpy as jnp
 import moe_layers
 import numpy as np
 import plots
+from overlap_layers import LAYERS, variants_of
 from run_cpu import HERE, stamp
 from specs import SPECS, machine
 
 import jax_ep
 
 MOST_EXPERTS = 128  # of a rank
-VARIANTS = {"synchronous": False, "overlap": True}
-
-
-def plain(group, experts):
-    def layer(params, x, ids, gates):
-        return jax_ep.moe(group, x, ids, gates, experts, params["routed"])
-
-    return layer
-
-
-def chunked(chunks, group, experts):
-    def layer(params, x, ids, gates):
-        return jax_ep.moe(
-            group, x, ids, gates, experts, params["routed"], chunks=chunks, overlap=True
-        )
-
-    return layer
-
-
-def shared(group, experts):
-    def layer(params, x, ids, gates):
-        gate, up, down = params["shared"]
-        x, routed = jax_ep.overlap_gradients(x, params["routed"])
-        recv = jax_ep.dispatch(group, x, ids, gates)
-        recv, hidden = jax_ep.overlap(recv, jax.nn.silu(x @ gate) * (x @ up))
-        y, hidden = jax_ep.overlap(experts(routed, recv.x, recv.group_sizes), hidden)
-        out, beside = jax_ep.overlap(jax_ep.combine(group, y, recv), hidden @ down)
-        return out + beside
-
-    return layer
-
-
-LAYERS = {
-    "plain": plain,
-    "shared": shared,
-    "chunks=2": functools.partial(chunked, 2),
-}
+FEWEST_ROUNDS = 3
 
 
 def step_of(case, layer):
@@ -145,19 +120,61 @@ def digest(results):
     ]
 
 
-def times_of(calls, rounds):
+def times_of(calls, rounds, deadline):
     """{name: us of each round}; every call once a round, in changing order.
 
     Compared round by round: a GPU at its power limit changes its clock from second to second.
     """
     names, us = list(calls), {name: [] for name in calls}
     for number in range(rounds + 1):
+        if number > FEWEST_ROUNDS and time.perf_counter() > deadline:
+            break
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start = time.perf_counter()
             jax.block_until_ready(calls[name]())
             if number:  # the first warms up
                 us[name].append((time.perf_counter() - start) * 1e6)
     return {name: np.array(values) for name, values in us.items()}
+
+
+def distance(got, wanted):
+    """|got - wanted| / |wanted|; what a layer does not use has gradients of zero."""
+    if not (jnp.any(got) or jnp.any(wanted)):
+        return 0.0
+    return float(worker.distance(got, wanted))
+
+
+def check_same(name, calls):
+    """Raises unless all variants are one layer; how far each is from the first."""
+    digests = {variant: digest(calls[variant]()) for variant in calls if "all" not in variant}
+    exact = {v: d for v, d in digests.items() if name != "chunks=2" or v != "synchronous"}
+    assert len(set(map(tuple, exact.values()))) == 1, f"{name}: variants differ: {exact}"
+    expected, far = jax.tree.leaves(calls["synchronous"]()), {}
+    for variant in calls:
+        if variant == "synchronous":
+            continue
+        both = zip(jax.tree.leaves(calls[variant]()), expected, strict=True)
+        far[variant] = max(distance(got, wanted) for got, wanted in both)
+        assert far[variant] <= worker.GRADIENT_TOLERANCE, f"{name}: {variant} is off by {far}"
+    return far
+
+
+def summary_of(times):
+    """What the report says of the times of one layer."""
+    overlap, synchronous = times["overlap"], times["synchronous"]
+    outside = float(np.median(synchronous - times["products"]))
+    others = times.keys() - {"overlap", "products"}
+    saved = {name: float(np.median(times[name] - overlap)) for name in sorted(others)}
+    return {
+        "us": {each: round(float(np.median(us))) for each, us in times.items()},
+        "rounds": len(overlap),
+        "outside_us": round(outside),
+        "saved_us": {name: round(us) for name, us in saved.items()},
+        "faster": {
+            name: round(us / float(np.median(times[name])), 4) for name, us in saved.items()
+        },
+        "hidden": round(saved["synchronous"] / outside, 3),
+    }
 
 
 def spans_of(call):
@@ -183,7 +200,7 @@ def spans_of(call):
     ]
 
 
-def report_of(spec_name, ranks, options):
+def report_of(spec_name, ranks, options, deadline):
     """One shape: {layer: times}."""
     spec = SPECS[spec_name]
     spec = dataclasses.replace(spec, num_experts=min(spec.num_experts, MOST_EXPERTS * ranks))
@@ -209,56 +226,66 @@ def report_of(spec_name, ranks, options):
         name: jax_ep.create_group(
             case.mesh, moe_layers.AXIS, dataclasses.replace(config, overlap=overlap)
         )
-        for name, overlap in VARIANTS.items()
+        for name, overlap in {"synchronous": False, "overlap": True}.items()
     }
     arrays = (params, case.x, *case.routing)
+    variants = {name: variants_of(name, case.sizes, groups, experts) for name in options.layers}
+    calls = compile_all(case, variants, arrays)
     layers = {}
     for name in options.layers:
-        calls = {}
-        for variant, group in groups.items():
-            step = step_of(case, LAYERS[name](group, experts)).lower(*arrays).compile()
-            calls[variant] = functools.partial(step, *arrays)
-        bits = {variant: digest(call()) for variant, call in calls.items()}
-        assert len(set(map(tuple, bits.values()))) == 1, f"{name}: variants differ: {bits}"
+        far = check_same(name, calls[name])
         products = functools.partial(products_of(case, name == "shared"), params, case.x)
-        times = times_of({"products": products} | calls, options.rounds)
-        outside = float(np.median(times["synchronous"] - times["products"]))
-        saved = float(np.median(times["synchronous"] - times["overlap"]))
-        layers[name] = {
-            "us": {each: round(float(np.median(us))) for each, us in times.items()},
-            "outside_us": round(outside),
-            "saved_us": round(saved),
-            "hidden": round(saved / outside, 3),
-        }
+        times = times_of({"products": products} | calls[name], options.rounds, deadline)
+        layers[name] = summary_of(times) | {"distance": {k: round(v, 5) for k, v in far.items()}}
         print(spec_name, name, json.dumps(layers[name]), flush=True)
         if name == "shared":
-            layers[name]["spans"] = {variant: spans_of(call) for variant, call in calls.items()}
+            layers[name]["spans"] = {
+                each: spans_of(calls[name][each]) for each in ("synchronous", "overlap")
+            }
     for group in groups.values():
         group.close()
     return layers
+
+
+def compile_all(case, variants, arrays):
+    """{name: {variant: a call}}; compiled side by side."""
+    lowered = {
+        (name, variant): (step_of(case, layer).lower(*arrays), options)
+        for name, of_name in variants.items()
+        for variant, (layer, options) in of_name.items()
+    }
+    with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
+        steps = pool.map(lambda pair: pair[0].compile(compiler_options=pair[1]), lowered.values())
+        calls = {name: {} for name in variants}
+        for (name, variant), step in zip(lowered, steps, strict=True):
+            calls[name][variant] = functools.partial(step, *arrays)
+    return calls
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=0, help="0: every device")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=24)
-    parser.add_argument("--layers", nargs="+", default=list(LAYERS))
+    parser.add_argument("--rounds", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=120, help="no round begins later")
+    parser.add_argument("--layers", nargs="+", default=LAYERS, choices=LAYERS)
     parser.add_argument("--specs", nargs="+", default=["deepseek-v3", "qwen3-30b"])
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--commit", help="where there is no repository")
     options = parser.parse_args()
+    deadline = time.perf_counter() + options.seconds
     ranks = options.ranks or jax.device_count()
     report = stamp(options.commit) | {
         "machine": machine(ranks)["machine"],
         "jax": jax.__version__,
-        "program": f"run_overlap.py, {options.tokens} tokens a rank, {options.rounds} rounds",
-        "specs": {name: report_of(name, ranks, options) for name in options.specs},
+        "program": f"run_overlap.py, {options.tokens} tokens a rank",
+        "specs": {name: report_of(name, ranks, options, deadline) for name in options.specs},
     }
     kind = jax.devices()[0].device_kind.split()[-1].lower()
     path = options.out / f"overlap_{ranks}x{kind}.json"
     path.write_text(json.dumps(report) + "\n")
-    plots.overlap(report, path.with_suffix(".png"))
+    if "shared" in options.layers:
+        plots.overlap(report, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ class Config:
         timeout_s: bound on waiting for a live but late rank, in seconds from 0.1 to 1e9.
         peer_timeout_s: silence after which a process counts as gone, in seconds, at most timeout_s.
             None: 15, or timeout_s if that is less.
-        max_in_flight: how many starts may precede their done, 1 to 7.
+        max_in_flight: how many starts may precede their done, 1 to 7 (in mode ht on GPUs any
+            number may).
         overlap: True: operations of mode ht run beside other work on NVIDIA GPUs, which needs jax
             0.10.2, or 0.11.1 or newer. None: as False today, since it has not paid where it was
             measured (docs/overlap.md). On other platforms nothing changes.

@@ -117,7 +117,8 @@ class ReceivedQuantized(Received):
 class InFlight:
     """A started dispatch or combine; hand it to exactly one matching done.
 
-    It carries its inputs, so that gradients flow through them, and the epoch of the exchange.
+    It carries its inputs, so that gradients flow through them, and the epoch of the exchange: 0
+    where the done does all of the work, as in mode ht on GPUs and with `implementation="xla"`.
     `maker` is the group or view that started it (None: saved before that was kept).
     """
 

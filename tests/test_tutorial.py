@@ -19,7 +19,7 @@ def test_the_tutorial_prints_what_it_says(tmp_path, options):
     assert f"python -m jax_ep launch {options} tutorial.py" in text
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     expected = re.findall(r"```text\n(.*?)```", text, re.DOTALL)
-    assert len(code) == len(expected) == len(re.findall(r"^## \d+\.", text, re.MULTILINE)) == 10
+    assert len(code) == len(expected) == len(re.findall(r"^## \d+\.", text, re.MULTILINE)) == 11
     script = tmp_path / "tutorial.py"
     script.write_text("\n".join(code))
     done = subprocess.run(

@@ -30,14 +30,6 @@ const char* NameOf(gpu::Operation operation) {
       return "dispatch (ll)";
     case gpu::Operation::kLlCombine:
       return "combine (ll)";
-    case gpu::Operation::kDispatchStart:
-      return "dispatch_start";
-    case gpu::Operation::kDispatchDone:
-      return "dispatch_done";
-    case gpu::Operation::kCombineStart:
-      return "combine_start";
-    case gpu::Operation::kCombineDone:
-      return "combine_done";
     case gpu::Operation::kLlDispatchStart:
       return "dispatch_start (ll)";
     case gpu::Operation::kLlDispatchDone:

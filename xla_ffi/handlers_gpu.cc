@@ -109,7 +109,7 @@ struct GpuPlatform {
       return t.api.combine(t.rank, t.shape, &p, t.stream);
     }
   };
-  // In the halves `epoch` is a word of device memory.
+  // Halves of mode ll. `epoch` is a word of device memory.
   struct StartDispatch {
     int32_t* epoch;
     const char* operator()(const Target& t, const DispatchParams& p) const {

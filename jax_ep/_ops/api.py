@@ -183,6 +183,9 @@ def dispatch_start(
 ) -> InFlight:
     """First half of `dispatch`: sends, and returns before anything has arrived.
 
+    In mode ht on GPUs it does nothing, and `dispatch_done` is the whole dispatch: with
+    Config.overlap XLA starts that beside other work.
+
     Args:
         group: the group; call inside shard_map over its axis.
         x: [T, H] in Config.dtype, this rank's tokens.
@@ -196,7 +199,7 @@ def dispatch_start(
 
     Returns:
         An `InFlight` for exactly one `dispatch_done` in the same program. At most
-        Config.max_in_flight starts may precede their done.
+        Config.max_in_flight starts may precede their done, in mode ht on GPUs any number.
 
     Raises:
         ValueError: shapes, dtypes, mode or layout do not fit, or the axis is not in scope.
@@ -270,6 +273,8 @@ def combine_start(
     plan: Plan | None = None,
 ) -> InFlight:
     """First half of `combine`: sends, and returns before anything has arrived.
+
+    In mode ht on GPUs it does nothing, as `dispatch_start`.
 
     Args:
         group: the group; call inside shard_map over its axis.

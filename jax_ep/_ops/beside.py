@@ -29,22 +29,17 @@ def applies(call: Call) -> bool:
 
 
 def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:
-    """`ffi.run` of any operation of mode ht, in calls that XLA runs asynchronously.
+    """`ffi.run` of any whole operation of mode ht, in calls that XLA runs asynchronously.
 
     Rows and what is small travel in two calls, since XLA waits for a call of several results right
-    after its start. In the halves the start does nothing and the done is the whole operation: XLA
-    itself starts it as soon as its operands are there.
+    after its start.
     """
     if operation == "plan":
         return _plan(call, arrays)
-    if operation.endswith("_start"):
-        like = arrays["send_slot"]
-        assert like is not None
-        return {"epoch": like.reshape(-1)[:1]}  # any i32[1]
     parts = {
         "dispatch": (("x", "dispatch_rows_beside"), ("weights", "dispatch_weights_beside")),
         "combine": (("y", "combine_rows_beside"), ("pair_scalars", "combine_scalars_beside")),
-    }[operation.removesuffix("_done")]
+    }[operation]
     results: dict[str, Any] = dict.fromkeys(OPERATIONS[operation].results)
     for operand, part in parts:
         if arrays.get(operand) is None:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
-from jax_ep._ops import beside, ffi, reference
+from jax_ep._ops import beside, ffi, halves, reference
 from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 
+_GPUS = {"cuda", "rocm"}
 MAX_UNROLLED_BATCH = 64  # above it, vmap becomes lax.map: program size against speed
 
 
@@ -84,25 +85,26 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     axes = operand_axes(call, arrays)
     arrays = to_varying(arrays, axes)
 
-    def run_native(arrays: dict[str, Any]) -> dict[str, Any]:
-        return ffi.run(operation, call, arrays)
+    def branch(run: halves.Run) -> Callable[..., Any]:
+        def run_branch(arrays: dict[str, Any]) -> dict[str, Any]:
+            uniform = {"overflow": axes - frozenset(call.group.axes)}
+            results = run(operation, call, arrays)
+            return {name: to_varying(a, uniform.get(name, axes)) for name, a in results.items()}
 
-    def run_beside(arrays: dict[str, Any]) -> dict[str, Any]:
-        return beside.run(operation, call, arrays)
+        return run_branch
 
-    def run_reference(arrays: dict[str, Any]) -> dict[str, Any]:
-        uniform = {"overflow": axes - frozenset(call.group.axes)}
-        results = reference.run(operation, call, arrays)
-        return {name: to_varying(array, uniform.get(name, axes)) for name, array in results.items()}
-
+    run_reference = branch(halves.all_in_done(reference.run))
     platforms = call.group.native_platforms
     # Without tokens there is nothing to move and every result is a constant; XLA's compilers do not
     # take custom calls whose operands are all empty (Shardy refuses them, XLA:GPU 0.11 crashes).
     if not platforms or call.num_tokens == 0:
         return run_reference(arrays)
-    branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, run_native)
+    branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, branch(ffi.run))
+    if call.mode == "ht":
+        for platform in _GPUS & branches.keys():
+            branches[platform] = branch(halves.all_in_done(ffi.run))
     if beside.applies(call):
-        branches["cuda"] = run_beside
+        branches["cuda"] = branch(halves.all_in_done(beside.run))
     if call.group.implementation == "native":
         # This branch is never taken; with it, and no default, JAX refuses to lower for other
         # platforms (NotImplementedError) instead of leaving an unknown custom call to the compiler.

@@ -17,24 +17,16 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._ops import collectives, invalid_ids, planning, sharding, weighting
 from jax_ep._ops.call import Call
-from jax_ep._ops.operations import OPERATIONS
 from jax_ep._types import PlanArrays, Route
 
 Optional = jax.Array | None
 
 
 def run(operation: str, call: Call, arrays: Mapping[str, Optional]) -> dict[str, Any]:
-    """Runs `operation`: arrays by name in and out, as in OPERATIONS.
-
-    A start does nothing, and its done does everything with what the start was given.
-    """
-    if operation.endswith("_start"):
-        return {"epoch": jnp.zeros((1,), jnp.int32)}
+    """Runs a whole `operation`: arrays by name in and out, as in OPERATIONS."""
     whole: dict[str, Callable[..., dict[str, Any]]]
     whole = {"plan": _plan, "dispatch": _dispatch, "ll_dispatch": _ll_dispatch, "combine": _combine}
-    used = {name: array for name, array in arrays.items() if name != "epoch"}
-    results = whole[operation.removesuffix("_done")](call, **used)
-    return {name: results[name] for name in OPERATIONS[operation].results}
+    return whole[operation](call, **arrays)
 
 
 def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:

@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 7;
+inline constexpr uint32_t kAbiVersion = 8;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -79,7 +79,7 @@ enum class FailureKind : uint32_t {
   kAborted = 3,         // RankStatus.abort
   kBusy = 4,            // a second call of the group ran at the same time on this device
   kWrongOrder = 5,      // `peer` is in another operation, or in a call of another program
-  kTooManyOpen = 6,     // more than max_in_flight starts before a done
+  kTooManyOpen = 6,     // more than max_in_flight starts before a done, mode ll
   kStaleEpoch = 7,      // a done's slot set holds another start by now
   kInvalidId = 8,       // debug: an expert id was out of range
   kRingFull = 9,        // this rank's proxy took no command within RankConfig.timeout_ns
@@ -94,14 +94,10 @@ enum class Operation : uint32_t {
   kCombine = 2,
   kLlDispatch = 3,
   kLlCombine = 4,
-  kDispatchStart = 5,
-  kDispatchDone = 6,
-  kCombineStart = 7,
-  kCombineDone = 8,
-  kLlDispatchStart = 9,
-  kLlDispatchDone = 10,
-  kLlCombineStart = 11,
-  kLlCombineDone = 12,
+  kLlDispatchStart = 5,
+  kLlDispatchDone = 6,
+  kLlCombineStart = 7,
+  kLlCombineDone = 8,
 };
 
 // Memory of one rank of this node as this process addresses it, from this rank's device.
@@ -191,7 +187,8 @@ struct GpuApi {
                              const LlDispatchParams* params, Stream stream);
   const char* (*combine)(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
                          Stream stream);  // HT, LL
-  // Halves: `epoch` is a device word (i32) that start writes and done reads.
+  // Halves, of mode ll alone: in mode ht a start has nothing to do, and its done is a whole call
+  // (jax_ep/_ops/halves.py). `epoch` is a device word (i32) that start writes and done reads.
   const char* (*dispatch_start)(RankHandle* rank, const GroupShape* shape,
                                 const DispatchParams* params, int32_t* epoch, Stream stream);
   const char* (*dispatch_done)(RankHandle* rank, const GroupShape* shape,

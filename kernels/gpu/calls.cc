@@ -61,6 +61,13 @@ const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& cal
                            static_cast<cudaStream_t>(stream));
 }
 
+// Nothing calls these but a program that another version of jax_ep has lowered.
+const char* NoHalves(const char* operation) {
+  return KeepText(std::string(operation) +
+                  " (ht): mode ht has no halves on GPUs, expected a whole call; lower the program "
+                  "with this version of jax_ep");
+}
+
 // Runs the launcher of a call under the rank's lock: its kernels carry the call's shape, by which
 // they read and write in the areas that the group's shape has laid out, and its fingerprint. If
 // it could launch only some kernels of the operation, the rank fails: nobody will end what they
@@ -106,37 +113,25 @@ const char* RunDispatch(RankHandle* rank, const GroupShape* shape, const Dispatc
                                       stream);
     });
   }
-  return Locked(rank, *shape, Operation::kDispatch, *params, stream, [&] {
-    return LaunchDispatch(*rank, *params, nullptr, static_cast<cudaStream_t>(stream));
-  });
+  return Locked(rank, *shape, Operation::kDispatch, *params, stream,
+                [&] { return LaunchDispatch(*rank, *params, static_cast<cudaStream_t>(stream)); });
 }
 
 const char* RunDispatchStart(RankHandle* rank, const GroupShape* shape,
                              const DispatchParams* params, int32_t* epoch, Stream stream) {
-  if (params->mode == Mode::kLl) {
-    return Locked(rank, *shape, Operation::kLlDispatchStart, *params, stream, [&] {
-      return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kStart, nullptr, epoch,
-                                      stream);
-    });
-  }
-  if (std::string wrong = CheckDispatchStart(*shape, *params); !wrong.empty()) {
-    return KeepText("dispatch_start: " + std::move(wrong));
-  }
-  return Locked(rank, *shape, Operation::kDispatchStart, *params, stream, [&] {
-    return LaunchDispatchStart(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  if (params->mode == Mode::kHt) return NoHalves("dispatch_start");
+  return Locked(rank, *shape, Operation::kLlDispatchStart, *params, stream, [&] {
+    return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kStart, nullptr, epoch,
+                                    stream);
   });
 }
 
 const char* RunDispatchDone(RankHandle* rank, const GroupShape* shape, const DispatchParams* params,
                             const int32_t* epoch, Stream stream) {
-  if (params->mode == Mode::kLl) {
-    return Locked(rank, *shape, Operation::kLlDispatchDone, *params, stream, [&] {
-      return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kDone, epoch, nullptr,
-                                      stream);
-    });
-  }
-  return Locked(rank, *shape, Operation::kDispatchDone, *params, stream, [&] {
-    return LaunchDispatch(*rank, *params, epoch, static_cast<cudaStream_t>(stream));
+  if (params->mode == Mode::kHt) return NoHalves("dispatch_done");
+  return Locked(rank, *shape, Operation::kLlDispatchDone, *params, stream, [&] {
+    return CheckAndLaunchLlDispatch(*rank, nullptr, *params, CallPart::kDone, epoch, nullptr,
+                                    stream);
   });
 }
 
@@ -177,18 +172,16 @@ const char* RunCombine(RankHandle* rank, const GroupShape* shape, const CombineP
 
 const char* RunCombineStart(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
                             int32_t* epoch, Stream stream) {
-  const Operation operation =
-      params->mode == Mode::kLl ? Operation::kLlCombineStart : Operation::kCombineStart;
-  return Locked(rank, *shape, operation, *params, stream, [&] {
+  if (params->mode == Mode::kHt) return NoHalves("combine_start");
+  return Locked(rank, *shape, Operation::kLlCombineStart, *params, stream, [&] {
     return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kStart, nullptr, epoch, stream);
   });
 }
 
 const char* RunCombineDone(RankHandle* rank, const GroupShape* shape, const CombineParams* params,
                            const int32_t* epoch, Stream stream) {
-  const Operation operation =
-      params->mode == Mode::kLl ? Operation::kLlCombineDone : Operation::kCombineDone;
-  return Locked(rank, *shape, operation, *params, stream, [&] {
+  if (params->mode == Mode::kHt) return NoHalves("combine_done");
+  return Locked(rank, *shape, Operation::kLlCombineDone, *params, stream, [&] {
     return CheckAndLaunchSlotCombine(*rank, *params, CallPart::kDone, epoch, nullptr, stream);
   });
 }

@@ -139,7 +139,7 @@ std::string CheckDispatchStart(const GroupShape& shape, const DispatchParams& pa
   }
   const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
   if ((!params.weights.empty() && params.weights.size() != pairs) ||
-      (params.mode == Mode::kLl && params.send_slot.size() != pairs)) {
+      params.send_slot.size() != pairs) {
     return "weights or send_slot do not have T * K = " + std::to_string(pairs) + " elements";
   }
   if (params.y != nullptr || !params.row_weights.empty()) {

@@ -17,7 +17,7 @@ struct RankHandle {
   int device_index = 0;
   uint32_t num_sms = 0;              // of the device
   uint32_t max_blocks = kFewestSms;  // of HT kernels
-  bool has_budget = false;           // whole calls choose theirs instead (MostBlocks)
+  bool has_budget = false;           // they choose it call by call (MostBlocks)
   uint32_t ll_blocks = 64;           // of LL kernels
   bool use_bulk_copies = false;
   uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
@@ -47,7 +47,6 @@ const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
 const char* PrepareCombineKernels(const RankHandle& rank);
-const char* PrepareDispatchStartKernels(const RankHandle& rank);
 const char* PrepareLlDispatchKernels(const RankHandle& rank);
 const char* PrepareSlotCombineKernels(const RankHandle& rank);
 
@@ -59,12 +58,8 @@ const char* LaunchCheckPosition(RankHandle& rank, const int32_t* position, int32
 // Stores the device's clock in a word of mapped memory.
 const char* LaunchReadClock(uint64_t* out, cudaStream_t stream);
 const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);
-// `epoch`: null, or that of the start whose slot set has the rows.
-const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, const int32_t* epoch,
-                           cudaStream_t stream);
-const char* LaunchDispatchStart(RankHandle& rank, const DispatchParams& params, int32_t* epoch,
-                                cudaStream_t stream);
-// Mode ll and the halves. `plan` is null where the caller brings one; of the epochs a start has the
+const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, cudaStream_t stream);
+// Mode ll, whole or half. `plan` is null where the caller brings one; of the epochs a start has the
 // second, a done the first.
 enum class CallPart : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
@@ -84,8 +79,6 @@ struct EntryParams {
   // What peers will read, null when the call has none.
   const std::byte* x;
   const float* weights;
-  // dispatch_done: peers read the slot set of this start instead; else null.
-  const int32_t* epoch;
 };
 const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream);
 

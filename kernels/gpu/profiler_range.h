@@ -25,14 +25,6 @@ constexpr const char* RangeName(Operation operation, Mode mode) {
       return "jax_ep.dispatch (ll)";
     case Operation::kLlCombine:
       return "jax_ep.combine (ll)";
-    case Operation::kDispatchStart:
-      return "jax_ep.dispatch_start (ht)";
-    case Operation::kDispatchDone:
-      return "jax_ep.dispatch_done (ht)";
-    case Operation::kCombineStart:
-      return "jax_ep.combine_start (ht)";
-    case Operation::kCombineDone:
-      return "jax_ep.combine_done (ht)";
     case Operation::kLlDispatchStart:
       return "jax_ep.dispatch_start (ll)";
     case Operation::kLlDispatchDone:

@@ -19,16 +19,14 @@ namespace {
 std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].heap; }
 
 const char* PrepareAllKernels(const RankHandle& rank) {
-  for (const auto prepare :
-       {&PrepareAbandonKernel, &PreparePositionKernel, &PreparePlanKernels, &PrepareEntryKernels,
-        &PrepareDispatchKernels, &PrepareCombineKernels, &PrepareDispatchStartKernels,
-        &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
+  for (const auto prepare : {&PrepareAbandonKernel, &PreparePositionKernel, &PreparePlanKernels,
+                             &PrepareEntryKernels, &PrepareDispatchKernels, &PrepareCombineKernels,
+                             &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   if (rank.device.shape.num_nodes() == 1) return nullptr;
-  for (const auto prepare :
-       {&PrepareNetPlanKernels, &PrepareNetDispatchKernels, &PrepareNetCombineKernels,
-        &PrepareNetCombineHalves, &PrepareNetSlotKernels}) {
+  for (const auto prepare : {&PrepareNetPlanKernels, &PrepareNetDispatchKernels,
+                             &PrepareNetCombineKernels, &PrepareNetSlotKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   return nullptr;

@@ -1,12 +1,11 @@
-// How many SMs (blocks) a whole HT call gets where JAX_EP_GPU_SMS does not say.
+// How many SMs (blocks) an HT call gets where JAX_EP_GPU_SMS does not say.
 //
 // A call ends when the wire is through with the rows that leave, and the SMs with those that stay:
 // each SM moves so many bytes a second and no more. SMs that have to wait for the wire are better
 // left to the model's own kernels; too few let the wire wait. What decides is the ratio of rows
 // that this rank handles to rows that cross the wire. Both are static, so that a captured call can
 // keep its grid: R where padding is zeroed, else the rows that come if routing is uniform
-// (MeanRows). All others have kFewestSms: halves, which are there to run beside other kernels;
-// plans; calls between nodes.
+// (MeanRows). All others have kFewestSms: plans, and calls between nodes.
 #pragma once
 
 #include <algorithm>

@@ -149,3 +149,21 @@ def test_the_programs_check_their_methods_and_write_what_they_measured(tmp_path)
     (result,) = layer["results"]
     assert set(result["outside_us"]) == set(result["us"]) == set(result["without_experts_us"])
     assert (tmp_path / "exchange_2xcpu.png").exists() and (tmp_path / "layer_2xcpu.png").exists()
+
+
+def test_what_overlap_hides_is_measured_against_the_same_layer(tmp_path):
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    command = [sys.executable, str(BENCHMARKS / "run_overlap.py"), "--out", str(tmp_path)]
+    command += ["--specs", "smoke", "--tokens", "64", "--layers", "chunks=2", "--rounds", "9"]
+    command += ["--seconds", "0", "--commit", "test"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "overlap_2xcpu.json").read_text())
+    (layer,) = report["specs"]["smoke"].values()
+    others = {"synchronous", "in order", "all_gather", "all_gather, LHS"}
+    assert set(layer["us"]) == others | {"overlap", "products"}
+    assert set(layer["saved_us"]) == set(layer["faster"]) == others
+    assert layer["rounds"] == 3  # the fewest
+    hidden = layer["saved_us"]["synchronous"] / layer["outside_us"]
+    np.testing.assert_allclose(layer["hidden"], hidden, rtol=0.02, atol=0.01)

@@ -82,6 +82,29 @@ def test_gpus_are_known_where_their_library_is(native: str) -> None:
     assert memory.network_stage_bytes > 0 == one_node.network_stage_bytes
 
 
+def test_mode_ht_on_gpus_holds_partials_and_one_stage(native: str) -> None:
+    """docs/gpu.md has these numbers; tests/kernels_gpu/heap_layout_test.cc more sizes."""
+    if not pathlib.Path(_gpu_library.path()).exists():
+        pytest.skip("jax_ep was installed where nvcc was not found: there is no GPU library")
+    config = jax_ep.Config(
+        num_experts=256, top_k=8, hidden=7168, max_tokens=4096, partials="dtype", mode="ht"
+    )
+
+    def heap_bytes(**options: Any) -> int:
+        heap = dataclasses.replace(config, **options).memory(4, platform="gpu").heap_bytes
+        assert heap is not None
+        return heap
+
+    row = 2 * 7168 + 4 * 8  # with its weights or scalars
+    tables = 4096 * 8 * (8 * 4 + 2 * 4)
+    rest = heap_bytes() - (3 * 4096 * row + 4096 * row + tables)
+    assert 0 < rest < 300_000
+    assert heap_bytes() == heap_bytes(max_in_flight=1) == heap_bytes(max_in_flight=7)
+    assert heap_bytes() >> 20 == 225
+    assert heap_bytes(mode="auto") >> 20 == 254
+    assert heap_bytes(mode="auto", max_in_flight=4) > heap_bytes(mode="auto")
+
+
 def test_without_the_gpu_library_the_reason_is_said(
     native: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

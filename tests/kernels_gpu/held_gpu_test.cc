@@ -131,34 +131,17 @@ std::vector<HeldCase> AllCases() {
   cases.push_back(DispatchCase(2));
   cases.push_back(CombineCase(Mode::kHt));
   cases.push_back(CombineCase(Mode::kLl));
-  HeldCase done = DispatchCase(0);
-  done.name = "DispatchDone";
+  HeldCase done = CombineCase(Mode::kLl);
+  done.name += "Done";
   done.before = [](Calls& calls, DeviceArrays& a, int32_t* epoch) {
     calls.Plan(a);
-    calls.DispatchStart(a, 0, epoch);
+    calls.CombineStart(a, 0, epoch);
   };
-  done.call = [](Calls& calls, DeviceArrays& a, int32_t* epoch) {
-    calls.DispatchDone(a, 0, epoch);
-  };
-  done.after = [](Calls& calls, DeviceArrays& a, int32_t* epoch) {
-    for (int i = 0; i < 3; ++i) calls.DispatchStart(a, 0, epoch);
+  done.call = [](Calls& calls, DeviceArrays& a, int32_t* epoch) { calls.CombineDone(a, 0, epoch); };
+  done.after = [](Calls& calls, DeviceArrays& a, int32_t*) {
+    for (int i = 0; i < 3; ++i) calls.Combine(a, 0);
   };
   cases.push_back(done);
-  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    done = CombineCase(mode);
-    done.name += "Done";
-    done.before = [](Calls& calls, DeviceArrays& a, int32_t* epoch) {
-      calls.Plan(a);
-      calls.CombineStart(a, 0, epoch);
-    };
-    done.call = [](Calls& calls, DeviceArrays& a, int32_t* epoch) {
-      calls.CombineDone(a, 0, epoch);
-    };
-    done.after = [](Calls& calls, DeviceArrays& a, int32_t*) {
-      for (int i = 0; i < 3; ++i) calls.Combine(a, 0);
-    };
-    cases.push_back(done);
-  }
   done = DispatchCase(0);
   done.name = "LlDispatchDone";
   done.mode = Mode::kLl;

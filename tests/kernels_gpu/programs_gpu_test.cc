@@ -173,28 +173,25 @@ TEST_F(GpuPrograms, LlCombinesOfTwoAreFound) {
 
 // The dones belong to one program: they find whose rows the starts have put there.
 TEST_F(GpuPrograms, StartsOfTwoAreFoundByTheirDones) {
-  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    for (const uint32_t node_size : {kRanks, kRanks / 2}) {
-      SCOPED_TRACE(std::string(mode == Mode::kHt ? "ht" : "ll") + " node size " +
-                   std::to_string(node_size));
-      Begin(mode, node_size);
-      RunInTwoPrograms([&](uint32_t r, Calls& calls) {
-        calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
-        calls.UseProgram(kProgram);
-        calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
-      });
-      ExpectTwoPrograms();
-      ExpectNoDispatch();
+  for (const uint32_t node_size : {kRanks, kRanks / 2}) {
+    SCOPED_TRACE("node size " + std::to_string(node_size));
+    Begin(Mode::kLl, node_size);
+    RunInTwoPrograms([&](uint32_t r, Calls& calls) {
+      calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
+      calls.UseProgram(kProgram);
+      calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
+    });
+    ExpectTwoPrograms();
+    ExpectNoDispatch();
 
-      Begin(mode, node_size);
-      RunInTwoPrograms([&](uint32_t r, Calls& calls) {
-        calls.CombineStart(arrays_[r], 0, epochs_[r].data());
-        calls.UseProgram(kProgram);
-        calls.CombineDone(arrays_[r], 0, epochs_[r].data());
-      });
-      ExpectTwoPrograms();
-      ExpectNoCombine();
-    }
+    Begin(Mode::kLl, node_size);
+    RunInTwoPrograms([&](uint32_t r, Calls& calls) {
+      calls.CombineStart(arrays_[r], 0, epochs_[r].data());
+      calls.UseProgram(kProgram);
+      calls.CombineDone(arrays_[r], 0, epochs_[r].data());
+    });
+    ExpectTwoPrograms();
+    ExpectNoCombine();
   }
 }
 
@@ -231,29 +228,26 @@ TEST_F(GpuPrograms, ARankThatStandsElsewhereFailsAll) {
 
 // All ranks in the same programs, one after the other.
 TEST_F(GpuPrograms, StartAndDoneMayBelongToTwo) {
-  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    for (const uint32_t node_size : {kRanks, kRanks / 2}) {
-      SCOPED_TRACE(std::string(mode == Mode::kHt ? "ht" : "ll") + " node size " +
-                   std::to_string(node_size));
-      Begin(mode, node_size);
-      Run([&](uint32_t r, Calls& calls) {
-        calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
-        calls.UseProgram(kOtherProgram);
-        calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
-        calls.CombineStart(arrays_[r], 0, epochs_[r].data());
-        calls.UseProgram(kProgram);
-        calls.CombineDone(arrays_[r], 0, epochs_[r].data());
-        calls.UseProgram(kOtherProgram);
-        calls.Dispatch(arrays_[r], 3);
-        calls.Combine(arrays_[r], 1);
-      });
-      ExpectNoFailure(*team_);
-      for (uint32_t r = 0; r < kRanks && !HasFailure(); ++r) {
-        ExpectDispatch(arrays_[r], host_[r], 0);
-        ExpectDispatch(arrays_[r], host_[r], 3);
-        ExpectCombine(arrays_[r], host_[r], 0);
-        ExpectCombine(arrays_[r], host_[r], 1);
-      }
+  for (const uint32_t node_size : {kRanks, kRanks / 2}) {
+    SCOPED_TRACE("node size " + std::to_string(node_size));
+    Begin(Mode::kLl, node_size);
+    Run([&](uint32_t r, Calls& calls) {
+      calls.DispatchStart(arrays_[r], 0, epochs_[r].data());
+      calls.UseProgram(kOtherProgram);
+      calls.DispatchDone(arrays_[r], 0, epochs_[r].data());
+      calls.CombineStart(arrays_[r], 0, epochs_[r].data());
+      calls.UseProgram(kProgram);
+      calls.CombineDone(arrays_[r], 0, epochs_[r].data());
+      calls.UseProgram(kOtherProgram);
+      calls.Dispatch(arrays_[r], 3);
+      calls.Combine(arrays_[r], 1);
+    });
+    ExpectNoFailure(*team_);
+    for (uint32_t r = 0; r < kRanks && !HasFailure(); ++r) {
+      ExpectDispatch(arrays_[r], host_[r], 0);
+      ExpectDispatch(arrays_[r], host_[r], 3);
+      ExpectCombine(arrays_[r], host_[r], 0);
+      ExpectCombine(arrays_[r], host_[r], 1);
     }
   }
 }

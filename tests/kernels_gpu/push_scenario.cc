@@ -24,28 +24,20 @@ void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& pl
 
 void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,
                int32_t* epochs, bool ends_in_order) {
+  if (!HasHalves(s)) return;
   int32_t* first = epochs;
   int32_t* second = epochs + 1;
   const bool has_spare = s.shape.depth > 2;
-  if (s.mode == Mode::kLl) {
-    calls.LlDispatchStart(from, first);
-    calls.Plan(d);  // for the planned start
-    calls.DispatchStart(d, 1, second);
-    calls.Clobber(from.topk_idx);
-  } else {
-    calls.Plan(d);
-    calls.DispatchStart(from, 0, first);
-    calls.DispatchStart(from, 1, second);
-  }
+  calls.LlDispatchStart(from, first);
+  calls.Plan(d);  // for the planned start
+  calls.DispatchStart(d, 1, second);
+  calls.Clobber(from.topk_idx);
   calls.Clobber(from.x);
   calls.Clobber(from.weights);
   if (has_spare) calls.Dispatch(d, 3);
-  const auto end_first = [&] {
-    s.mode == Mode::kLl ? calls.LlDispatchDone(d, first) : calls.DispatchDone(d, 0, first);
-  };
-  if (ends_in_order) end_first();
+  if (ends_in_order) calls.LlDispatchDone(d, first);
   calls.DispatchDone(d, 1, second);
-  if (!ends_in_order) end_first();
+  if (!ends_in_order) calls.LlDispatchDone(d, first);
 
   // The starts read the plan of `d`, which stays, and the rows of `from`, which do not.
   DeviceArrays rows = d;
@@ -79,7 +71,6 @@ void RunPushScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& 
     epochs.push_back(DeviceArray<int32_t>::Output(team, r, 2));
   }
   const bool ends_in_order = random() % 2 == 0;
-  const bool has_halves = s.shape.depth > 1;
   const auto late_rank = static_cast<uint32_t>(random() % (2 * num_ranks));
   if (before_launch) before_launch();
   const std::string error = team.Run([&](uint32_t r) -> const char* {
@@ -88,9 +79,7 @@ void RunPushScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& 
     if (r == late_rank) Delay(team, r);
     RunWhole(s, calls, whole[r], planned[r]);
     if (r == (late_rank + 1) % num_ranks) Delay(team, r);
-    if (has_halves) {
-      RunHalves(s, calls, from[r], halves[r], epochs[r].data(), ends_in_order);
-    }
+    RunHalves(s, calls, from[r], halves[r], epochs[r].data(), ends_in_order);
     if (calls.error() == nullptr) return nullptr;
     text = calls.error();
     return text.c_str();
@@ -104,7 +93,7 @@ void RunPushScenario(const Scenario& s, Team& cpu, GpuTeam& team, std::mt19937& 
     ExpectDispatch(whole[r], host[r], 0);
     for (int i = 0; i < HostArrays::kDispatches; ++i) ExpectDispatch(planned[r], host[r], i);
     for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(whole[r], host[r], i);
-    if (!has_halves) continue;
+    if (!HasHalves(s)) continue;
     SCOPED_TRACE("halves");
     ExpectPlan(halves[r], host[r]);
     ExpectDispatch(halves[r], host[r], 0);

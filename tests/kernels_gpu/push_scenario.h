@@ -1,4 +1,4 @@
-// The calls of a scenario, whole and in halves, on the GPUs of a team.
+// The calls of a scenario, whole and, in mode ll, in halves, on the GPUs of a team.
 #pragma once
 
 #include <functional>
@@ -114,8 +114,10 @@ class Calls {
 
 // All calls of the scenario, whole. `planned` gets a plan beforehand.
 void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& planned);
-// The same in halves. Depth 2 or more: two starts are open at a time, ended in either order, and
-// with a set to spare a whole call runs between them.
+// Mode ht has no halves on GPUs: its starts do nothing, and its dones are whole calls.
+constexpr bool HasHalves(const Scenario& s) { return s.mode == Mode::kLl && s.shape.depth > 1; }
+// The same in halves, if it has any: two starts are open at a time, ended in either order, and with
+// a set to spare a whole call runs between them.
 void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,
                int32_t* epochs, bool ends_in_order);
 

@@ -14,6 +14,7 @@ TESTS = [
     "exchange_gpu_test.cc",
     "failure_gpu_test.cc",
     "few_sms_gpu_test.cc",
+    "heap_layout_test.cc",
     "held_gpu_test.cc",
     "large_gpu_test.cc",
     "launch_gpu_test.cc",

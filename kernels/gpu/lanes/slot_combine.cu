@@ -1,12 +1,12 @@
-// Combine through slot sets: mode ll, and the halves of both modes. Every rank sums the rows that
-// it has of a token, weighted, and pushes the one partial into the slot [rank][token] of the
-// owner's set; the owner adds the partials along the fixed tree.
+// Combine through slot sets, in mode ll. Every rank sums the rows that it has of a token, weighted,
+// and pushes the one partial into the slot [rank][token] of the owner's set; the owner adds the
+// partials along the fixed tree.
 //
 //   One kernel. The first blocks send pieces of partials, each with a flag; the others wait for the
 //   pieces of their tokens and add them. Senders wait for nobody but for the readers of an older
 //   use of the set (slot_sets.cuh); adders come later in the grid. start is a kernel of senders,
 //   done one of adders. A whole call sums its own rows where it adds; a start pushes that partial
-//   to its own set as well. Over several nodes a whole call of mode ll is a start and a done, and
+//   to its own set as well. Over several nodes a whole call is a start and a done, and
 //   network/slots.cu takes in what crosses nodes.
 #include <algorithm>
 
@@ -63,10 +63,6 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-struct Operations {
-  Operation whole, start, done;
-};
-
 }  // namespace
 
 const char* PrepareSlotCombineKernels(const RankHandle& rank) {
@@ -83,11 +79,7 @@ const char* PrepareSlotCombineKernels(const RankHandle& rank) {
 const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
-  const bool is_ll = call.mode == Mode::kLl;
   const bool has_network = shape.num_nodes() > 1;
-  if (has_network && !is_ll) {
-    return LaunchNetCombineHalf(rank, call, part, epoch_in, epoch_out, stream);
-  }
   if (has_network && part == CallPart::kWhole) {
     int32_t* epoch = WholeEpochOf(rank);
     const char* error = LaunchSlotCombine(rank, call, CallPart::kStart, nullptr, epoch, stream);
@@ -100,29 +92,24 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   // Many tokens: warps have enough to do without small pieces, each of which costs them time.
   // Measured: docs/performance.md, LL combine.
   constexpr int64_t kManyTokens = 64;
-  const uint64_t piece_bytes = is_ll && call.num_tokens >= kManyTokens ? 4096 : 2048;
+  const uint64_t piece_bytes = call.num_tokens >= kManyTokens ? 4096 : 2048;
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
   const bool is_start = part == CallPart::kStart;
-  const Operations operations =
-      is_ll
-          ? Operations{Operation::kLlCombine, Operation::kLlCombineStart, Operation::kLlCombineDone}
-          : Operations{Operation::kCombine, Operation::kCombineStart, Operation::kCombineDone};
-  const GpuHeapLayout& layout = rank.device.layout;
   const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
   SlotCombineParams params{
       .device = rank.device,
-      .area = is_ll ? layout.ll_combine : layout.ht_combine,
-      .kind = is_ll ? SetKind::kLlCombine : SetKind::kCombine,
+      .area = rank.device.layout.ll_combine,
+      .kind = SetKind::kLlCombine,
       .part = part,
       .layout = call.layout,
-      .operation = part == CallPart::kWhole ? operations.whole
-                   : is_start               ? operations.start
-                                            : operations.done,
-      .start_operation = part == CallPart::kWhole ? operations.whole : operations.start,
+      .operation = part == CallPart::kWhole ? Operation::kLlCombine
+                   : is_start               ? Operation::kLlCombineStart
+                                            : Operation::kLlCombineDone,
+      .start_operation =
+          part == CallPart::kWhole ? Operation::kLlCombine : Operation::kLlCombineStart,
       .num_send_blocks = 0,
       .num_tokens = num_tokens,
-      .rank_rows = std::max(
-          is_ll ? shape.num_ranks * num_tokens : static_cast<uint32_t>(call.recv_rows), 1u),
+      .rank_rows = std::max(shape.num_ranks * num_tokens, 1u),
       .pieces = has_rows ? CutRow(shape, row_bytes, piece_bytes, word_bytes) : Pieces{1, 0},
       .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
       .row_bytes = row_bytes,
@@ -154,7 +141,7 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
 #if JAX_EP_BULK_COPIES
   const bool moves_rows = (part == CallPart::kDone || params.y != nullptr) &&
                           (part == CallPart::kStart || params.out != nullptr);
-  if (is_ll && !has_network && is_vectorised && moves_rows) {
+  if (!has_network && is_vectorised && moves_rows) {
     const char* error = nullptr;
     if (LaunchLlCombine(rank, params, stream, &error)) return error;
   }
@@ -162,7 +149,7 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   const uint64_t num_owners = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
   const uint64_t send_units = num_tokens * num_owners * params.pieces.count;
   const uint64_t add_units = static_cast<uint64_t>(num_tokens) * params.pieces.count;
-  const uint32_t most = is_ll ? rank.ll_blocks : rank.max_blocks;
+  const uint32_t most = rank.ll_blocks;
   const auto blocks_for = [](uint64_t units, uint32_t limit) {
     return BlocksFor(units, kWarps, limit);
   };

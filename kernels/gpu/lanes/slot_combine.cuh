@@ -13,7 +13,7 @@ inline constexpr uint32_t kWarps = kThreads / kWarpSize;
 
 struct SlotCombineParams {
   DeviceRank device;
-  PushArea area;  // of the device's layout, by mode
+  PushArea area;  // of the device's layout
   SetKind kind;
   CallPart part;
   Layout layout;

@@ -4,8 +4,8 @@
 //
 // That is why there are two combines here: a rank without bulk copies must write and wait for what
 // its peers with them do, which is the reduce area with a flag per chunk of tokens in mode ht, and
-// slot sets with a flag per piece of a row in mode ll and in halves. Between nodes it is the reduce
-// area, and no flags but those of the mates.
+// slot sets with a flag per piece of a row in mode ll. Between nodes it is the reduce area, and no
+// flags but those of the mates.
 //
 // What is the same in all of them is in this file, by one warp: this rank's partial of a token
 // goes to some place (WritePartial, WriteScalars), and a token of this rank is found, waited for by

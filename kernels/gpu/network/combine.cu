@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   for (uint32_t other = LaneId(); is_first && other < num_others; other += kWarpSize) {
     *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(parity, other) +
                                    layout.sums_call) = {
-        FlagValue(SequenceOf(device), Operation::kCombine, device.program), 0};
+        FlagValue(SequenceOf(device), Operation::kCombine, device.program)};
   }
   SyncWarp();
   WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {

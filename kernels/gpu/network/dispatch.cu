@@ -18,7 +18,6 @@
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/send.cuh"
-#include "kernels/gpu/protocol/slot_sets.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -36,33 +35,12 @@ struct SendRowsParams {
   const std::byte* x;        // [T, H]
   const float* weights;      // [T * K] or null
   const int32_t* send_slot;  // [T * K]
-  const int32_t* epoch;      // of a dispatch_done: x and weights are in the set of its start
 };
-
-struct Sources {
-  const std::byte* x;
-  const std::byte* weights;
-};
-
-// One thread.
-__device__ inline Sources SourcesOf(const SendRowsParams& params) {
-  if (params.epoch == nullptr) {
-    return {params.x, reinterpret_cast<const std::byte*>(params.weights)};
-  }
-  const DeviceRank& device = params.device;
-  const CallSlot slot =
-      FindOpenSet(device, SetKind::kDispatch, Operation::kDispatchDone, *params.epoch);
-  const auto* stage = OwnHeapAt<std::byte>(device, device.layout.dispatch_stage.At(slot.set));
-  return {stage, stage + device.layout.dispatch_stage_weights};
-}
 
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ Sources from;
   const DeviceRank& device = params.device;
-  if (threadIdx.x == 0) from = SourcesOf(params);
-  SyncBlock();
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
   const uint32_t parity = NextSet(NetStateOf(device)->dispatches);
@@ -88,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t i = 0; i < kNetChunkTokens; ++i) {
       if (nodes[i] == 0) continue;
       const uint64_t at = (first + i) * params.row_bytes;
-      WarpCopyBytes(stage + at, from.x + at, params.row_bytes);
+      WarpCopyBytes(stage + at, params.x + at, params.row_bytes);
     }
     SyncWarp();
     for (uint32_t other = 0; is_ok && other + 1 < shape.num_nodes(); ++other) {
@@ -106,15 +84,14 @@ __global__ void __launch_bounds__(kThreads)
     }
   }
   if (params.weights_bytes > 0 && !HasFailed(device)) {
-    GridCopyBytes(stage + layout.rows_weights, from.weights, params.weights_bytes);
+    GridCopyBytes(stage + layout.rows_weights, reinterpret_cast<const std::byte*>(params.weights),
+                  params.weights_bytes);
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
   const bool is_first = params.slice.number == 0;
   if (is_first && LaneId() == 0) {
-    const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
     *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
-        FlagValue(SequenceOf(device), Operation::kDispatch, device.program),
-        records[device.rank].started};
+        FlagValue(SequenceOf(device), Operation::kDispatch, device.program)};
   }
   SyncWarp();
   WarpPushToRail(device, Operation::kDispatch, [&](uint32_t peer) {
@@ -154,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
       Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, source, value, said.call);
       continue;
     }
-    records[source] = {rows << 1, (rows + layout.rows_weights) << 1, said.started};
+    records[source] = {rows << 1, (rows + layout.rows_weights) << 1};
     OwnHeapAt<uint64_t>(device, device.layout.entry_flags)[source] = value;
   }
   SyncBlock();
@@ -170,7 +147,7 @@ const char* PrepareNetDispatchKernels(const RankHandle&) {
 }
 
 const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
-                           const int32_t* epoch, cudaStream_t stream) {
+                           cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_weights = !call.recv_weights.empty();
   SendRowsParams params{
@@ -182,8 +159,7 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_
       .has_rows = call.recv_x != nullptr,
       .x = call.x,
       .weights = has_weights ? call.weights.data() : nullptr,
-      .send_slot = call.send_slot.data(),
-      .epoch = epoch};
+      .send_slot = call.send_slot.data()};
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(static_cast<uint64_t>(call.num_tokens), number, num_slices);
     if (number > 0) params.weights_bytes = 0;

@@ -11,11 +11,11 @@ const char* PrepareNetPlanKernels(const RankHandle& rank);
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
 const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
 
-// Rows of a dispatch to the rails of other nodes, in slices; `epoch` as in LaunchDispatch. Then,
-// slice after slice, the wait for what comes from there.
+// Rows of a dispatch to the rails of other nodes, in slices. Then, slice after slice, the wait for
+// what comes from there.
 const char* PrepareNetDispatchKernels(const RankHandle& rank);
 const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
-                           const int32_t* epoch, cudaStream_t stream);
+                           cudaStream_t stream);
 const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream);
 
 // A whole HT combine, after EnterOperation.
@@ -23,11 +23,6 @@ struct CombineKernelParams;  // combine_params.h
 const char* PrepareNetCombineKernels(const RankHandle& rank);
 const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
                              cudaStream_t stream);
-
-// One half of it.
-const char* PrepareNetCombineHalves(const RankHandle& rank);
-const char* LaunchNetCombineHalf(RankHandle& rank, const CombineParams& call, CallPart part,
-                                 const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
 
 // LL: rows of a start to other nodes.
 const char* PrepareNetSlotKernels(const RankHandle& rank);

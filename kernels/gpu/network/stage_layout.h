@@ -20,9 +20,8 @@ inline constexpr uint64_t kNetChunkTokens = 8;
 
 // What a source says of its HT call, with its first signal: ranks of other nodes see no flags of it
 // (protocol/control.cuh), and take nothing from a call of another program.
-struct CallRecord {
-  uint64_t call;     // FlagValue
-  uint64_t started;  // as in DispatchRecord
+struct alignas(kWireUnitBytes) CallRecord {
+  uint64_t call;  // FlagValue
 };
 static_assert(sizeof(CallRecord) == kWireUnitBytes);
 

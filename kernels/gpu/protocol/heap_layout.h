@@ -50,9 +50,9 @@ struct alignas(64) Control {
       last_overflow, invalid_ids;
 };
 
-// Calls whose rows wait in slot sets. Each kind has its own sets (slot_sets.cuh).
-enum class SetKind : uint32_t { kDispatch = 0, kCombine = 1, kLlDispatch = 2, kLlCombine = 3 };
-inline constexpr uint64_t kNumSetKinds = 4;
+// Calls whose rows wait in slot sets, those of mode ll. Each kind has its own sets (slot_sets.cuh).
+enum class SetKind : uint32_t { kLlDispatch = 0, kLlCombine = 1 };
+inline constexpr uint64_t kNumSetKinds = 2;
 
 // One slot set of a kind, as its owner's kernels see it. Operations are named by their numbers.
 struct SlotSet {
@@ -98,7 +98,6 @@ struct PushHeader {
 struct DispatchRecord {
   uint64_t x;
   uint64_t weights;
-  uint64_t started;  // of a dispatch_done: StartFlag of its start, equal on all ranks; else 0
 };
 
 // First 16 bytes of a source's counts; counts [E] follow. All but the first must agree.
@@ -151,12 +150,9 @@ struct GpuHeapLayout {
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
   // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
   PushArea ll_dispatch, ll_combine;
-  PushArea ht_combine;    // halves only
   uint64_t push_ids = 0;  // in a block of ll_dispatch
   uint64_t push_weights = 0;
   // Read by peers.
-  HeapArea dispatch_stage;  // [depth]: rows [T, H], then weights [T * K]; halves only
-  uint64_t dispatch_stage_weights = 0;
   uint64_t plan_list = 0;      // i32 [T * K]
   HeapArea plan_entries;       // [2]: PairEntry [T * K]; groups of one node
   uint64_t stage_rows = 0;     // [T, H]
@@ -279,12 +275,6 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.ll_dispatch =
       take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
   layout.ll_combine = take_pushed(ll_tokens, ll_scalars_bytes, layout.reduce_pitch);
-  layout.ht_combine =
-      take_pushed(ht_tokens, ht_tokens * shape.top_k * sizeof(float), layout.reduce_pitch);
-  layout.dispatch_stage_weights = AlignUp(ht_tokens * row_bytes, kRowAlignBytes);
-  layout.dispatch_stage.set_stride = AlignUp(
-      layout.dispatch_stage_weights + ht_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
-  layout.dispatch_stage.offset = take(depth * layout.dispatch_stage.set_stride);
   if (shape.num_nodes() > 1) {
     layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
     layout.remote_lists.offset =

@@ -43,52 +43,47 @@ const char* PrepareDispatchKernels(const RankHandle& rank) {
   return PreparePullWeightedRows(rank);
 }
 
-const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, const int32_t* epoch,
-                           cudaStream_t stream) {
+const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   if (std::string wrong = CheckDispatch(shape, call); !wrong.empty()) {
     return KeepText("dispatch: " + std::move(wrong));
   }
-  const bool is_done = epoch != nullptr;
   if (const char* error = LaunchEntry(rank,
                                       {.device = rank.device,
                                        .operation = Operation::kDispatch,
                                        .recv_src = call.recv_src.data(),
                                        .recv_rows = static_cast<uint64_t>(call.recv_rows),
                                        .num_tokens = static_cast<uint64_t>(call.num_tokens),
-                                       .x = is_done || call.recv_x == nullptr ? nullptr : call.x,
-                                       .weights = is_done ? nullptr : call.weights.data(),
-                                       .epoch = epoch},
+                                       .x = call.recv_x == nullptr ? nullptr : call.x,
+                                       .weights = call.weights.data()},
                                       stream)) {
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
   const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes());
   if (shape.num_nodes() > 1) {
-    if (const char* error = LaunchSendRows(rank, call, num_slices, epoch, stream)) return error;
+    if (const char* error = LaunchSendRows(rank, call, num_slices, stream)) return error;
   }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const bool is_weighted = !call.row_weights.empty() || !call.recv_dots.empty();
   const RowWork work = is_weighted ? RowWork::kWeight : RowWork::kStore;
   const int64_t num_rows =
       call.zero_padding ? call.recv_rows : MeanRows(shape, call.num_tokens, call.recv_rows);
-  PullParams params{
-      .device = rank.device,
-      .layout = call.layout,
-      .zero_padding = call.zero_padding,
-      .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
-      .num_tokens = num_tokens,
-      .recv_rows = static_cast<uint64_t>(call.recv_rows),
-      .row_bytes = row_bytes,
-      .max_blocks = is_done ? rank.max_blocks : MostBlocks(rank, work, call.num_tokens, num_rows),
-      .recv_src = call.recv_src.data(),
-      .recv_topk_idx = call.recv_topk_idx.data(),
-      .recv_x = call.recv_x,
-      .recv_weights = DataOrNull(call.recv_weights),
-      .epoch = epoch,
-      .y = call.y,
-      .row_weights = DataOrNull(call.row_weights),
-      .recv_dots = DataOrNull(call.recv_dots)};
+  PullParams params{.device = rank.device,
+                    .layout = call.layout,
+                    .zero_padding = call.zero_padding,
+                    .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),
+                    .num_tokens = num_tokens,
+                    .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                    .row_bytes = row_bytes,
+                    .max_blocks = MostBlocks(rank, work, call.num_tokens, num_rows),
+                    .recv_src = call.recv_src.data(),
+                    .recv_topk_idx = call.recv_topk_idx.data(),
+                    .recv_x = call.recv_x,
+                    .recv_weights = DataOrNull(call.recv_weights),
+                    .y = call.y,
+                    .row_weights = DataOrNull(call.row_weights),
+                    .recv_dots = DataOrNull(call.recv_dots)};
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(num_tokens, number, num_slices);
     if (shape.num_nodes() > 1) {

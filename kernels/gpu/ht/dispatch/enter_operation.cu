@@ -6,7 +6,6 @@
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/row_index.cuh"
-#include "kernels/gpu/protocol/slot_sets.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -21,27 +20,14 @@ struct EntryKernelParams {
   bool has_record;
 };
 
-// What a dispatch_done reads: the set that its start filled.
-__device__ DispatchRecord StagedRecord(const DeviceRank& device, int32_t epoch) {
-  const CallSlot slot = FindOpenSet(device, SetKind::kDispatch, Operation::kDispatchDone, epoch);
-  const uint64_t stage = device.layout.dispatch_stage.At(slot.set);
-  return {stage << 1, (stage + device.layout.dispatch_stage_weights) << 1,
-          StartFlag(slot, Operation::kDispatchStart)};
-}
-
 __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   const DeviceRank& device = params.call.device;
-  __shared__ DispatchRecord record;
-  if (threadIdx.x == 0) {
-    record =
-        params.call.epoch == nullptr ? params.record : StagedRecord(device, *params.call.epoch);
-  }
-  SyncBlock();
+  SyncBlock();  // the busy word was taken, or has failed the rank
   if (HasFailed(device)) return;
   const uint64_t value = FlagValue(sequence, params.call.operation, device.program);
   for (uint32_t peer = device.node_begin + threadIdx.x; peer < MatesEnd(device); peer += kThreads) {
     if (params.has_record) {
-      HeapAt<DispatchRecord>(device, peer, device.layout.records)[device.rank] = record;
+      HeapAt<DispatchRecord>(device, peer, device.layout.records)[device.rank] = params.record;
     }
     if (peer == device.rank) continue;
     // Publishes the record, and the arrays that it names.
@@ -106,7 +92,7 @@ const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t 
   const GpuHeapLayout& layout = rank.device.layout;
   const PeerMemory& own = rank.device.peers[rank.device.rank];
   EntryKernelParams params{.call = call};
-  params.has_record = call.x != nullptr || call.weights != nullptr || call.epoch != nullptr;
+  params.has_record = call.x != nullptr || call.weights != nullptr;
   // Peers read an array in place if they map it, and in units of 16 bytes.
   const auto place = [&](const void* array, uint64_t num_bytes, uint64_t stage_offset,
                          uint64_t* bytes_to_stage) -> uint64_t {

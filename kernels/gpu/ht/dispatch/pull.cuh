@@ -12,7 +12,6 @@
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/row_index.cuh"
-#include "kernels/gpu/protocol/slot_sets.cuh"
 
 namespace jax_ep::gpu {
 
@@ -23,8 +22,7 @@ __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint
   return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
 }
 
-// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped,
-// or rows of another program's start.
+// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped.
 __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
@@ -37,11 +35,6 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
            (place >> 1) + num_bytes);
       *is_ok = 0;
     };
-    if (params.epoch != nullptr && records[peer].started != records[device.rank].started) {
-      Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, peer,
-           records[device.rank].started, records[peer].started);
-      *is_ok = 0;
-    }
     if (params.recv_x != nullptr) check(records[peer].x, params.num_tokens * params.row_bytes);
     if (params.recv_weights != nullptr) {
       check(records[peer].weights, params.num_tokens * device.shape.top_k * sizeof(float));
@@ -322,11 +315,6 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   if (threadIdx.x == 0) {
     CountUp(&ControlOf(device)->dispatches, 1);
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
-    if (params.epoch != nullptr) {
-      const Operation operation = Operation::kDispatchDone;
-      UpdateSet(device, SetKind::kDispatch, CallPart::kDone,
-                FindOpenSet(device, SetKind::kDispatch, operation, *params.epoch), sequence);
-    }
     EndOperation(device, sequence);
   }
 }

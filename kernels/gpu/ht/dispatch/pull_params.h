@@ -23,7 +23,6 @@ struct PullParams {
   const int32_t* recv_topk_idx;  // [N * T * K]
   std::byte* recv_x;             // [R, H] or null
   float* recv_weights;           // [R]; rank_major [N * T * K]; or null
-  const int32_t* epoch;          // dispatch_done: of the start whose set ends, else null
   // Weighted dispatch only.
   const std::byte* y;        // [R, H] or null
   const float* row_weights;  // [R] or null

@@ -1,0 +1,71 @@
+// What a GPU rank's heap takes, by docs/gpu.md "Memory and SMs". Needs no GPU.
+#include "kernels/gpu/protocol/heap_layout.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace jax_ep::gpu {
+namespace {
+
+// The experts of DeepSeek-V3.
+GroupShape ShapeOf(uint32_t num_ranks, uint64_t max_tokens) {
+  GroupShape shape;
+  shape.num_ranks = shape.node_size = num_ranks;
+  shape.num_experts = 256;
+  shape.top_k = 8;
+  shape.hidden = 7168;
+  shape.max_tokens = max_tokens;
+  shape.elem_type = ElemType::kBf16;
+  shape.f32_partials = false;
+  return shape;
+}
+
+// A partial of each token for every other rank, one stage for x, and the tables of plans: nothing
+// is there once per call that may be open.
+TEST(GpuHeap, ModeHtHoldsPartialsAndOneStage) {
+  for (const uint32_t ranks : {1u, 2u, 4u, 8u, 64u}) {
+    for (const uint64_t tokens : {uint64_t{1}, uint64_t{100}, uint64_t{4096}, uint64_t{16384}}) {
+      SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(tokens) + " tokens");
+      GroupShape shape = ShapeOf(ranks, tokens);
+      const uint64_t bytes = GpuHeapLayout::Make(shape).total_bytes;
+      const uint64_t row = shape.hidden * 2, weights = shape.top_k * 4;
+      const uint64_t partials = (ranks - 1) * tokens * (row + weights);
+      const uint64_t stage = tokens * (row + weights);
+      const uint64_t pairs = tokens * shape.top_k;
+      const uint64_t tables = pairs * (8 * ranks + 2 * 4) + ranks * ((tokens + 7) / 8) * 8;
+      const uint64_t per_expert = shape.num_experts * (600 + 8 * ranks);
+      EXPECT_GE(bytes, partials + stage + tables);
+      EXPECT_LE(bytes, partials + stage + tables + per_expert + (uint64_t{32} << 10));
+      for (const uint32_t depth : {1u, 7u}) {
+        shape.depth = depth;
+        EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes, bytes);
+      }
+    }
+  }
+}
+
+TEST(GpuHeap, OfFourRanksHas225MiBInModeHtAnd254InBoth) {
+  GroupShape shape = ShapeOf(4, 4096);
+  EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 225u);
+  shape.ll_tokens = 128;
+  EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 254u);
+}
+
+// Sets of mode ll multiply; what mode ht takes beside them does not.
+TEST(GpuHeap, OnlyModeLlTakesMoreForMoreStarts) {
+  GroupShape shape = ShapeOf(4, 4096);
+  shape.ll_tokens = 128;
+  const auto bytes_of = [&](uint32_t depth) {
+    shape.depth = depth;
+    return GpuHeapLayout::Make(shape).total_bytes;
+  };
+  const uint64_t one = bytes_of(2) - bytes_of(1);
+  EXPECT_EQ(bytes_of(7) - bytes_of(6), one);
+  const uint64_t rows = uint64_t{2} * 4 * 128 * 7168 * 2;  // of dispatch and combine, by source
+  EXPECT_GE(one, rows);
+  EXPECT_LE(one, rows * 11 / 10);
+}
+
+}  // namespace
+}  // namespace jax_ep::gpu
