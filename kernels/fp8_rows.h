@@ -12,8 +12,6 @@
 
 namespace jax_ep {
 
-enum class Fp8Scale : int { kF32 = 0, kUe8m0 = 1 };
-
 struct Fp8Rows {
   ElemType elem_type = ElemType::kF32;  // of the rows
   uint64_t hidden = 0;                  // a multiple of block
@@ -22,10 +20,7 @@ struct Fp8Rows {
 
   uint64_t row_bytes() const { return hidden * ElemBytes(elem_type); }
   uint64_t num_blocks() const { return hidden / block; }
-  uint64_t record_bytes() const {
-    constexpr uint64_t kAlign = 32;
-    return AlignUp(hidden + num_blocks() * (scale == Fp8Scale::kF32 ? sizeof(float) : 1), kAlign);
-  }
+  uint64_t record_bytes() const { return RecordBytes(hidden, block, scale); }
 };
 
 // Of `num_rows` rows that follow each other; records need no alignment.

@@ -137,6 +137,22 @@ struct PlanParams {
   PlanOutputs out;
 };
 
+// Rows of a dispatch that travel as FP8 records (docs/semantics.md, "FP8 rows"): the source
+// quantises x, and what arrives is dequantised, or delivered in two arrays. On GPUs only, in whole
+// calls within one node, without y and row_weights, with blocks of 16 * 2^i elements, up to 512.
+// Elsewhere the caller quantises, and records are opaque rows.
+struct Fp8Wire {
+  uint32_t block = 0;  // elements that share a scale; 0: rows travel as they are
+  Fp8Scale scale = Fp8Scale::kF32;
+  // Null: recv_x gets rows [R, H] of elem_type. Else it gets values u8 [R, H], and this the scales:
+  // [R, H / block], or with scales_in_columns the last two axes of [..., R', H / block] exchanged,
+  // where the layout's last axis of rows is R'.
+  std::byte* recv_scales = nullptr;
+  bool scales_in_columns = false;
+
+  bool operator==(const Fp8Wire&) const = default;
+};
+
 // Rows to experts, following a plan. With `y` and `row_weights` it is the backward of a weighted
 // combine: recv_x[r] = row_weights[r] * x[src(r)] and recv_dots[r] = <x[src(r)], y[r]> (f32 sums).
 struct DispatchParams {
@@ -156,6 +172,7 @@ struct DispatchParams {
   std::byte* recv_x = nullptr;             // [R, H], null when x is
   std::span<float> recv_weights;           // [R]; rank_major [N * T * K]; empty when weights are
   std::span<float> recv_dots;              // [R], empty when y is absent
+  Fp8Wire wire = {};
 };
 
 // LL plan and dispatch in one exchange: PlanParams.topk_idx routes, DispatchParams.send_slot and

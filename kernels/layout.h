@@ -18,6 +18,10 @@ enum class Mode : uint8_t { kHt = 0, kLl = 1 };
 
 constexpr uint64_t ElemBytes(ElemType type) { return type == ElemType::kF32 ? 4 : 2; }
 
+// What the scales of FP8 rows are (docs/semantics.md, "FP8 rows").
+enum class Fp8Scale : int { kF32 = 0, kUe8m0 = 1 };
+constexpr uint64_t ScaleBytes(Fp8Scale scale) { return scale == Fp8Scale::kF32 ? 4 : 1; }
+
 // Static description of a group, equal on all of its ranks. A call may have fewer experts or expert
 // slots, shorter rows or another align than the heap was laid out for (Group.view).
 struct GroupShape {
@@ -110,6 +114,11 @@ constexpr uint64_t RowBytes(uint64_t hidden, ElemType type) {
 }
 constexpr uint64_t ScalarBytes(uint64_t num_floats) {
   return AlignUp(num_floats * sizeof(float), kWireUnitBytes);
+}
+// The same of a row that travels in FP8: values, scales of its blocks, zeros.
+constexpr uint64_t RecordBytes(uint64_t hidden, uint64_t block, Fp8Scale scale) {
+  constexpr uint64_t kAlign = 32;
+  return AlignUp(hidden + hidden / block * ScaleBytes(scale), kAlign);
 }
 
 // An array of equal blocks in the heap: block (set, peer) is at At(set, peer).

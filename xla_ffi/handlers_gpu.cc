@@ -12,6 +12,7 @@
 #include "xla_ffi/error.h"
 #include "xla_ffi/gpu_session.h"
 #include "xla_ffi/operations_beside.h"
+#include "xla_ffi/operations_fp8.h"
 #include "xla_ffi/session_table.h"
 #include "xla_ffi/signatures.h"
 
@@ -189,6 +190,12 @@ XLA_FFI_DEFINE_HANDLER(kCombineStart, Ops::CombineStart, signatures::CombineStar
 XLA_FFI_DEFINE_HANDLER(kCombineDone, Ops::CombineDone, signatures::CombineDone<GpuContext>(),
                        kReplayable);
 
+using Fp8 = OperationsFp8<GpuPlatform>;
+XLA_FFI_DEFINE_HANDLER(kDispatchFp8, Fp8::Dispatch, signatures::DispatchFp8<GpuContext>(),
+                       kReplayable);
+XLA_FFI_DEFINE_HANDLER(kLlDispatchFp8, Fp8::LlDispatch, signatures::LlDispatchFp8<GpuContext>(),
+                       kReplayable);
+
 // Mode ht beside other work. Not replayable: in a command buffer XLA starts and ends an
 // asynchronous call at one place.
 using Beside = OperationsBeside<GpuPlatform>;
@@ -204,7 +211,7 @@ XLA_FFI_DEFINE_HANDLER(kCombineScalars, Beside::CombineScalars,
 }  // namespace
 
 std::span<const HandlerRegistration> GpuHandlers() {
-  static const std::array<HandlerRegistration, 16> kHandlers{{
+  static const std::array<HandlerRegistration, 18> kHandlers{{
       {"jax_ep_plan", nullptr, kPlan},
       {"jax_ep_dispatch", nullptr, kDispatch},
       {"jax_ep_ll_dispatch", nullptr, kLlDispatch},
@@ -215,6 +222,8 @@ std::span<const HandlerRegistration> GpuHandlers() {
       {"jax_ep_ll_dispatch_done", nullptr, kLlDispatchDone},
       {"jax_ep_combine_start", nullptr, kCombineStart},
       {"jax_ep_combine_done", nullptr, kCombineDone},
+      {"jax_ep_dispatch_fp8", nullptr, kDispatchFp8},
+      {"jax_ep_ll_dispatch_fp8", nullptr, kLlDispatchFp8},
       {"jax_ep_plan_beside", nullptr, kPlanBeside},
       {"jax_ep_dispatch_rows_beside", nullptr, kDispatchRows},
       {"jax_ep_dispatch_weights_beside", nullptr, kDispatchWeights},

@@ -153,6 +153,41 @@ auto CombineDone() {
       .template Ret<ffi::AnyBuffer>();  // pair_scalars_out
 }
 
+// Dispatches of rows that the kernels quantise (operations_fp8.h). On GPUs only.
+
+template <typename Binding>
+auto Fp8Attributes(Binding binding) {
+  return std::move(binding)
+      .template Attr<int64_t>("pad")
+      .template Attr<int64_t>("block")     // elements that share a scale
+      .template Attr<int64_t>("scale")     // kernels/layout.h Fp8Scale
+      .template Attr<int64_t>("columns");  // 1: a column of recv_scales for each row
+}
+
+template <typename Context>
+auto DispatchFp8() {
+  return Fp8Attributes(Leading<Context>())
+      .template Arg<ffi::AnyBuffer>()   // x [T, H]
+      .template Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // send_slot i32[T, K]
+      .template Arg<ffi::AnyBuffer>()   // recv_src i32[R]
+      .template Arg<ffi::AnyBuffer>()   // recv_topk_idx i32[N, T, K] in rank_major
+      .template Ret<ffi::AnyBuffer>()   // recv_x [R, H], of e4m3fn if there are scales
+      .template Ret<ffi::AnyBuffer>()   // recv_scales: [R, H / block] as Fp8Wire has them, or none
+      .template Ret<ffi::AnyBuffer>();  // recv_weights f32[R]; rank_major f32[N, T, K]
+}
+
+template <typename Context>
+auto LlDispatchFp8() {
+  return PlanResults(Fp8Attributes(Leading<Context>())
+                         .template Arg<ffi::AnyBuffer>()   // x [T, H]
+                         .template Arg<ffi::AnyBuffer>()   // weights f32[T, K]
+                         .template Arg<ffi::AnyBuffer>())  // topk_idx i32[T, K]
+      .template Ret<ffi::AnyBuffer>()                      // recv_x
+      .template Ret<ffi::AnyBuffer>()                      // recv_scales
+      .template Ret<ffi::AnyBuffer>();                     // recv_weights
+}
+
 // Calls of mode ht that run beside other work: one result each, for XLA would wait for a call of
 // several right after its start (jax_ep/_ops/beside.py).
 

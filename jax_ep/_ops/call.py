@@ -22,6 +22,7 @@ class Call:
         pad: what unused rows of a dispatch hold.
         wire: what its rows are quantised to on their way; None: nothing.
         keeps_records: rows arrive as they travelled, not dequantised.
+        scales_in_columns: of those, scales have their last two axes exchanged.
         row_bytes: rows are opaque, and have so many bytes; None: H elements of dtype.
     """
 
@@ -32,6 +33,7 @@ class Call:
     pad: Pad = "zero"
     wire: FP8 | None = None
     keeps_records: bool = False
+    scales_in_columns: bool = False
     row_bytes: int | None = None
 
     @property
@@ -44,7 +46,7 @@ class Call:
         """This call, where what is dispatched are cotangents."""
         config = self.group.config
         wire = config.wire if config.wire_backward else None
-        return dataclasses.replace(self, wire=wire, keeps_records=False)
+        return dataclasses.replace(self, wire=wire, keeps_records=False, scales_in_columns=False)
 
     @property
     def rows(self) -> int:
@@ -84,6 +86,15 @@ class Call:
     def recv_shape(self) -> tuple[int, ...]:
         """Shape of `Received.x`."""
         return (*self.recv_rows_shape, self.hidden)
+
+    @property
+    def scales_shape(self) -> tuple[int, ...]:
+        """Shape of the scales of `Received.x` where it keeps records."""
+        assert self.wire is not None
+        *leading, rows = self.recv_rows_shape
+        num_blocks = self.hidden // self.wire.block
+        last = (num_blocks, rows) if self.scales_in_columns else (rows, num_blocks)
+        return (*leading, *last)
 
     @property
     def recv_rows_shape(self) -> tuple[int, ...]:

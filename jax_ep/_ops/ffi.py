@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jax_ep import _extension, _jax_compat
 from jax_ep._ops import lowering, sharding
 from jax_ep._ops.call import Call
-from jax_ep._ops.operations import BESIDE, CALLS, FOLLOWS, array_types, types_beside
+from jax_ep._ops.operations import (
+    BESIDE,
+    CALLS,
+    FOLLOWS,
+    FP8_CALLS,
+    ArrayType,
+    array_types,
+    types_beside,
+    types_fp8,
+)
 
 TARGETS = {name: f"jax_ep_{name}" for name in CALLS}
 
@@ -73,6 +82,12 @@ def register(platform: str) -> None:
             _registered.add(platform)
 
 
+def _types_of(operation: str) -> Callable[[Call], dict[str, ArrayType]]:
+    if operation in BESIDE:
+        return types_beside
+    return types_fp8 if operation in FP8_CALLS else array_types
+
+
 def run(
     operation: str,
     call: Call,
@@ -91,7 +106,7 @@ def run(
         stream: of XLA's, on which it runs asynchronously; None: in order with all else.
     """
     entry = CALLS[operation]
-    types = (types_beside if operation in BESIDE else array_types)(call)
+    types = _types_of(operation)(call)
     given = {name for name, array in arrays.items() if array is not None}
     like = arrays["topk_idx" if "topk_idx" in given else "send_slot"]
     assert like is not None
@@ -122,6 +137,9 @@ def run(
         "recv_rows": call.rows,
         "has_weights": "weights" in given,
         "has_pair_scalars": "pair_scalars" in given,
+        "block": call.wire.block if call.wire else 0,
+        "scale": call.wire is not None and call.wire.scale == "ue8m0",
+        "columns": call.scales_in_columns,
     }
     operands = [sharding.position(call.group), *map(operand, entry.operands)]
     if stream is not None:

@@ -72,7 +72,15 @@ BESIDE = {
     "combine_scalars_beside": Operation(("pair_scalars", *_SLOTS), ("pair_scalars_out",)),
 }
 
-CALLS = OPERATIONS | BESIDE  # every custom call
+# Whole dispatches whose rows the kernels of GPUs quantise and dequantise (wire.py).
+_FORMAT = ("pad", "block", "scale", "columns")
+_RECEIVED_FP8 = ("recv_x", "recv_scales", "recv_weights")
+FP8_CALLS = {
+    "dispatch_fp8": Operation(("x", "weights", *_ROUTE), _RECEIVED_FP8, _FORMAT),
+    "ll_dispatch_fp8": Operation(("x", "weights", "topk_idx"), (*_PLAN, *_RECEIVED_FP8), _FORMAT),
+}
+
+CALLS = OPERATIONS | BESIDE | FP8_CALLS  # every custom call
 
 # These results exist only if the operand does: dispatch without x delivers no rows.
 FOLLOWS = {
@@ -115,6 +123,18 @@ def types_beside(call: Call) -> dict[str, ArrayType]:
     if call.row_bytes is None:
         types["recv_x"] = ArrayType(call.recv_shape, call.dtype)
     return types | {"packed_plan": ArrayType((packed_plan(call)[1],), jnp.int32)}
+
+
+def types_fp8(call: Call) -> dict[str, ArrayType]:
+    """`array_types` of the calls in FP8_CALLS."""
+    types = array_types(call)
+    if not call.keeps_records:
+        return types | {"recv_scales": ArrayType(None, jnp.float32)}
+    assert call.wire is not None
+    return types | {
+        "recv_x": ArrayType((call.rows, call.hidden), jnp.float8_e4m3fn),
+        "recv_scales": ArrayType(call.scales_shape, call.wire.scale_dtype),
+    }
 
 
 def array_types(call: Call) -> dict[str, ArrayType]:

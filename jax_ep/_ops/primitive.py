@@ -36,8 +36,29 @@ def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any
     entry = OPERATIONS[operation]
     known = {*entry.operands, *entry.carried}
     assert arrays.keys() <= known, f"{operation} knows no {arrays.keys() - known}"
+    with jax.named_scope(f"jax_ep.{operation} ({call.mode})"):
+        return _unrolled(lambda arrays: _choose(operation, call, arrays), arrays)
 
-    unbatched = jax.custom_batching.custom_vmap(lambda arrays: _choose(operation, call, arrays))
+
+def run_call(target: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any]:
+    """Runs one custom call, as `run` does, where the caller has chosen the platform.
+
+    Args:
+        target: its name in `operations.CALLS`.
+        call: what is static in it.
+        **arrays: its operands by the names of that table; what is left out is absent.
+    """
+
+    def run_native(arrays: dict[str, Any]) -> dict[str, Any]:
+        return ffi.run(target, call, to_varying(arrays, operand_axes(call, arrays)))
+
+    with jax.named_scope(f"jax_ep.{target} ({call.mode})"):
+        return _unrolled(run_native, arrays)
+
+
+def _unrolled(function: Callable[[Any], Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    """function(arrays), under vmap for each batch element."""
+    unbatched = jax.custom_batching.custom_vmap(function)
 
     @unbatched.def_vmap
     def unroll(axis_size: int, in_batched: Any, arrays: Any) -> tuple[Any, Any]:
@@ -63,8 +84,7 @@ def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any
             outs = jax.tree.map(lambda *values: jnp.stack(values), *elements)
         return outs, jax.tree.map(lambda _: True, outs)
 
-    with jax.named_scope(f"jax_ep.{operation} ({call.mode})"):
-        results: dict[str, Any] = unbatched(arrays)
+    results: dict[str, Any] = unbatched(arrays)
     return results
 
 

@@ -64,14 +64,16 @@ def dispatch_quantized(
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, name, x, topk_idx, topk_weights, plan, mode, layout, pad
     )
-    call = dataclasses.replace(call, wire=wire, keeps_records=True)
+    call = dataclasses.replace(
+        call, wire=wire, keeps_records=True, scales_in_columns=scales_layout == "columns"
+    )
     if arrays is None and call.mode == "ll":
         arrays, recv_x, recv_weights = vjp.ll_dispatch(call, rows, weights, ids)
         arrays = vjp.name_plan(arrays)
     else:
         arrays = arrays or vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    return results.make_quantized(call, arrays, recv_x, recv_weights, scales_layout)
+    return results.make_quantized(call, arrays, recv_x, recv_weights)
 
 
 def dispatch_bytes(group: Group, payload: jax.Array, plan: Plan, *, pad: Pad = "zero") -> jax.Array:

@@ -74,6 +74,13 @@ def _pack(call: Call, rows: jax.Array) -> jax.Array:
 
 
 def split(call: Call, records: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Records u8[R, B] as values e4m3fn[R, H] and scales as the call wants them."""
+    values, scales = _split(call, records)
+    scales = scales.reshape(*call.recv_rows_shape, scales.shape[-1])
+    return values, jnp.swapaxes(scales, -1, -2) if call.scales_in_columns else scales
+
+
+def _split(call: Call, records: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Records u8[R, B] as values e4m3fn[R, H] and scales [R, H / block]."""
     assert call.wire is not None
     hidden, wire = call.hidden, call.wire
@@ -87,4 +94,4 @@ def split(call: Call, records: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _unpack(call: Call, records: jax.Array) -> jax.Array:
-    return fp8.dequantize(*split(call, records), call.dtype)
+    return fp8.dequantize(*_split(call, records), call.dtype)

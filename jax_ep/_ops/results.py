@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep import _jax_compat
-from jax_ep._ops import records
 from jax_ep._ops.call import Call
 from jax_ep._ops.wire import Records
-from jax_ep._types import Plan, PlanArrays, Quantized, Received, ReceivedQuantized, ScalesLayout
+from jax_ep._types import Plan, PlanArrays, Quantized, Received, ReceivedQuantized
 
 
 def as_plan(call: Call, arrays: PlanArrays) -> Plan:
@@ -39,18 +38,18 @@ def make_quantized(
     arrays: PlanArrays,
     recv_x: jax.Array | Records | None,
     recv_weights: Any,
-    scales_layout: ScalesLayout,
 ) -> ReceivedQuantized:
     """What dispatch_quantized returns."""
     assert isinstance(recv_x, Records)
-    data = _jax_compat.checkpoint_name(poison_bytes(call, arrays, recv_x.data), "jax_ep_recv")
-    values, scales = records.split(call, data)
-    scales = scales.reshape(*call.recv_rows_shape, scales.shape[-1])
+    named = [
+        _jax_compat.checkpoint_name(_poison_float8(call, arrays, part), "jax_ep_recv")
+        for part in (recv_x.values, recv_x.scales)
+    ]
     quantized = Quantized(
-        values=values.reshape(call.recv_shape),
-        scales=jnp.swapaxes(scales, -1, -2) if scales_layout == "columns" else scales,
+        values=named[0].reshape(call.recv_shape),
+        scales=named[1].reshape(call.scales_shape),
         carrier=recv_x.carrier.reshape(call.recv_shape),
-        scales_layout=scales_layout,
+        scales_layout="columns" if call.scales_in_columns else "rows",
     )
     return ReceivedQuantized(x=quantized, **_beside_rows(call, arrays, recv_weights))
 
@@ -85,3 +84,12 @@ def poison_bytes(call: Call, arrays: PlanArrays, data: jax.Array) -> jax.Array:
     if call.group.config.overflow != "poison":
         return data
     return jnp.where(arrays.overflow > 0, jnp.uint8(0xFF), data)
+
+
+def _poison_float8(call: Call, arrays: PlanArrays, part: jax.Array) -> jax.Array:
+    """`poison_bytes` of values or scales."""
+    if call.group.config.overflow != "poison":
+        return part
+    bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
+    ones = ~jnp.zeros((), bits.dtype)
+    return jax.lax.bitcast_convert_type(jnp.where(arrays.overflow > 0, ones, bits), part.dtype)

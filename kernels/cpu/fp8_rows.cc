@@ -82,8 +82,6 @@ inline float LoadScale(Fp8Scale kind, const std::byte* from) {
   return scale;
 }
 
-uint64_t ScaleBytes(Fp8Scale kind) { return kind == Fp8Scale::kF32 ? sizeof(float) : 1; }
-
 template <typename Elem>
 __attribute__((always_inline)) inline void QuantizeBody(const Fp8Rows& format, uint64_t num_rows,
                                                         const std::byte* rows, std::byte* records) {

@@ -1,5 +1,7 @@
 #include "kernels/gpu/checks.h"
 
+#include "kernels/gpu/device/record_format.h"
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/stage_layout.h"
 #include "proxy/abi/command.h"
 
@@ -33,6 +35,29 @@ bool OutputsOfCombineFit(const GroupShape& shape, const CombineParams& params) {
   const uint64_t pairs = static_cast<uint64_t>(params.num_tokens) * shape.top_k;
   return params.send_slot.size() == pairs &&
          (params.pair_scalars_out.empty() || params.pair_scalars_out.size() == pairs);
+}
+
+std::string CheckWire(const GroupShape& shape, const DispatchParams& params) {
+  const Fp8Wire& wire = params.wire;
+  if (wire.block == 0) return "";
+  if (shape.num_nodes() > 1 || params.x == nullptr || params.recv_x == nullptr ||
+      params.y != nullptr || !params.row_weights.empty()) {
+    return "got a wire of FP8 in a call between nodes, without rows, or with y or row_weights; "
+           "quantise before it and send records";
+  }
+  if (!IsBlockOfUnits(wire.block) || shape.hidden % wire.block != 0) {
+    return "got blocks of " + std::to_string(wire.block) + " elements in rows of " +
+           std::to_string(shape.hidden) + ", expected 16 * 2^i, at most 512, that divide them";
+  }
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  if (RecordBytes(shape.hidden, wire.block, wire.scale) > row_bytes) {
+    return "got records that are longer than rows of " + std::to_string(row_bytes) +
+           " bytes; use a larger block";
+  }
+  if (!IsWordAligned(params.recv_x) || !IsWordAligned(wire.recv_scales)) {
+    return "recv_x and recv_scales must be at multiples of 16 bytes";
+  }
+  return "";
 }
 
 }  // namespace
@@ -119,7 +144,7 @@ std::string CheckDispatch(const GroupShape& shape, const DispatchParams& params)
       ((!params.recv_dots.empty() || !params.row_weights.empty()) && params.recv_x == nullptr)) {
     return "recv_dots needs y and rows, row_weights need rows";
   }
-  return "";
+  return CheckWire(shape, params);
 }
 
 std::string CheckCombine(const GroupShape& shape, const CombineParams& params) {
@@ -145,6 +170,7 @@ std::string CheckDispatchStart(const GroupShape& shape, const DispatchParams& pa
   if (params.y != nullptr || !params.row_weights.empty()) {
     return "got a start half of the backward of combine, which has none";
   }
+  if (params.wire.block != 0) return "got a wire of FP8 in a half; quantise before it";
   return "";
 }
 

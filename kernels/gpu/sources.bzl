@@ -4,6 +4,7 @@ KERNELS_GPU = [
     # These take longest, so they come first: no core waits for the last of them.
     "lanes/slot_combine.cu",
     "ll/dispatch/ll_dispatch.cu",
+    "ll/dispatch/ll_dispatch_records.cu",
     "ll/combine/ll_combine.cu",
     "lanes/combine_rows.cu",
     "network/combine.cu",
@@ -14,6 +15,8 @@ KERNELS_GPU = [
     "ht/combine/combine_rows_in_bulk.cu",
     "ht/dispatch/dispatch.cc",
     "ht/dispatch/enter_operation.cu",
+    "ht/dispatch/pull_records.cu",
+    "ht/dispatch/pull_records_in_bulk.cu",
     "ht/dispatch/pull_rows_in_bulk.cu",
     "ht/dispatch/pull_weighted_rows.cu",
     "ht/plan/plan.cu",

@@ -58,5 +58,22 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
   EXPECT_EQ(SmsFor(RowWork::kStore, ShapeOf(4, 2), kTokens, 1u << 30), kFewestSms);
 }
 
+// Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.
+TEST(SmBudget, OfRecordsGrowsWithWhatIsStored) {
+  GroupShape shape = ShapeOf(2, 2);
+  shape.hidden = 7168;
+  shape.elem_type = ElemType::kBf16;
+  const uint64_t wire_bytes = RecordBytes(shape.hidden, 128, Fp8Scale::kF32);
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  const uint64_t rows = 2 * uint64_t{kTokens};  // one per token and rank
+  const uint32_t split = SmsForRecords(shape, kTokens, rows, wire_bytes, shape.hidden);
+  const uint32_t whole = SmsForRecords(shape, kTokens, rows, wire_bytes, row_bytes);
+  EXPECT_GT(split, kFewestSms);
+  EXPECT_GT(whole, split);
+  EXPECT_LT(whole, kMostSms);
+  EXPECT_EQ(SmsForRecords(shape, kTokens, 10 * kTokens, wire_bytes, row_bytes), kMostSms);
+  EXPECT_EQ(SmsForRecords(ShapeOf(1, 1), kTokens, rows, wire_bytes, row_bytes), kMostSms);
+}
+
 }  // namespace
 }  // namespace jax_ep::gpu

@@ -5,6 +5,7 @@ TESTING = [
     "gpu_team.cc",
     "push_scenario.cc",
     "scenario.cc",
+    "wire_scenario.cc",
 ]
 
 TESTS = [
@@ -25,5 +26,6 @@ TESTS = [
     "sm_budget_test.cc",
     "token_slices_test.cc",
     "view_gpu_test.cc",
+    "wire_gpu_test.cc",
     "wrap_gpu_test.cc",
 ]

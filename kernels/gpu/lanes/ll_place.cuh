@@ -42,10 +42,11 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
     }
     if (IsPushed(params, source)) num_remote_words += range.end - range.begin;
     const SourceWords::Rows rows = words.RowsOf(source);
-    Rows::Place(params, rows.begin + token * rows.pitch, item.rows, num_rows, range);
+    Rows::Place(params, rows.begin + token * rows.pitch, IsPushed(params, source), item.rows,
+                num_rows, range);
   }
   if (LaneId() == 0 && num_remote_words > 0) {
-    CountUp(&ControlOf(device)->bytes_pulled, num_remote_words * sizeof(typename Rows::Word));
+    CountUp(&ControlOf(device)->bytes_pulled, num_remote_words * Rows::kWireBytes);
   }
 }
 

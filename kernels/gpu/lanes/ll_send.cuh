@@ -21,7 +21,7 @@ __device__ inline void PublishPiece(const LlDispatchKernelParams& params, const 
 
 // A warp takes a piece of a row to all destinations of its token.
 template <typename Word>
-__device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
+__device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& slot) {
   const DeviceRank& device = params.device;
   const PushArea& area = device.layout.ll_dispatch;
   const uint32_t num_ranks = device.shape.num_ranks;
@@ -47,7 +47,7 @@ __device__ void Send(const LlDispatchKernelParams& params, const CallSlot& slot)
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
     const Destinations destinations(params, token);
     LaneWords<Word> words;
-    const std::byte* from = params.x + token * params.row_bytes;
+    const std::byte* from = params.x + token * params.x_bytes;
     words.Load(from, range.begin, range.end);
     const uint64_t dests = destinations.Mask() & reachable;
     for (uint32_t first = range.begin;; words.Load(from, first, range.end)) {

@@ -19,6 +19,8 @@ inline constexpr uint64_t kChunkTokens = 8;
 // Blocks that may count the pairs of a plan.
 inline constexpr uint64_t kMaxPlanBlocks = 64;
 
+// Tokens of one flag of a dispatch whose rows are quantised.
+inline constexpr uint64_t kRecordTokens = 2;
 // Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
 inline constexpr uint64_t kMostTokenSlices = 8;
 
@@ -38,6 +40,7 @@ struct alignas(64) Control {
   // Items of each slice of the running dispatch that have been taken, besides the first of each
   // warp; 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
+  uint32_t chunks_taken;    // of the running dispatch whose rows are quantised; 0 between such
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
   // Of operations with an open end (open_end.cuh): blocks of all that came before the one of
   // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
@@ -137,6 +140,8 @@ struct GpuHeapLayout {
   // From here on not kept. Written by peers, by source rank.
   uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
   uint64_t num_chunks = 0;
+  uint64_t record_flags = 0;  // u64 [N][num_record_chunks]: newest dispatch that quantised them
+  uint64_t num_record_chunks = 0;
   uint64_t records = 0;  // DispatchRecord [N]
   // Written by this rank's plans: u64 [E_l] (RankCounters).
   uint64_t pairs_per_expert = 0;
@@ -155,7 +160,7 @@ struct GpuHeapLayout {
   // Read by peers.
   uint64_t plan_list = 0;      // i32 [T * K]
   HeapArea plan_entries;       // [2]: PairEntry [T * K]; groups of one node
-  uint64_t stage_rows = 0;     // [T, H]
+  uint64_t stage_rows = 0;     // [T, H], or records [T]
   uint64_t stage_weights = 0;  // f32 [T * K]
   // Private.
   uint64_t pair_ranks = 0;     // i32 [T * K]: pairs of the same expert before it in its block
@@ -213,6 +218,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.kept_bytes = end;
   layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
   layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
+  layout.num_record_chunks = (ht_tokens + kRecordTokens - 1) / kRecordTokens;
+  layout.record_flags = take(num_ranks * layout.num_record_chunks * sizeof(uint64_t));
   layout.records = take(num_ranks * sizeof(DispatchRecord));
   layout.num_local_experts = shape.experts_per_rank();
   layout.pairs_per_expert = take(layout.num_local_experts * sizeof(uint64_t));

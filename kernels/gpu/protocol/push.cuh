@@ -1,6 +1,7 @@
 // What kernels that push rows into peers' slot sets share: pieces of rows and their flags.
 #pragma once
 
+#include "kernels/gpu/device/record_format.h"
 #include "kernels/gpu/protocol/row_index.cuh"
 #include "kernels/gpu/protocol/slot_sets.cuh"
 
@@ -31,6 +32,14 @@ inline Pieces CutRow(const GroupShape& shape, uint64_t row_bytes, uint64_t wante
   const uint64_t count = wanted < 1 ? 1 : (wanted > kMaxPieces ? kMaxPieces : wanted);
   return {.count = static_cast<uint32_t>(count),
           .num_words = static_cast<uint32_t>((num_units + count - 1) / count * unit / word_bytes)};
+}
+
+// The same of a row that travels as a record, in units: `wanted` pieces of whole blocks.
+inline Pieces CutUnits(const RecordFormat& format, uint64_t wanted) {
+  const uint64_t count = wanted < 1 ? 1 : (wanted > kMaxPieces ? kMaxPieces : wanted);
+  const uint64_t units = (format.num_units + count - 1) / count;
+  return {.count = static_cast<uint32_t>(count),
+          .num_words = static_cast<uint32_t>(AlignUp(units, format.units_per_block))};
 }
 
 // Offset of a flag in the heap of the rank that `source` pushes to.

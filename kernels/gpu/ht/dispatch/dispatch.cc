@@ -2,11 +2,13 @@
 // final places.
 //
 //   EnterOperation (enter_operation.cu): entry flag to the peers, row index.
-//   PullRows (lanes/pull_rows.cu, pull_rows_in_bulk.cu, with weights pull_weighted_rows.cu): waits
+//   PullRows (lanes/pull_rows.cu, pull_rows_in_bulk.cu, with weights pull_weighted_rows.cu, of rows
+//   that travel quantised pull_records.cu, pull_records_in_bulk.cu): waits
 //   for all entry flags; each warp takes (source, token) pairs, reads the row once and writes it to
 //   all its places; the last warps of a block zero padding and fetch weights; the last block
 //   exchanges the tail flags. Over several nodes it runs once per slice of the tokens
 //   (network/dispatch.cu).
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -20,6 +22,13 @@ namespace jax_ep::gpu {
 namespace {
 
 const char* LaunchPull(RankHandle& rank, const PullParams& params, cudaStream_t stream) {
+  if (params.x != nullptr) {
+#if JAX_EP_BULK_COPIES
+    const char* error = nullptr;
+    if (rank.use_bulk_copies && LaunchPullRecordsInBulk(rank, params, stream, &error)) return error;
+#endif
+    return LaunchPullRecords(rank, params, stream);
+  }
   if (params.row_weights != nullptr || params.recv_dots != nullptr) {
     return LaunchPullWeightedRows(rank, params, stream);
   }
@@ -31,13 +40,37 @@ const char* LaunchPull(RankHandle& rank, const PullParams& params, cudaStream_t 
   return LaunchPullRows(params, stream);
 }
 
+// What is different where rows travel as records.
+void TakeRecords(const RankHandle& rank, const DispatchParams& call, PullParams& params) {
+  const GroupShape& shape = rank.device.shape;
+  const Fp8Wire& wire = call.wire;
+  params.x = call.x;
+  params.format = FormatOf(shape.hidden, wire.block, wire.scale);
+  params.wire_bytes = RecordBytes(shape.hidden, wire.block, wire.scale);
+  if (wire.recv_scales != nullptr) params.row_bytes = shape.hidden;
+  params.scales = {
+      .scales = wire.recv_scales,
+      .num_blocks = params.format.num_blocks(),
+      .rows_in_column = wire.scales_in_columns
+                            ? RowsOfMatrix(shape, call.layout, call.num_tokens, params.recv_rows)
+                            : 0};
+  if (!rank.has_budget) return;
+  const int64_t num_rows =
+      call.zero_padding ? call.recv_rows : MeanRows(shape, call.num_tokens, call.recv_rows);
+  params.max_blocks = std::min(
+      rank.num_sms, SmsForRecords(shape, params.num_tokens, static_cast<uint64_t>(num_rows),
+                                  params.wire_bytes, params.row_bytes));
+}
+
 }  // namespace
 
 const char* PrepareDispatchKernels(const RankHandle& rank) {
   if (const char* error = PreparePullRows(rank)) return error;
+  if (const char* error = PreparePullRecords(rank)) return error;
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) {
     if (const char* error = PreparePullRowsInBulk(rank)) return error;
+    if (const char* error = PreparePullRecordsInBulk(rank)) return error;
   }
 #endif
   return PreparePullWeightedRows(rank);
@@ -48,15 +81,17 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
   if (std::string wrong = CheckDispatch(shape, call); !wrong.empty()) {
     return KeepText("dispatch: " + std::move(wrong));
   }
-  if (const char* error = LaunchEntry(rank,
-                                      {.device = rank.device,
-                                       .operation = Operation::kDispatch,
-                                       .recv_src = call.recv_src.data(),
-                                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                                       .num_tokens = static_cast<uint64_t>(call.num_tokens),
-                                       .x = call.recv_x == nullptr ? nullptr : call.x,
-                                       .weights = call.weights.data()},
-                                      stream)) {
+  const bool has_records = call.wire.block != 0;
+  if (const char* error =
+          LaunchEntry(rank,
+                      {.device = rank.device,
+                       .operation = Operation::kDispatch,
+                       .recv_src = call.recv_src.data(),
+                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                       .num_tokens = static_cast<uint64_t>(call.num_tokens),
+                       .x = has_records || call.recv_x == nullptr ? nullptr : call.x,
+                       .weights = call.weights.data()},
+                      stream)) {
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
@@ -76,6 +111,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
                     .num_tokens = num_tokens,
                     .recv_rows = static_cast<uint64_t>(call.recv_rows),
                     .row_bytes = row_bytes,
+                    .wire_bytes = row_bytes,
                     .max_blocks = MostBlocks(rank, work, call.num_tokens, num_rows),
                     .recv_src = call.recv_src.data(),
                     .recv_topk_idx = call.recv_topk_idx.data(),
@@ -84,6 +120,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
                     .y = call.y,
                     .row_weights = DataOrNull(call.row_weights),
                     .recv_dots = DataOrNull(call.recv_dots)};
+  if (has_records) TakeRecords(rank, call, params);
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(num_tokens, number, num_slices);
     if (shape.num_nodes() > 1) {

@@ -35,7 +35,9 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
            (place >> 1) + num_bytes);
       *is_ok = 0;
     };
-    if (params.recv_x != nullptr) check(records[peer].x, params.num_tokens * params.row_bytes);
+    if (params.recv_x != nullptr && params.x == nullptr) {
+      check(records[peer].x, params.num_tokens * params.row_bytes);
+    }
     if (params.recv_weights != nullptr) {
       check(records[peer].weights, params.num_tokens * device.shape.top_k * sizeof(float));
     }
@@ -301,7 +303,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
                                   uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
   if (LaneId() == 0 && num_pulled > 0) {
-    CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.row_bytes);
+    CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.wire_bytes);
   }
   if (!params.slice.IsLast() || !LastToArrive(device, shared_flag)) return;
   const uint64_t value = FlagValue(sequence, Operation::kDispatch, device.program);
@@ -311,9 +313,12 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     PoisonBytes(params.recv_x, rows * params.row_bytes);
     PoisonBytes(params.recv_weights, rows * cells * sizeof(float));
     PoisonBytes(params.recv_dots, rows * sizeof(float));
+    PoisonBytes(params.scales.scales,
+                rows * params.format.num_blocks() * params.format.scale_bytes());
   }
   if (threadIdx.x == 0) {
     CountUp(&ControlOf(device)->dispatches, 1);
+    ControlOf(device)->chunks_taken = 0;
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
     EndOperation(device, sequence);
   }

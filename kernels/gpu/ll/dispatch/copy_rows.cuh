@@ -4,7 +4,9 @@
 #include <type_traits>
 
 #include "kernels/gpu/device/elements.cuh"
-#include "kernels/gpu/ll/dispatch/params.cuh"
+#include "kernels/gpu/lanes/ll_send.cuh"
+#include "kernels/gpu/ll/dispatch/place_bulk.cuh"
+#include "kernels/gpu/ll/dispatch/send_bulk.cuh"
 
 namespace jax_ep::gpu::ll {
 
@@ -14,9 +16,24 @@ struct PlainRows {
   using Word = W;
   static constexpr bool kTakesWholeRows = false;
   static constexpr bool kFitBulkCopies = std::is_same_v<Word, uint4>;
+  static constexpr uint32_t kWireBytes = sizeof(Word);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using Sender = RowSender;
+
+  __device__ static void PlaceInBulk(const LlDispatchKernelParams& params, const CallSlot& slot,
+                                     const SourceWords& words, const TokenPartition& partition,
+                                     const RowIndex& index, PlacedRows& item) {
+    PlaceRowsInBulk(params, slot, words, partition, index, item);
+  }
+#endif
+
+  __device__ static void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
+    SendRows<Word>(params, slot);
+  }
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
-                               const int32_t* rows, uint32_t num_rows, WordRange range) {
+                               bool /*is_pushed*/, const int32_t* rows, uint32_t num_rows,
+                               WordRange range) {
     LaneWords<Word> words;
     for (uint32_t first = range.begin; first < range.end; first += words.kStep) {
       words.Load(from, first, range.end);
@@ -35,9 +52,18 @@ struct WeightedRows {
   using Word = typename WordOf<Elem, kIsVectorised>::Type;
   static constexpr bool kTakesWholeRows = true;  // dot products have one order
   static constexpr bool kFitBulkCopies = false;
+  static constexpr uint32_t kWireBytes = sizeof(Word);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  using Sender = RowSender;
+#endif
+
+  __device__ static void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
+    SendRows<Word>(params, slot);
+  }
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
-                               const int32_t* rows, uint32_t num_rows, WordRange range) {
+                               bool /*is_pushed*/, const int32_t* rows, uint32_t num_rows,
+                               WordRange range) {
     constexpr uint32_t kElems = WordOf<Elem, kIsVectorised>::kElems;
     for (uint32_t copy = 0; copy < num_rows; ++copy) {
       const auto row = static_cast<uint64_t>(rows[copy]);

@@ -12,73 +12,15 @@
 //   done, and network/slots.cu sends and takes in what crosses nodes.
 #include <algorithm>
 
-#include "kernels/gpu/lanes/ll_send.cuh"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/ll/dispatch/copy_rows.cuh"
-#include "kernels/gpu/ll/dispatch/receive.cuh"
-#include "kernels/gpu/ll/dispatch/send_bulk.cuh"
+#include "kernels/gpu/ll/dispatch/kernel.cuh"
 #include "kernels/gpu/network/launchers.h"
-#include "kernels/gpu/protocol/open_end.cuh"
 
 namespace jax_ep::gpu {
 namespace {
 
 using namespace ll;
-
-template <typename Rows>
-__global__ void __launch_bounds__(kThreads, 1)
-    LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
-  __shared__ BlockCall call;
-  __shared__ uint32_t shared_flag;
-  __shared__ PlacedRows items[kWarps];
-  const DeviceRank& device = params.device;
-  const uint64_t sequence = SequenceOf(device);
-  const OpenEnd end(device);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  __shared__ BulkRows bulk_rows;
-  const bool sends_in_bulk = blockIdx.x < params.num_send_blocks && params.num_bulk_warps > 0;
-  BulkSender bulk_sender(params, bulk_rows, sends_in_bulk);
-  if (sends_in_bulk) bulk_sender.Begin();
-#else
-  constexpr bool sends_in_bulk = false;
-#endif
-  BeginCall(device, kKind, params.part, params.operation, params.epoch_in,
-            blockIdx.x < params.num_send_blocks, call);
-  const CallSlot& slot = call.slot;
-  [[maybe_unused]] bool has_sent = false;  // read where there are bulk copies
-  if (slot.is_ok != 0) {
-    if (blockIdx.x >= params.num_send_blocks) {
-      Receive<Rows>(params, slot, items);
-    } else if (WaitReusable(device, kKind, params.operation, call, &shared_flag)) {
-      has_sent = true;
-      if (!sends_in_bulk) Send<typename Rows::Word>(params, slot);
-    }
-  }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
-#endif
-  const auto end_operation = [&] {
-    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
-    if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
-    UpdateSet(device, kKind, params.part, slot, sequence);
-    EndOperation(device, sequence);
-  };
-  if (HasOpenEnd(device, params.part)) {
-    // The last warp has neither rows to send nor, where there are many, to place.
-    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
-    if (end.EndBlock()) Poison(params);
-    return;
-  }
-  if (!LastToArrive(device, &shared_flag)) return;
-  if (threadIdx.x == 0) end_operation();
-  if (HasFailed(device)) {
-    if (params.part != CallPart::kStart) Poison(params);
-  } else if (params.part == CallPart::kDone) {
-    SignalConsumed(device, kKind, sequence);
-  }
-}
-
-using Kernel = void (*)(LlDispatchKernelParams);
 
 template <typename Elem>
 Kernel WeightedKernelOf(bool is_vectorised) {
@@ -126,29 +68,34 @@ uint64_t PlanBytes(const RankHandle& rank) {
   return AlignUp(bytes, kBulkAlign);
 }
 
-// Rows, `most` at most, that a block has room for beside `other_bytes` in its shared memory.
-uint32_t BulkRowsOf(const RankHandle& rank, uint64_t other_bytes, uint32_t most) {
-  const GroupShape& shape = rank.device.shape;
-  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
+// Rows of `row_bytes`, `most` at most, that a block has room for beside `other_bytes` in its shared
+// memory.
+uint32_t BulkRowsOf(const RankHandle& rank, uint64_t row_bytes, uint64_t other_bytes,
+                    uint32_t most) {
   if (!rank.use_bulk_copies || row_bytes % kWireUnitBytes != 0) return 0;
   const uint64_t available = MostSharedBytes(rank);
   if (available < other_bytes) return 0;
   return static_cast<uint32_t>(std::min<uint64_t>((available - other_bytes) / row_bytes, most));
 }
-constexpr uint32_t kMostSendWarps = 4;
-uint32_t SendWarpsOf(const RankHandle& rank) {
-  return BulkRowsOf(rank, 0, kMostSendWarps * kSendSlots) / kSendSlots;
-}
+// Few, so that rows arrive one after the other; of those that quantise more, which is slower.
+constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 8;
 constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
-uint32_t PlaceWarpsOf(const RankHandle& rank) {
-  return BulkRowsOf(rank, PlanBytes(rank), kMostPlaceWarps);
-}
 
-uint32_t SharedBytes(const RankHandle& rank, uint32_t num_send_warps, uint32_t num_place_warps) {
-  const GroupShape& shape = rank.device.shape;
+// The part of a row's way that depends on how it travels.
+struct RowSizes {
+  uint64_t row_bytes;    // in recv_x
+  uint64_t wire_bytes;   // sent
+  uint64_t place_bytes;  // of shared memory, for a warp that places it in bulk
+};
+RowSizes SizesOf(const GroupShape& shape, const Fp8Wire& wire) {
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  return static_cast<uint32_t>(std::max(num_send_warps * kSendSlots * row_bytes,
-                                        PlanBytes(rank) + num_place_warps * row_bytes));
+  if (wire.block == 0) return {row_bytes, row_bytes, row_bytes};
+  const bool are_split = wire.recv_scales != nullptr;
+  RowSizes sizes{.row_bytes = are_split ? shape.hidden : row_bytes,
+                 .wire_bytes = RecordBytes(shape.hidden, wire.block, wire.scale)};
+  sizes.place_bytes =
+      PlaceRecordBytesOf(shape.elem_type, are_split, sizes.wire_bytes, sizes.row_bytes);
+  return sizes;
 }
 
 }  // namespace
@@ -168,6 +115,10 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
       if (const char* error = PrepareKernel(kernel, most_bytes)) return error;
     }
   }
+  for (const bool are_split : {false, true}) {
+    const Kernel kernel = RecordKernelOf(shape.elem_type, are_split);
+    if (const char* error = PrepareKernel(kernel, most_bytes)) return error;
+  }
   return nullptr;
 }
 
@@ -183,24 +134,34 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     if (error != nullptr) return error;
     return LaunchLlDispatch(rank, plan, call, CallPart::kDone, epoch, nullptr, stream);
   }
-  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  const bool is_vectorised = HasWholeWords(row_bytes, {call.x, call.recv_x, call.y});
+  const bool has_records = call.wire.block != 0;
+  const uint64_t x_bytes = shape.hidden * ElemBytes(shape.elem_type);
+  const RowSizes sizes = SizesOf(shape, call.wire);
+  const bool is_vectorised = has_records || HasWholeWords(x_bytes, {call.x, call.recv_x, call.y});
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
   constexpr uint64_t kPieceBytes = 4096;
-  const Pieces pieces = CutRow(shape, row_bytes, kPieceBytes, word_bytes);
+  const RecordFormat format =
+      has_records ? FormatOf(shape.hidden, call.wire.block, call.wire.scale) : RecordFormat{};
+  const Pieces pieces = has_records ? CutUnits(format, DivideUp(x_bytes, kPieceBytes))
+                                    : CutRow(shape, x_bytes, kPieceBytes, word_bytes);
 
-  LlDispatchKernelParams params{.device = rank.device,
-                                .part = part,
-                                .is_routed = plan != nullptr,
-                                .zero_padding = call.zero_padding,
-                                .pieces = pieces,
-                                .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
-                                .row_bytes = row_bytes,
-                                .x = call.x,
-                                .weights = DataOrNull(call.weights),
-                                .given_slots = call.send_slot.data(),
-                                .epoch_in = epoch_in,
-                                .epoch_out = epoch_out};
+  LlDispatchKernelParams params{
+      .device = rank.device,
+      .part = part,
+      .is_routed = plan != nullptr,
+      .zero_padding = call.zero_padding,
+      .pieces = pieces,
+      .row_words = has_records ? format.num_units : static_cast<uint32_t>(x_bytes / word_bytes),
+      .row_bytes = sizes.row_bytes,
+      .x_bytes = x_bytes,
+      .wire_bytes = sizes.wire_bytes,
+      .x = call.x,
+      .weights = DataOrNull(call.weights),
+      .given_slots = call.send_slot.data(),
+      .format = format,
+      .scales = {.scales = call.wire.recv_scales, .num_blocks = format.num_blocks()},
+      .epoch_in = epoch_in,
+      .epoch_out = epoch_out};
   const bool is_start = part == CallPart::kStart;
   params.operation = part == CallPart::kWhole ? Operation::kLlDispatch
                      : is_start               ? Operation::kLlDispatchStart
@@ -213,6 +174,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   planner.layout = plan != nullptr ? plan->layout : call.layout;
   planner.num_tokens = static_cast<uint32_t>(call.num_tokens);
   planner.recv_rows = static_cast<int32_t>(plan != nullptr ? plan->recv_rows : call.recv_rows);
+  if (call.wire.scales_in_columns) {
+    params.scales.rows_in_column = RowsOfMatrix(shape, planner.layout, call.num_tokens,
+                                                static_cast<uint64_t>(planner.recv_rows));
+  }
   if (planner.layout == Layout::kExpertMajor ||
       (planner.layout == Layout::kExpertBatched && BatchedPlanBytes(rank) == 0)) {
     const uint64_t num_pairs = call.num_tokens * shape.top_k * shape.num_ranks;
@@ -241,7 +206,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
         .is_routed = params.is_routed,
         .num_tokens = planner.num_tokens,
         .header = HeaderOf(params, params.operation, rank.device.program),
-        .row_bytes = row_bytes,
+        .row_bytes = x_bytes,
         .x = params.has_rows ? params.x : nullptr,
         .ids = params.is_routed ? params.topk_idx : params.given_slots,
         .weights = params.has_weights ? params.weights : nullptr};
@@ -260,13 +225,14 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
   const uint64_t num_dests = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
   if (is_vectorised && part == CallPart::kWhole && num_dests > 0) {
-    params.num_bulk_warps = SendWarpsOf(rank);
+    const uint32_t most = has_records ? kMostRecordSendWarps : kMostSendWarps;
+    params.num_bulk_warps = BulkRowsOf(rank, sizes.wire_bytes, 0, most * kSendSlots) / kSendSlots;
   }
   const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
   constexpr int64_t kFewestPlaced = 64;  // measured: lanes place fewer tokens as quickly
   if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted &&
       call.num_tokens >= kFewestPlaced) {
-    params.num_place_warps = PlaceWarpsOf(rank);
+    params.num_place_warps = BulkRowsOf(rank, sizes.place_bytes, PlanBytes(rank), kMostPlaceWarps);
     params.place_offset = static_cast<uint32_t>(PlanBytes(rank));
   }
   const uint64_t word_items = NumWordItems(params);
@@ -305,9 +271,13 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       blocks = num_totals_blocks + blocks_for(receive_items, rank.ll_blocks - num_totals_blocks);
       break;
   }
-  const uint32_t shared_bytes = SharedBytes(rank, params.num_bulk_warps, params.num_place_warps);
-  KernelOf(shape.elem_type, is_vectorised,
-           is_weighted)<<<blocks, kThreads, shared_bytes, stream>>>(params);
+  const auto shared_bytes =
+      static_cast<uint32_t>(std::max(params.num_bulk_warps * kSendSlots * sizes.wire_bytes,
+                                     PlanBytes(rank) + params.num_place_warps * sizes.place_bytes));
+  const Kernel kernel = has_records
+                            ? RecordKernelOf(shape.elem_type, call.wire.recv_scales != nullptr)
+                            : KernelOf(shape.elem_type, is_vectorised, is_weighted);
+  kernel<<<blocks, kThreads, shared_bytes, stream>>>(params);
   return LaunchResult("LlDispatch");
 }
 

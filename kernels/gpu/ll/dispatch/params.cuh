@@ -5,6 +5,7 @@
 // What the parts of an LL dispatch share: parameters, and copies by one warp.
 #pragma once
 
+#include "kernels/gpu/device/record_format.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/ll/plan/params.cuh"
 #include "kernels/gpu/protocol/push.cuh"
@@ -31,7 +32,9 @@ struct LlDispatchKernelParams {
   uint32_t place_offset;     // of their room, behind the plan's shared memory
   Pieces pieces;
   uint32_t row_words;
-  uint64_t row_bytes;
+  uint64_t row_bytes;          // of recv_x
+  uint64_t x_bytes;            // of a row of x
+  uint64_t wire_bytes;         // of a row that is sent
   const std::byte* x;          // [T, H] or null
   const int32_t* topk_idx;     // [T * K], routed
   const float* weights;        // [T * K] or null
@@ -42,6 +45,8 @@ struct LlDispatchKernelParams {
   const std::byte* y;          // [R, H] or null
   const float* row_weights;    // [R] or null
   float* recv_dots;            // [R] or null
+  RecordFormat format;         // rows that travel as records: words are units then
+  ScalesPlace scales;          // likewise
   const int32_t* epoch_in;     // done
   int32_t* epoch_out;          // start
 };

@@ -2,6 +2,7 @@
 // weights, and the wait for its pieces. place_bulk.cuh copies in bulk, lanes/ll_place.cuh by lanes.
 #pragma once
 
+#include "kernels/gpu/device/deliver_records.cuh"
 #include "kernels/gpu/ll/dispatch/source_words.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -113,6 +114,7 @@ __device__ void ZeroUnusedRow(const LlDispatchKernelParams& params, uint32_t sou
   if (params.plan.layout != Layout::kRankMajor || !params.zero_padding) return;
   const uint64_t row = static_cast<uint64_t>(source) * params.plan.num_tokens + token;
   WarpZeroWords<Word>(params.recv_x + row * params.row_bytes, range);
+  if (range.begin == 0) ZeroScales(params.format, params.scales, row);
 }
 
 }  // namespace jax_ep::gpu::ll

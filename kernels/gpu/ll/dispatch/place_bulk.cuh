@@ -8,9 +8,9 @@ namespace jax_ep::gpu::ll {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 // All threads of the block.
-__device__ inline void PlaceInBulk(const LlDispatchKernelParams& params, const CallSlot& slot,
-                                   const SourceWords& words, const TokenPartition& partition,
-                                   const RowIndex& index, PlacedRows& item) {
+__device__ inline void PlaceRowsInBulk(const LlDispatchKernelParams& params, const CallSlot& slot,
+                                       const SourceWords& words, const TokenPartition& partition,
+                                       const RowIndex& index, PlacedRows& item) {
   __shared__ uint64_t barriers[kWarps];
   const DeviceRank& device = params.device;
   const uint32_t warp = WarpId();

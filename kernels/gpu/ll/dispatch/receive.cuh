@@ -60,6 +60,7 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const RowShare&
     for (uint32_t lane = 0; lane < kWarpSize; ++lane) {
       if ((unused >> lane & 1) == 0) continue;
       WarpZeroWords<Word>(params.recv_x + (first + lane) * params.row_bytes, {0, params.row_words});
+      ZeroScales(params.format, params.scales, first + lane);
     }
   }
   num_used = WarpSum(num_used);
@@ -122,7 +123,7 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (Rows::kFitBulkCopies) {
     if (params.num_place_warps > 0) {
-      PlaceInBulk(params, slot, words, partition, index, items[WarpId()]);
+      Rows::PlaceInBulk(params, slot, words, partition, index, items[WarpId()]);
       return;
     }
   }
@@ -138,6 +139,8 @@ __device__ inline void Poison(const LlDispatchKernelParams& params) {
   PoisonBytes(params.recv_x, rows * params.row_bytes);
   PoisonBytes(params.recv_weights, cells * sizeof(float));
   PoisonBytes(params.recv_dots, rows * sizeof(float));
+  PoisonBytes(params.scales.scales,
+              rows * params.format.num_blocks() * params.format.scale_bytes());
   if (!params.is_routed) return;
   PoisonPlan(shape, params.plan.layout, static_cast<uint64_t>(params.plan.num_tokens) * shape.top_k,
              rows, params.plan.out);

@@ -22,10 +22,10 @@ struct BulkRows {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-class BulkSender {
+class RowSender {
  public:
   // is_sender: the block will send, else nothing is asked of this.
-  __device__ BulkSender(const LlDispatchKernelParams& params, BulkRows& shared, bool is_sender)
+  __device__ RowSender(const LlDispatchKernelParams& params, BulkRows& shared, bool is_sender)
       : params_(params),
         shared_(shared),
         num_warps_(params.num_bulk_warps),
@@ -47,8 +47,23 @@ class BulkSender {
 
   // All threads of the block, after it.
   __device__ void Send(const CallSlot& slot) {
+    SendBeside(slot, [&] { SendRows(slot); });
+  }
+
+  // All threads of the block, instead of Send: a block must not end with copies on their way to it.
+  __device__ void GiveUp() {
+    if (LaneId() != 0 || WarpId() >= num_warps_) return;
+    for (uint32_t round = 0; round < kSendSlots; ++round) {
+      if (TokenOf(round) < num_tokens_) BarrierWait(&shared_.loaded[WarpId()][round], 0);
+    }
+  }
+
+ protected:
+  // All threads of the block: the row warps call send_rows().
+  template <typename SendRowsOf>
+  __device__ void SendBeside(const CallSlot& slot, SendRowsOf&& send_rows) {
     if (WarpId() < num_warps_) {
-      SendRows(slot);
+      send_rows();
     } else if (WarpId() < num_warps_ + kFlagPublishers) {
       shared_.flags.Publish(
           WarpId() - num_warps_, NumRounds(),
@@ -64,15 +79,6 @@ class BulkSender {
     }
   }
 
-  // All threads of the block, instead of Send: a block must not end with copies on their way to it.
-  __device__ void GiveUp() {
-    if (LaneId() != 0 || WarpId() >= num_warps_) return;
-    for (uint32_t round = 0; round < kSendSlots; ++round) {
-      if (TokenOf(round) < num_tokens_) BarrierWait(&shared_.loaded[WarpId()][round], 0);
-    }
-  }
-
- private:
   __device__ uint32_t TokenOf(uint32_t round) const {
     return round * stride_ + WarpId() * params_.num_send_blocks + blockIdx.x;
   }
@@ -80,7 +86,7 @@ class BulkSender {
   __device__ uint32_t NumRounds() const { return CountStrided(blockIdx.x, stride_, num_tokens_); }
   __device__ std::byte* RowAt(uint32_t slot) const {
     return reinterpret_cast<std::byte*>(shared_ints) +
-           (WarpId() * kSendSlots + slot) * params_.row_bytes;
+           (WarpId() * kSendSlots + slot) * params_.wire_bytes;
   }
   // One lane.
   __device__ void LoadRow(uint32_t round, uint32_t slot) const {
@@ -89,7 +95,7 @@ class BulkSender {
     const auto row_bytes = static_cast<uint32_t>(params_.row_bytes);
     uint64_t* barrier = &shared_.loaded[WarpId()][slot];
     BarrierExpectBytes(barrier, row_bytes);
-    BulkLoad(RowAt(slot), params_.x + token * params_.row_bytes, row_bytes, barrier);
+    BulkLoad(RowAt(slot), params_.x + token * params_.x_bytes, row_bytes, barrier);
   }
   // One warp. The other ranks that a token goes to.
   __device__ uint64_t Others(const Destinations& dests) const {
@@ -126,7 +132,7 @@ class BulkSender {
       const uint32_t dest = (device.rank + 1 + (step + token) % (num_ranks - 1)) % num_ranks;
       if ((dests >> dest & 1) == 0) continue;
       BulkStore(HeapAt<std::byte>(device, dest, place), row,
-                static_cast<uint32_t>(params_.row_bytes));
+                static_cast<uint32_t>(params_.wire_bytes));
     }
     BulkCommit();
   }

@@ -45,7 +45,7 @@ class SourceWords {
     return DataOf(source, word, LoadRelaxedSys(word));
   }
   __device__ Rows RowsOf(uint32_t source) const {
-    if (IsInPlace(source)) return {params_.x, params_.row_bytes};
+    if (IsInPlace(source)) return {params_.x, params_.x_bytes};
     const PushArea& area = params_.device.layout.ll_dispatch;
     return {OwnHeapAt<std::byte>(params_.device, area.blocks.At(set_, source)) + area.rows,
             area.pitch};

@@ -1,0 +1,42 @@
+// The senders of an LL dispatch whose rows travel quantised, without bulk copies: a warp quantises
+// a piece of a row and stores it at all destinations of its token.
+#pragma once
+
+#include "kernels/gpu/device/record_units.cuh"
+#include "kernels/gpu/lanes/ll_send.cuh"
+
+namespace jax_ep::gpu::ll {
+
+template <typename Elem>
+__device__ void SendRecords(const LlDispatchKernelParams& params, const CallSlot& slot) {
+  const DeviceRank& device = params.device;
+  const PushArea& area = device.layout.ll_dispatch;
+  const uint32_t num_ranks = device.shape.num_ranks;
+  if (num_ranks == 1) return;
+  const BlockShare share{.num_blocks = params.num_send_blocks, .block = blockIdx.x};
+  const uint32_t word_items = NumWordItems(params);
+  const uint32_t num_pieces = params.has_rows ? params.plan.num_tokens * params.pieces.count : 0;
+  for (uint32_t item = share.warp(); item < word_items + num_pieces; item += share.num_warps()) {
+    if (item < word_items) {
+      SendWords(params, slot, item);
+      continue;
+    }
+    const uint32_t token = (item - word_items) / params.pieces.count;
+    const uint32_t piece = (item - word_items) % params.pieces.count;
+    const WordRange range = WordsOf(params.pieces, piece, params.row_words);
+    const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
+    const uint64_t dests = Destinations(params, token).Mask() & ~(uint64_t{1} << device.rank);
+    ForUnits(ElementUnits<Elem>(params.format, params.x + token * params.x_bytes), range.begin,
+             range.end, [&](uint32_t unit, const Unit& in_hand) {
+               for (uint32_t step = 1; step < num_ranks; ++step) {
+                 const uint32_t dest = (device.rank + step) % num_ranks;
+                 if ((dests >> dest & 1) == 0) continue;
+                 StoreInRecord(params.format, HeapAt<std::byte>(device, dest, place), unit,
+                               in_hand);
+               }
+             });
+    PublishPiece(params, slot, dests, token, piece);
+  }
+}
+
+}  // namespace jax_ep::gpu::ll

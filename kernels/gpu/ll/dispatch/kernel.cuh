@@ -1,0 +1,70 @@
+// The kernel of an LL dispatch (ll_dispatch.cu), by how its rows are handled: plain and weighted
+// rows (copy_rows.cuh), or records (place_records.cuh).
+#pragma once
+
+#include "kernels/gpu/ll/dispatch/receive.cuh"
+#include "kernels/gpu/ll/dispatch/send_bulk.cuh"
+#include "kernels/gpu/protocol/open_end.cuh"
+
+namespace jax_ep::gpu::ll {
+
+template <typename Rows>
+__global__ void __launch_bounds__(kThreads, 1)
+    LlDispatch(const __grid_constant__ LlDispatchKernelParams params) {
+  __shared__ BlockCall call;
+  __shared__ uint32_t shared_flag;
+  __shared__ PlacedRows items[kWarps];
+  const DeviceRank& device = params.device;
+  const uint64_t sequence = SequenceOf(device);
+  const OpenEnd end(device);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __shared__ BulkRows bulk_rows;
+  const bool sends_in_bulk = blockIdx.x < params.num_send_blocks && params.num_bulk_warps > 0;
+  typename Rows::Sender bulk_sender(params, bulk_rows, sends_in_bulk);
+  if (sends_in_bulk) bulk_sender.Begin();
+#else
+  constexpr bool sends_in_bulk = false;
+#endif
+  BeginCall(device, kKind, params.part, params.operation, params.epoch_in,
+            blockIdx.x < params.num_send_blocks, call);
+  const CallSlot& slot = call.slot;
+  [[maybe_unused]] bool has_sent = false;  // read where there are bulk copies
+  if (slot.is_ok != 0) {
+    if (blockIdx.x >= params.num_send_blocks) {
+      Receive<Rows>(params, slot, items);
+    } else if (WaitReusable(device, kKind, params.operation, call, &shared_flag)) {
+      has_sent = true;
+      if (!sends_in_bulk) Rows::Send(params, slot);
+    }
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
+#endif
+  const auto end_operation = [&] {
+    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+    if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
+    UpdateSet(device, kKind, params.part, slot, sequence);
+    EndOperation(device, sequence);
+  };
+  if (HasOpenEnd(device, params.part)) {
+    // The last warp has neither rows to send nor, where there are many, to place.
+    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
+    if (end.EndBlock()) Poison(params);
+    return;
+  }
+  if (!LastToArrive(device, &shared_flag)) return;
+  if (threadIdx.x == 0) end_operation();
+  if (HasFailed(device)) {
+    if (params.part != CallPart::kStart) Poison(params);
+  } else if (params.part == CallPart::kDone) {
+    SignalConsumed(device, kKind, sequence);
+  }
+}
+
+using Kernel = void (*)(LlDispatchKernelParams);
+// Of rows that travel as records (ll_dispatch_records.cu), and what a warp that places them in bulk
+// needs of shared memory.
+Kernel RecordKernelOf(ElemType type, bool are_split);
+uint32_t PlaceRecordBytesOf(ElemType type, bool are_split, uint64_t wire_bytes, uint64_t row_bytes);
+
+}  // namespace jax_ep::gpu::ll

@@ -1,0 +1,20 @@
+// Kernels of an LL dispatch whose rows travel quantised.
+#include "kernels/gpu/ll/dispatch/kernel.cuh"
+#include "kernels/gpu/ll/dispatch/place_records.cuh"
+
+namespace jax_ep::gpu::ll {
+
+Kernel RecordKernelOf(ElemType type, bool are_split) {
+  return WithRecordRows(type, are_split, [&]<typename Delivered>() -> Kernel {
+    return &LlDispatch<RecordRows<Delivered>>;
+  });
+}
+
+uint32_t PlaceRecordBytesOf(ElemType type, bool are_split, uint64_t wire_bytes,
+                            uint64_t row_bytes) {
+  return WithRecordRows(type, are_split, [&]<typename Delivered>() {
+    return PlaceRecordBytes<Delivered>(wire_bytes, row_bytes);
+  });
+}
+
+}  // namespace jax_ep::gpu::ll
