@@ -122,6 +122,7 @@ class RecordPuller {
     const int32_t* found = PlacesOf(Shared::kSlots);
     int32_t* places = PlacesOf(issued_.slot);
     for (uint32_t i = LaneId(); i < items_.num_rows(); i += kWarpSize) places[i] = found[i];
+    SyncWarp();  // lane 0 reads them, and no next item may come
     (num_in_flight_ == 0 ? num_rows_ : next_num_rows_) = items_.num_rows();
     num_pulled_ += items_.source() != device_.rank;
     ++num_in_flight_;
