@@ -28,7 +28,6 @@ struct RecordShared {
   // One slot of those whose records leave from the ring is still being read when the next is
   // filled.
   static constexpr uint32_t kSlots = Rows::kAreSplit ? 3 : 2;
-  static constexpr uint32_t kMostInFlight = 2;
   uint32_t places_offset, ring_offset, record_stride, row_offset, warp_bytes;
 
   __host__ __device__ RecordShared(uint64_t wire_bytes, uint64_t row_bytes, uint32_t top_k) {
@@ -66,7 +65,7 @@ class RecordPuller {
     SyncWarp();
     has_item_ = items_.Next(PlacesOf(Shared::kSlots));
     while (true) {
-      while (has_item_ && num_in_flight_ < Shared::kMostInFlight) Issue();
+      while (has_item_ && num_in_flight_ < kMostInFlight) Issue();
       if (num_in_flight_ == 0) break;
       const std::byte* record = RecordAt(used_.slot);
       BarrierWait(BarrierOf(used_.slot), used_.parity);
@@ -86,6 +85,7 @@ class RecordPuller {
 
  private:
   using Shared = RecordShared<Rows>;
+  static constexpr uint32_t kMostInFlight = 2;  // records
 
   __device__ std::byte* At(uint32_t offset) const {
     return reinterpret_cast<std::byte*>(shared_bytes + begin_ + offset);
@@ -122,6 +122,7 @@ class RecordPuller {
     const int32_t* found = PlacesOf(Shared::kSlots);
     int32_t* places = PlacesOf(issued_.slot);
     for (uint32_t i = LaneId(); i < items_.num_rows(); i += kWarpSize) places[i] = found[i];
+    SyncWarp();  // lane 0 reads them, and no next item may come
     (num_in_flight_ == 0 ? num_rows_ : next_num_rows_) = items_.num_rows();
     num_pulled_ += items_.source() != device_.rank;
     ++num_in_flight_;
