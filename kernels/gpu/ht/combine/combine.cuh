@@ -53,9 +53,7 @@ __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t
     control->blocks_started = 0;
     EndOperation(device, sequence);
   }
-  // What a start keeps in the heap is not asked for after a failure.
-  if (HasFailed(device) && !IsInOwnHeap(device, params.out) &&
-      !IsInOwnHeap(device, params.pair_scalars_out)) {
+  if (HasFailed(device)) {
     PoisonBytes(params.out, params.num_tokens * params.row_bytes);
     PoisonBytes(params.pair_scalars_out,
                 static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(float));
