@@ -296,13 +296,14 @@ __device__ __noinline__ inline void WriteStampEnd(const DeviceRank& rank, uint64
   StoreReleaseSys(reinterpret_cast<uint64_t*>(&stamp.epoch), sequence);
 }
 
-// One thread of the first block of an operation.
-__device__ inline void TakeBusyWord(const DeviceRank& rank, Operation operation) {
+// One thread of an operation's first kernel. False: another call is running, so this rank has
+// failed.
+__device__ inline bool TakeBusyWord(const DeviceRank& rank, Operation operation) {
   StampBegin(rank, operation);
   const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
-  if (before != 0 || HasOpenBlocks(rank)) {
-    Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
-  }
+  if (before == 0 && !HasOpenBlocks(rank)) return true;
+  Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+  return false;
 }
 
 // One thread, at the beginning of an operation. A peer that has failed fails this rank, also if it

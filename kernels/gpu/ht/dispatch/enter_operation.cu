@@ -20,10 +20,9 @@ struct EntryKernelParams {
   bool has_record;
 };
 
+// All threads of the block.
 __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   const DeviceRank& device = params.call.device;
-  SyncBlock();  // the busy word was taken, or has failed the rank
-  if (HasFailed(device)) return;
   const uint64_t value = FlagValue(sequence, params.call.operation, device.program);
   for (uint32_t peer = device.node_begin + threadIdx.x; peer < MatesEnd(device); peer += kThreads) {
     if (params.has_record) {
@@ -35,15 +34,29 @@ __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   }
 }
 
+// All threads of a block that does nothing else: to make the arrays visible to peers takes longer
+// than to index the rows.
+__device__ void PublishAside(const EntryKernelParams& params, uint64_t sequence) {
+  __shared__ uint32_t is_alone;
+  const DeviceRank& device = params.call.device;
+  const bool has_failed = HasFailed(device);  // on its way while the busy word is taken
+  if (threadIdx.x == kThreads - 1) {
+    is_alone = TakeBusyWord(device, params.call.operation) ? 1 : 0;
+  }
+  SyncBlock();
+  if (is_alone != 0 && !has_failed) Publish(params, sequence);
+}
+
 __global__ void __launch_bounds__(kThreads)
     EnterOperation(const __grid_constant__ EntryKernelParams params) {
   __shared__ uint32_t is_last;
   const EntryParams& call = params.call;
   const DeviceRank& device = call.device;
   const uint64_t sequence = SequenceOf(device);
-  if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, call.operation);
   const bool has_copies = params.x_bytes + params.weights_bytes > 0;
-  if (!has_copies && blockIdx.x == 0) Publish(params, sequence);
+  const uint32_t num_blocks = gridDim.x - (has_copies ? 0 : 1);  // that index rows
+  if (blockIdx.x == num_blocks) return PublishAside(params, sequence);
+  if (has_copies && blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, call.operation);
   const bool is_ok = !HasFailed(device);  // else the heap may be gone
   if (is_ok && params.x_bytes > 0) {
     GridCopyBytes(OwnHeapAt<std::byte>(device, device.layout.stage_rows), call.x, params.x_bytes);
@@ -57,7 +70,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t top_k = device.shape.top_k;
   const uint64_t source_codes = device.shape.max_tokens * top_k;
   constexpr uint32_t kInFlight = 4;
-  const uint64_t step = static_cast<uint64_t>(gridDim.x) * kThreads;
+  const uint64_t step = static_cast<uint64_t>(num_blocks) * kThreads;
   for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x;
        is_ok && first < call.recv_rows; first += kInFlight * step) {
     int32_t srcs[kInFlight];
@@ -76,7 +89,7 @@ __global__ void __launch_bounds__(kThreads)
                 static_cast<int32_t>(first + i * step));
     }
   }
-  if (!has_copies || !LastToArrive(device, &is_last)) return;
+  if (!has_copies || !LastToArrive(device, &is_last) || HasFailed(device)) return;
   Publish(params, sequence);
   if (threadIdx.x == 0) {
     ControlOf(device)->bytes_staged += params.x_bytes + params.weights_bytes;
@@ -119,7 +132,8 @@ const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t 
   const uint32_t blocks =
       std::max(BlocksFor(call.recv_rows, kThreads, rank.max_blocks),
                BlocksForCopy(params.x_bytes + params.weights_bytes, rank.max_blocks));
-  EnterOperation<<<blocks, kThreads, 0, stream>>>(params);
+  const uint32_t others = params.x_bytes + params.weights_bytes > 0 ? 0 : 1;  // PublishAside
+  EnterOperation<<<blocks + others, kThreads, 0, stream>>>(params);
   return LaunchResult("EnterOperation");
 }
 
