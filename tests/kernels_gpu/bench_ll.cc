@@ -4,7 +4,7 @@
 //   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [tokens...]
 //
 // DeepSeek-V3 shape, layout expert_batched or rank_major, padding undefined. plain: without bulk
-// copies; ranks: several per GPU, whose blocks (8/3 of M, 24 if not given, at most 64) must all fit
+// copies; ranks: several per GPU, whose blocks (8/3 of M; without it all SMs but 32) must all fit
 // on it.
 #include <algorithm>
 #include <cstdio>
