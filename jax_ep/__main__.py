@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import sys
 
+from jax_ep._config import TRANSPORTS
 from jax_ep._launch.launcher import launch
 from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
@@ -26,6 +27,13 @@ max(32, 4*D) unless it is set.
 
 example: python -m jax_ep launch -n 4 examples/train_moe_lm.py --steps 50
 """
+
+
+def _count(text: str) -> int:
+    """How many, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,19 +58,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--mode", default="auto", choices=("auto", "ht", "ll"))
     bench.add_argument(
         "--ranks",
-        type=int,
+        type=_count,
         help="ranks = CPU devices of all processes (default 4; --report: or all GPUs)",
     )
     bench.add_argument(
         "--processes",
-        type=int,
+        type=_count,
         help="processes that share the ranks (default 1; --report: one per CPU rank)",
     )
-    bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
+    bench.add_argument("--node-size", type=_count, default=None, help="ranks per virtual node")
     bench.add_argument(
-        "--transport", default="auto", help="between nodes: auto, loopback, shm, ..."
+        "--transport", default="auto", choices=TRANSPORTS, help="between nodes (default auto)"
     )
-    bench.add_argument("--repeats", type=int, default=20, help="timed runs of each program")
+    bench.add_argument("--repeats", type=_count, default=20, help="timed runs of each program")
     bench.add_argument(
         "--wire",
         metavar="BUILD",
