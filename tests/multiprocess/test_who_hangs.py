@@ -132,6 +132,10 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
         job.wait_for("SIGUSR1: this process's groups", 20)
         assert "rank 1 (process 1) has kept rank 0 waiting" in job.text
 
+        # All processes of the job, by its launcher.
+        job.process.send_signal(signal.SIGUSR1)
+        _until(lambda: job.text.count("SIGUSR1: this process's groups") == 5)
+
         # A stopped process does not answer; its node-mate says so.
         stopped = _pid_of(3, pages[2, 3])
         os.kill(stopped, signal.SIGSTOP)
