@@ -48,7 +48,7 @@ void OnSignal(int number) {
 }
 
 // The socket whose name is this process's, or -1. A forked child closes its copy: while that is
-// open, the parent could not take the name again, and who asked the parent would wait in vain.
+// open, the parent could not take the name again, and whoever asked the parent would get no answer.
 std::atomic<int> listening{-1};
 
 void CloseInChild() {
