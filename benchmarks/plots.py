@@ -111,7 +111,7 @@ def peers(report, path):
         axes.set_ylabel("us")
         axes.legend(fontsize=8)
     left.set_title("training: 4,096 tokens, 64 SMs", fontsize=10)
-    right.set_title("decoding: dispatch and combine behind each other", fontsize=10)
+    right.set_title("decoding: dispatch and combine, back to back", fontsize=10)
     figure.savefig(path, dpi=110)
 
 

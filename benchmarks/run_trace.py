@@ -1,6 +1,8 @@
 """Times what JAX_EP_TRACE costs on CPUs and writes results/trace_cpu.json.
 
-    python benchmarks/run_trace.py [--rounds 15]
+    python benchmarks/run_trace.py [--rounds 15] [--before PYTHON]
+
+--before: a Python whose jax_ep has no trace yet (2fb4c74 brought it): what it costs when off.
 
 A pair of dispatch and combine of 8 tokens (ll), and one of 256 (ht), of two ranks in one process.
 Each round runs every setting in a process of its own, one after the other; what counts is the
@@ -59,36 +61,42 @@ def worker(mode, tokens, repeats):
     print("RESULT " + json.dumps({"us": statistics.quantiles(times[2:], n=4)[0]}))
 
 
-def measure(name, rounds):
+def measure(name, rounds, before):
     mode, tokens, repeats = CASES[name]
-    command = [sys.executable, __file__, "--worker", mode, str(tokens), str(repeats)]
-    times = {"off": [], "on": []}
+    pythons = ({"before": before} if before else {}) | dict.fromkeys(("off", "on"), sys.executable)
+    times = {setting: [] for setting in pythons}
     for _ in range(rounds):
-        for setting, values in times.items():
+        for setting, python in pythons.items():
+            command = [python, __file__, "--worker", mode, str(tokens), str(repeats)]
             with tempfile.TemporaryDirectory() as scratch:
                 trace = {"JAX_EP_TRACE": f"{scratch}/run"} if setting == "on" else {}
                 text = run(command, {"JAX_PLATFORMS": "cpu", "NPROC": "32"} | trace)
-            values.append(worker_result(text)["us"])
-    ratios = [on / off for on, off in zip(times["on"], times["off"], strict=True)]
-    return {
-        "us": {setting: statistics.median(values) for setting, values in times.items()},
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
-    }
+            times[setting].append(worker_result(text)["us"])
+    case = {"us": {setting: statistics.median(values) for setting, values in times.items()}}
+    case |= _ratio("on over off", times["on"], times["off"])
+    return case | (_ratio("off over before", times["off"], times["before"]) if before else {})
+
+
+def _ratio(name, times, references):
+    ratios = [time / reference for time, reference in zip(times, references, strict=True)]
+    return {name: statistics.median(ratios), f"{name}, of each round": ratios}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--before", metavar="PYTHON")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return worker(args.worker[0], *map(int, args.worker[1:]))
-    record = stamp() | {"bound": BOUND, "cases": {n: measure(n, args.rounds) for n in CASES}}
+    cases = {name: measure(name, args.rounds, args.before) for name in CASES}
+    record = stamp() | {"bound": BOUND, "cases": cases}
     (args.out / "trace_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     for name, case in record["cases"].items():
-        print(f"{name}: {case['us']['off']:.1f} us off, ratio {case['ratio']:.4f}")
+        ratios = [f"{key} {value:.4f}" for key, value in case.items() if isinstance(value, float)]
+        print(f"{name}: {case['us']['off']:.1f} us off, {', '.join(ratios)}")
     return 0
 
 

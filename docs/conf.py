@@ -35,6 +35,8 @@ exclude_patterns = ["_build", "_site"]
 myst_heading_anchors = 4
 suppress_warnings = ["myst.header"]  # a page may go from # to ###
 
+highlight_language = "none"  # of blocks that name no language: what is typed or printed
+
 # In a docstring a single backtick is code; it becomes a link where it names something public.
 default_role = "py:obj"
 autodoc_member_order = "bysource"

@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import sys
 
+from jax_ep._config import TRANSPORTS
 from jax_ep._launch.launcher import launch
 from jax_ep._launch.options import BINDINGS, DEFAULT_GRACE_S, LaunchOptions
 
@@ -17,6 +18,7 @@ already initialised, so a script that also runs elsewhere says
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
 later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
 it), 0 if none did.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
+SIGUSR1 is passed on to the processes: each with an open group writes who hangs.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
 Lines that XLA and Gloo write in every job are left out; JAX_EP_LOG=debug shows them.
@@ -26,6 +28,13 @@ max(32, 4*D) unless it is set.
 
 example: python -m jax_ep launch -n 4 examples/train_moe_lm.py --steps 50
 """
+
+
+def _count(text: str) -> int:
+    """How many, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,19 +59,19 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--mode", default="auto", choices=("auto", "ht", "ll"))
     bench.add_argument(
         "--ranks",
-        type=int,
+        type=_count,
         help="ranks = CPU devices of all processes (default 4; --report: or all GPUs)",
     )
     bench.add_argument(
         "--processes",
-        type=int,
+        type=_count,
         help="processes that share the ranks (default 1; --report: one per CPU rank)",
     )
-    bench.add_argument("--node-size", type=int, default=None, help="ranks per virtual node")
+    bench.add_argument("--node-size", type=_count, default=None, help="ranks per virtual node")
     bench.add_argument(
-        "--transport", default="auto", help="between nodes: auto, loopback, shm, ..."
+        "--transport", default="auto", choices=TRANSPORTS, help="between nodes (default auto)"
     )
-    bench.add_argument("--repeats", type=int, default=20, help="timed runs of each program")
+    bench.add_argument("--repeats", type=_count, default=20, help="timed runs of each program")
     bench.add_argument(
         "--wire",
         metavar="BUILD",

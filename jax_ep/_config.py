@@ -35,7 +35,7 @@ DEFAULT_PEER_TIMEOUT_S = 15.0
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-_TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
+TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Config:
         _check_choice("overflow", self.overflow, ("drop", "poison"))
         _check_choice("mode", self.mode, ("auto", *MODES))
         _check_choice("partials", self.partials, (None, "float32", "dtype"))
-        _check_choice("transport", self.transport, _TRANSPORTS)
+        _check_choice("transport", self.transport, TRANSPORTS)
         if self.max_in_flight > MAX_IN_FLIGHT:
             raise _bad(
                 "max_in_flight",

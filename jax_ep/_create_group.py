@@ -135,7 +135,7 @@ def _start(group: Group, exchange: bootstrap.Exchange) -> None:
             f"({error}); expected a built package; run `pip install .`, or pass "
             "implementation='xla'"
         ) from error
-    group.attach(start.start(group, exchange))
+    group._attach(start.start(group, exchange))
 
 
 def _ffi_platform(mesh: Any) -> str:

@@ -172,14 +172,14 @@ class Group:
         return self._whole._handle
 
     @property
-    def label(self) -> str:
+    def _label(self) -> str:
         """How messages and the log quote it, before its number: its axes and ranks."""
         return f"{'/'.join(self.axes)}[{self.num_ranks}]"
 
     @property
     def name(self) -> str:
         """How messages and the log quote it once it is started."""
-        return self.label if self._native is None else self._native.name
+        return self._label if self._native is None else self._native.name
 
     @property
     def session_id(self) -> int:
@@ -245,7 +245,7 @@ class Group:
         return () if self.platform == "cpu" else ("cpu",)
 
     @property
-    def overlaps(self) -> bool:
+    def _overlaps(self) -> bool:
         """Whether calls of mode ht run beside other work where they are lowered for CUDA.
 
         All of them or none, as calls in order would meet those beside them.
@@ -304,7 +304,7 @@ class Group:
             network_stage_bytes=shared.network_stage_bytes,
         )
 
-    def call_mode(self, num_tokens: int, mode: Mode | None) -> Mode:
+    def _call_mode(self, num_tokens: int, mode: Mode | None) -> Mode:
         """The mode of a call with T tokens: `mode`, else Config.mode, else by T."""
         chosen = mode or self.config.mode
         if chosen == "auto":
@@ -408,7 +408,7 @@ class Group:
             text = f"{self!r} was dropped, not closed"
             _warn.warn(text, ResourceWarning, source=self)
 
-    def attach(self, handle: Handle) -> None:
+    def _attach(self, handle: Handle) -> None:
         """Gives the group its native side, which `create_group` has started."""
         self._handle = handle
         _open_groups.add(self)

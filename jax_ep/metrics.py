@@ -63,6 +63,7 @@ def register(group: Group, registry: Any = None) -> Exporter:
 
     Raises:
         ImportError: prometheus_client is not installed.
+        TypeError: it is no Group, or no CollectorRegistry.
         ValueError: the group is registered there already.
 
     Example:
@@ -73,8 +74,15 @@ def register(group: Group, registry: Any = None) -> Exporter:
         True
         >>> exporter.unregister()
     """
+    client = _client()
     if registry is None:
-        registry = _client().REGISTRY
+        registry = client.REGISTRY
+    for got, expected, name in (
+        (group, Group, "jax_ep.Group"),
+        (registry, client.CollectorRegistry, "prometheus_client.CollectorRegistry"),
+    ):
+        if not isinstance(got, expected):
+            raise TypeError(f"jax_ep.metrics.register: got {got!r}, expected a {name}")
     with _lock:
         collector = _collectors.get(registry)
         if collector is None:

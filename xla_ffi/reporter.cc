@@ -1,6 +1,7 @@
 #include "xla_ffi/reporter.h"
 
 #include <poll.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -44,6 +45,14 @@ void OnSignal(int number) {
     (void)!write(signal_event.load(std::memory_order_relaxed), &one, sizeof(one));
   }
   errno = saved;
+}
+
+// The socket whose name is this process's, or -1. A forked child closes its copy: while that is
+// open, the parent could not take the name again, and whoever asked the parent would get no answer.
+std::atomic<int> listening{-1};
+
+void CloseInChild() {
+  if (const int fd = listening.exchange(-1, std::memory_order_relaxed); fd >= 0) close(fd);
 }
 
 // Thread rule: Add and Remove on any thread.
@@ -103,6 +112,7 @@ class Reporter {
     (void)!write(stop_.fd(), &one, sizeof(one));
     thread_.join();
     stop_ = Descriptor();
+    listening.store(-1, std::memory_order_relaxed);  // before its number is used again
     socket_ = Descriptor();
   }
 
@@ -111,16 +121,20 @@ class Reporter {
   }
 
   static Descriptor Listen() {
+    static const int is_heard = pthread_atfork(nullptr, nullptr, &CloseInChild);
+    (void)is_heard;  // without memory for it: as if no child were forked
     Descriptor listener(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     const std::string name = "jax_ep/report/" + std::to_string(getpid());
     sockaddr_un address{};
     address.sun_family = AF_UNIX;
+    listening.store(listener.fd(), std::memory_order_relaxed);  // before it has a name
     std::memcpy(address.sun_path + 1, name.data(), name.size());
     const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
     if (listener.fd() < 0 ||
         bind(listener.fd(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
         listen(listener.fd(), SOMAXCONN) != 0) {
       Explain(std::strerror(errno));
+      listening.store(-1, std::memory_order_relaxed);
       return Descriptor();  // poll ignores it
     }
     return listener;

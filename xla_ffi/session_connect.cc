@@ -59,7 +59,7 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
     }
     if (is_mate) {
       JAX_EP_ASSIGN_OR_RETURN(SharedMemory heap,
-                              Of("group " + options_.name + ": " + name(),
+                              Of("group " + options_.name + ": memory of " + name(),
                                  SharedMemory::Import(record->second.heap_export)));
       if (heap.bytes().size() < layout_.total_bytes) {
         return InvalidArgument("group " + options_.name + ": the heap of " + name() +

@@ -37,15 +37,13 @@ def bench(options: BenchOptions) -> int:
     """Measures one shape; writes JSON and PNG to ``out_dir`` and returns the exit code."""
     console = make_console()
     require("matplotlib")  # before the time is spent
-    if options.num_processes < 1 or options.num_ranks % options.num_processes:
-        console.print(
-            f"bench: got --ranks {options.num_ranks} and --processes {options.num_processes}, "
-            "expected the ranks to be a multiple of the processes",
-            style="red",
-        )
-        return 2
     folder = Path(options.out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        check(options, options.num_ranks, options.num_processes, options.shape)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        console.print(f"bench: {error}", style="red", markup=False)
+        return 2
     path = folder / f"{options.shape}-{options.num_processes}x{_devices(options)}.json"
     path.unlink(missing_ok=True)
     worker = Path(__file__).with_name("bench_worker.py")
@@ -65,6 +63,27 @@ def bench(options: BenchOptions) -> int:
     _draw(report, picture)
     console.print(f"{path} and {picture} were written", markup=False)
     return 0
+
+
+def check(options: BenchOptions, num_ranks: int, num_processes: int, shape: str) -> None:
+    """Refuses what cannot be measured, before anything is started.
+
+    Raises:
+        ValueError: says which options do not fit each other.
+    """
+    if num_ranks % num_processes:
+        raise ValueError(
+            f"got --ranks {num_ranks} and --processes {num_processes}, expected the ranks to be a "
+            "multiple of the processes"
+        )
+    if (experts := SHAPES[shape].num_experts) % num_ranks:
+        raise ValueError(
+            f"got {num_ranks} ranks, expected a divisor of the {experts} experts of {shape}"
+        )
+    if options.node_size is not None and num_ranks % options.node_size:
+        raise ValueError(
+            f"got --node-size {options.node_size}, expected a divisor of the {num_ranks} ranks"
+        )
 
 
 def _devices(options: BenchOptions) -> int:

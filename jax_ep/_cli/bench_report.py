@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_ep._cli import bench_report_machine
-from jax_ep._cli.bench import BenchOptions
-from jax_ep._cli.bench_report_cases import OURS, Case, cases_for
+from jax_ep._cli.bench import BenchOptions, check
+from jax_ep._cli.bench_report_cases import OURS, cases_for
 from jax_ep._cli.bench_report_page import page
 from jax_ep._cli.extras import make_console, require
 from jax_ep._cli.shapes import SHAPES
@@ -45,8 +45,7 @@ def bench_report(options: BenchOptions, shape: str | None) -> int:
         platform, num_ranks, num_processes = _place(options)
         cases = cases_for(platform, shape, options.mode)
         for case in cases:
-            _check(case, num_ranks)
-        _check_repeats(options.repeats)
+            check(options, num_ranks, num_processes, case.shape)
     except (ValueError, RuntimeError, OSError) as error:
         console.print(f"bench --report: {error}", style="red", markup=False)
         return 2
@@ -104,7 +103,7 @@ def _place(options: BenchOptions) -> tuple[str, int, int]:
 
     Raises:
         RuntimeError: JAX has no devices.
-        ValueError: ranks and processes do not fit it or each other.
+        ValueError: ranks and processes do not fit it.
     """
     # In a process of its own: this one must not take the GPUs' memory.
     try:
@@ -127,25 +126,7 @@ def _place(options: BenchOptions) -> tuple[str, int, int]:
                 f"got --ranks {ranks} and --processes {processes}, expected one process and at "
                 f"most the {count} devices of this host"
             )
-    if processes < 1 or ranks < 1 or ranks % processes:
-        raise ValueError(
-            f"got --ranks {ranks} and --processes {processes}, expected the ranks to be a multiple "
-            "of the processes"
-        )
     return platform, ranks, processes
-
-
-def _check(case: Case, num_ranks: int) -> None:
-    experts = SHAPES[case.shape].num_experts
-    if experts % num_ranks:
-        raise ValueError(
-            f"got {num_ranks} ranks, expected a divisor of the {experts} experts of {case.shape}"
-        )
-
-
-def _check_repeats(repeats: int) -> None:
-    if repeats < 1:
-        raise ValueError(f"got --repeats {repeats}, expected at least 1")
 
 
 def _measure(settings: dict[str, Any], num_processes: int, devices: int) -> dict[str, Any]:

@@ -16,11 +16,8 @@ import numpy as np
 
 from jax_ep._cli import trace_clocks
 from jax_ep._cli.extras import require
-from jax_ep._cli.trace_files import NOBODY, Kind, Process, Track, find, read
+from jax_ep._cli.trace_files import NOBODY, OPS, Kind, Process, Track, find, read
 from jax_ep._stats import CHANNELS
-
-# By number: what a command asks of a proxy (proxy/abi/command.h).
-OPS = ("write", "write + signal", "signal", "quiet", "barrier")
 
 # A signal on its way: group, team, from rank, to rank, channel, its number.
 Signal = tuple[str, int, int, int, int, int]
@@ -33,16 +30,16 @@ def trace(prefix: str, out: str | None) -> int:
     Returns:
         The exit code.
     """
+    path = Path(out or f"{prefix}.pftrace")
+    builder = require("perfetto.trace_builder.proto_builder")
     try:
-        processes = _one_run([read(path) for path in find(prefix)])
+        processes = _one_run(_all(prefix))
+        with path.open("wb") as file:
+            picture = _Picture(builder.StreamingTraceProtoBuilder(file))
+            num_events = picture.draw(processes)
     except (OSError, ValueError) as error:
         print(f"python -m jax_ep trace: {error}", file=sys.stderr)
         return 1
-    path = Path(out or f"{prefix}.pftrace")
-    builder = require("perfetto.trace_builder.proto_builder")
-    with path.open("wb") as file:
-        picture = _Picture(builder.StreamingTraceProtoBuilder(file))
-        num_events = picture.draw(processes)
     for process, track in _tracks(processes):
         if track.num_dropped:
             print(
@@ -54,6 +51,18 @@ def trace(prefix: str, out: str | None) -> int:
         f"{path.stat().st_size:,} bytes; open it with https://ui.perfetto.dev"
     )
     return 0
+
+
+def _all(prefix: str) -> list[Process]:
+    processes = []
+    for path in find(prefix):
+        if process := read(path):
+            processes.append(process)
+        else:
+            print(f"{path} is empty and left out: its process ended before it wrote anything")
+    if not processes:
+        raise ValueError(f"all traces that begin with {prefix} are empty")
+    return processes
 
 
 def _one_run(processes: list[Process]) -> list[Process]:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 import enum
 import glob
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from jax_ep._stats import CHANNELS
+
 FORMAT_VERSION = "1"
 NOBODY = 0xFFFF
+# By number: what a command asks of a proxy (proxy/abi/command.h).
+OPS = ("write", "write + signal", "signal", "quiet", "barrier")
 
 EVENT = np.dtype(  # TraceEvent of proxy/base/trace_track.h
     [
@@ -90,10 +95,12 @@ def find(prefix: str) -> list[Path]:
     """The files that processes with JAX_EP_TRACE=prefix have written.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or the prefix ends in a slash, as JAX_EP_TRACE cannot.
     """
-    base = Path(prefix)
-    found = sorted(base.parent.glob(f"{glob.escape(base.name)}.*.jaxep"))
+    folder, name = os.path.split(prefix)
+    if not name:
+        raise ValueError(f"got the folder {prefix!r}, expected what JAX_EP_TRACE was")
+    found = sorted(Path(folder or ".").glob(f"{glob.escape(name)}.*.jaxep"))
     if not found:
         raise ValueError(
             f"no trace begins with {prefix}; expected {prefix}.HOST.PID.jaxep: run the job with "
@@ -102,16 +109,33 @@ def find(prefix: str) -> list[Path]:
     return found
 
 
-def read(path: Path) -> Process:
-    """One file. What a killed process has not written to the end is left out.
+def read(path: Path) -> Process | None:
+    """One file; None if it is empty, since its process was killed before it wrote anything.
+
+    What a killed process has not written to the end is left out.
 
     Raises:
-        ValueError: it is no such file, or of another version of jax_ep.
+        ValueError: it is no such file, of another version of jax_ep, or damaged.
     """
+    data = path.read_bytes()
+    if not data:
+        return None
+    try:
+        process = _parse(path, data)
+        for track in process.tracks.values() if process else ():
+            _check(track)
+    except (KeyError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is damaged ({error}); copy it again, or remove it") from error
+    if process is None:
+        raise ValueError(f"{path} is not a trace of jax_ep (version {FORMAT_VERSION})")
+    return process
+
+
+def _parse(path: Path, data: bytes) -> Process | None:
     process: Process | None = None
     tracks: dict[int, Track] = {}
     sites: dict[int, str] = {}
-    for kind, body in _records(path.read_bytes()):
+    for kind, body in _records(data):
         if kind == _Record.PROCESS:
             if process is None and (process := _process(path, body)) is None:
                 break
@@ -127,10 +151,27 @@ def read(path: Path) -> Process:
             tracks[_u32(body)].parts.append(np.frombuffer(body, EVENT, offset=8))
         elif kind == _Record.DROPPED:
             tracks[_u32(body)].num_dropped = struct.unpack_from("<Q", body, 8)[0]
-    if process is None:
-        raise ValueError(f"{path} is not a trace of jax_ep (version {FORMAT_VERSION})")
-    process.tracks, process.sites = tracks, sites
+    if process is not None:
+        process.tracks, process.sites = tracks, sites
     return process
+
+
+def _check(track: Track) -> None:
+    """What draws the events looks names up by their numbers.
+
+    Raises:
+        ValueError: a number has no name.
+    """
+    events = track.events
+    of_calls = np.isin(events["kind"], (Kind.CALL, Kind.PHASE))
+    for what, numbers, known in (
+        ("kind", events["kind"], list(Kind)),
+        ("channel", events["channel"], range(len(CHANNELS))),
+        ("command", events["name"][events["kind"] == Kind.COMMAND], range(len(OPS))),
+        ("name", events["name"][of_calls], list(track.names)),
+    ):
+        if len(unknown := numbers[~np.isin(numbers, known)]):
+            raise ValueError(f"an event of rank {track.rank} has the {what} {unknown[0]}")
 
 
 def _records(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -79,7 +79,8 @@ class _Job:
         read_end.setblocking(False)
         write_end.setblocking(False)
         old_wakeup = signal.set_wakeup_fd(write_end.fileno(), warn_on_full_buffer=False)
-        old = {s: signal.signal(s, self._on_signal) for s in (*COMMON_SIGNALS, signal.SIGCHLD)}
+        heard = (*COMMON_SIGNALS, signal.SIGUSR1, signal.SIGCHLD)
+        old = {s: signal.signal(s, self._on_signal) for s in heard}
         try:
             yield read_end
         finally:
@@ -150,6 +151,10 @@ class _Job:
     def _forward_signals(self) -> None:
         while self._signals:
             number = self._signals.pop(0)
+            if number == signal.SIGUSR1:
+                for child in self._live():
+                    child.ask_for_report()
+                continue
             for child in self._live():
                 child.send_signal(number)
             now = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class LaunchOptions:
             raise ValueError("--hide-other-gpus: expected --gpus-per-process too")
         if self.bind_to not in BINDINGS:
             raise ValueError(f"--bind-to: got {self.bind_to!r}, expected one of {BINDINGS}")
-        if self.grace_s < 0:
+        if not 0 <= self.grace_s < math.inf:
             raise ValueError(f"--grace: got {self.grace_s}, expected seconds >= 0")
         if not self.command:
             raise ValueError(

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,11 @@ class Child:
     has_started: bool = False
     has_exited: bool = False
     reports: bytes = b""
+
+    def ask_for_report(self) -> None:
+        """SIGUSR1 to the process alone: those that it has started may not expect it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.process.pid, signal.SIGUSR1)
 
     def send_signal(self, number: int) -> None:
         """Signals the whole group of a child; its id stays ours until the zombie is reaped."""

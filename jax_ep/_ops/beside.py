@@ -25,7 +25,7 @@ _STREAM = "collective"
 
 def applies(call: Call) -> bool:
     """Whether `call` runs beside other work where it is lowered for CUDA."""
-    return call.mode == "ht" and call.group.overlaps
+    return call.mode == "ht" and call.group._overlaps
 
 
 def run(operation: str, call: Call, arrays: Mapping[str, jax.Array | None]) -> dict[str, Any]:

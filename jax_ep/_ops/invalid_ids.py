@@ -41,7 +41,7 @@ def refuse(call: Call, ids: jax.Array) -> jax.Array:
         ]
         if found:
             raise ValueError(
-                f"jax_ep, group {group.label}: got expert id {', '.join(found)}, expected ids "
+                f"jax_ep, group {group._label}: got expert id {', '.join(found)}, expected ids "
                 f"below num_experts={num_experts} (negative for no expert); correct the router "
                 "(JAX_EP_DEBUG is set; without it such pairs are dropped and counted)"
             )

@@ -87,7 +87,7 @@ def make_call(
             f"at most max_tokens={group.config.max_tokens}",
             "raise Config.max_tokens or split the tokens (jax_ep.moe with chunks)",
         )
-    chosen = group.call_mode(num_tokens, mode)
+    chosen = group._call_mode(num_tokens, mode)
     limit = group.max_ll_tokens if chosen == "ll" else group.max_ht_tokens
     if num_tokens > limit or (limit == 0 and chosen == "ht" and group.config.mode == "ll"):
         raise fail(

@@ -26,7 +26,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     close_at_exit()
     if group.platform == "cpu":
         cpu.warn_about_small_pool()
-    name = f"{group.label}#{exchange.number}"
+    name = f"{group._label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
     greetings = _greet(group, exchange)

@@ -119,6 +119,9 @@ Result<Env> Env::Read(const Lookup& lookup) {
       reader.Number("JAX_EP_CALLER_PROGRESS", 0, 1, "0 or 1", &env.caller_progress));
   env.faulty_spec = std::string(reader.Text("JAX_EP_FAULTY"));
   env.trace = std::string(reader.Text("JAX_EP_TRACE"));
+  if (env.trace.ends_with('/')) {
+    return Bad("JAX_EP_TRACE", env.trace, "a folder and the beginning of the files' names in it");
+  }
   env.stall_spec = std::string(reader.Text("JAX_EP_TEST_STALL"));
   env.socket_ifname = std::string(reader.Text("JAX_EP_SOCKET_IFNAME"));
   env.ofi_provider = std::string(reader.Text("JAX_EP_OFI_PROVIDER"));

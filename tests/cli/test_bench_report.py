@@ -13,6 +13,7 @@ import children
 import numpy as np
 import pytest
 
+from jax_ep import __main__ as command_line
 from jax_ep._cli import (
     baselines,
     bench_report,
@@ -194,7 +195,6 @@ def test_a_job_has_a_deadline(monkeypatch):
         ("cpu 1", 8, 2, ("cpu", 8, 2)),
         ("gpu 8", 0, 0, ("gpu", 8, 1)),
         ("gpu 8", 2, 0, ("gpu", 2, 1)),
-        ("cpu 1", 3, 2, "--ranks 3 and --processes 2"),
         ("gpu 2", 4, 0, "at most the 2 devices"),
         ("gpu 2", 2, 2, "expected one process"),
     ],
@@ -260,11 +260,50 @@ def test_the_command_writes_a_page_and_all_samples(tmp_path):
         assert all(float(re.match(r"[\d.]+", cell)[0]) > 0 for cell in row[3:])
 
 
-def test_options_that_do_not_fit_are_refused(tmp_path):
-    done = run_command("--report", str(tmp_path), "--shape", "tiny", "--ranks", "3")
-    assert done.returncode == 2
-    assert "got 3 ranks, expected a divisor of the 8 experts of tiny" in done.stdout
-    assert not (tmp_path / "index.html").exists()
+@pytest.mark.parametrize("output", ["--out", "--report"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--ranks 3", "got 3 ranks, expected a divisor of the 8 experts of tiny"),
+        ("--ranks 3 --processes 2", "got --ranks 3 and --processes 2, expected the ranks to be"),
+        ("--node-size 3", "got --node-size 3, expected a divisor of the 4 ranks"),
+    ],
+)
+def test_options_that_do_not_fit_each_other_are_refused(
+    output, options, words, tmp_path, capsys, monkeypatch
+):
+    # Without --report each of them ended in tracebacks of the job's processes.
+    def place(options):
+        ranks = options.num_ranks or 4
+        return "cpu", ranks, options.num_processes or ranks
+
+    monkeypatch.setattr(bench_report, "_place", place)
+    command = ["bench", output, str(tmp_path / "out"), "--shape", "tiny", *options.split()]
+    assert command_line.main(command) == 2
+    assert words in capsys.readouterr().out
+    assert not list(tmp_path.rglob("*.*"))
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--processes", "--node-size", "--repeats"])
+@pytest.mark.parametrize("value", ["0", "-2", "1.5", "two"])
+def test_a_count_is_a_number_of_at_least_one(option, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["bench", f"{option}={value}"])
+    assert ended.value.code == 2
+    assert f"{option}: got {value!r}, expected a number of at least 1" in capsys.readouterr().err
+
+
+def test_a_transport_that_there_is_not_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["bench", "--transport", "carrier-pigeon"])
+    assert ended.value.code == 2 and "'loopback'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["--out", "--report"])
+def test_a_folder_that_is_a_file_is_refused(output, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert command_line.main(["bench", output, str(tmp_path / "file")]) == 2
+    assert "File exists" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("operation", bench_report_cases.OPERATIONS)

@@ -28,7 +28,7 @@ def _run(*arguments: str, **extra: str) -> subprocess.CompletedProcess[str]:
 
 
 class TestHelp:
-    @pytest.mark.parametrize("command", ["info", "selftest", "bench", "launch"])
+    @pytest.mark.parametrize("command", ["info", "selftest", "bench", "report", "trace", "launch"])
     def test_every_command_explains_itself(self, command, capsys):
         with pytest.raises(SystemExit) as ended:
             command_line.main([command, "--help"])
@@ -159,11 +159,6 @@ class TestBench:
         assert all(0 < r["median_us"] <= r["p99_us"] for r in report["results"])
         assert (tmp_path / "tiny-1x2.png").stat().st_size > 1000
         assert "median" in done.stdout
-
-    def test_ranks_that_do_not_fit_the_processes_are_refused(self, tmp_path):
-        done = _run("bench", "--ranks", "3", "--processes", "2", "--out", str(tmp_path))
-        assert done.returncode == 2
-        assert "--ranks 3" in done.stdout
 
     def test_the_shapes_are_groups_that_can_be_made(self):
         for shape in shapes.SHAPES.values():

@@ -22,6 +22,7 @@ BAD = {
     "JAX_EP_RING_SLOTS": "17",
     "JAX_EP_VERBS_MTU": "1500",
     "JAX_EP_JOB_SECRET": "short",
+    "JAX_EP_TRACE": "/tmp/",
 }
 
 

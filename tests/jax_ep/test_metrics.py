@@ -200,6 +200,14 @@ class TestExport:
         exporter.unregister()
         jax_ep.metrics.register(group, registry).unregister()
 
+    def test_what_is_no_group_or_no_registry_is_an_error(self):
+        _, group = _group("xla")
+        with pytest.raises(TypeError, match=r"got 'ep', expected a jax_ep\.Group"):
+            jax_ep.metrics.register("ep")
+        for _ in range(2):  # the second time it was taken, and exported nowhere
+            with pytest.raises(TypeError, match=r"got <module .*, expected a"):
+                jax_ep.metrics.register(group, prometheus_client)
+
     def test_a_closed_group_stays_as_it_was_and_a_forgotten_one_goes(self):
         registry = prometheus_client.CollectorRegistry()
         case = Case(ranks=4, tokens=8, top_k=1, hidden=16)

@@ -329,6 +329,28 @@ class TestSignals:
         assert job.returncode == expected
         assert _all_gone(pids)
 
+    def test_a_request_for_reports_reaches_every_process_alone(self, script):
+        # It ended the launcher, and with it the job.
+        path = script(
+            """
+            import signal, subprocess
+            asked = []
+            signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+            loader = subprocess.Popen(["sleep", "100"])
+            print("ready", flush=True)
+            while not asked:
+                signal.sigtimedwait([], 0.1)
+            assert loader.poll() is None
+            loader.kill()
+            print("asked")
+            """
+        )
+        job = _start(path, "-n", "2")
+        _wait_for_lines(job, "ready", 2)
+        job.send_signal(signal.SIGUSR1)
+        rest, _ = job.communicate(timeout=LIMIT_S)
+        assert rest.count("asked") == 2 and job.returncode == 0
+
     def test_an_unhandled_sigterm_ends_the_job(self, script):
         # JAX's preemption service used to swallow it.
         path = script("import time; print('pid'); time.sleep(100)")
@@ -374,6 +396,8 @@ class TestBadInput:
             (["-n", "0", __file__], "at least one process"),
             (["-n", "2", "-D", "0", __file__], "--devices-per-process: got 0"),
             (["-n", "2", "--grace", "-1", __file__], "--grace"),
+            (["-n", "2", "--grace", "nan", __file__], "--grace"),  # for ever
+            (["-n", "2", "--grace", "inf", __file__], "--grace"),  # a traceback at a failure
             (["-n", "2", "--bind-to", "socket", __file__], "--bind-to"),
             (["-n", "2"], "expected a script"),
             (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),

@@ -187,6 +187,23 @@ def test_a_killed_process_leaves_its_last_calls(tmp_path):
     assert len(of_dead) == STEPS and len(combines) == RANKS * STEPS
 
 
+def _record(kind, body):
+    return kind.to_bytes(4, "little") + len(body).to_bytes(4, "little") + body
+
+
+def _process(index=0):
+    return _record(1, f"1\nhost\nboot\n5\n{index}\n5\n7".encode())
+
+
+def _track(name=b"plan", event_name=0, **values):
+    """A track with one name and one event."""
+    event = np.zeros(1, trace_files.EVENT)
+    for key, value in {"name": event_name, **values}.items():
+        event[key] = value
+    track = _record(2, b"\0\0\0\0rank\n0\n1\n0\nep[1]#1")
+    return track + _record(3, bytes(8) + name) + _record(5, bytes(8) + event.tobytes())
+
+
 class TestCommand:
     def test_no_trace_is_an_error_that_says_how_to_make_one(self, tmp_path, capsys):
         assert command_line.main(["trace", str(tmp_path / "run")]) == 1
@@ -198,20 +215,61 @@ class TestCommand:
         assert command_line.main(["trace", str(tmp_path / "run")]) == 1
         assert f"{path} is not a trace" in capsys.readouterr().err
 
+    def test_a_folder_is_an_error(self, tmp_path, capsys):
+        # With JAX_EP_TRACE=/tmp/dir/ the files were hidden ones, which the command did not find.
+        (tmp_path / ".host.5.jaxep").write_bytes(_process() + _track())
+        assert command_line.main(["trace", f"{tmp_path}/"]) == 1
+        assert f"got the folder '{tmp_path}/', expected" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("out", ["no/such/folder/out", ""])
+    def test_a_file_that_cannot_be_written_is_an_error(self, tmp_path, capsys, out):
+        (tmp_path / "run.host.5.jaxep").write_bytes(_process() + _track())
+        out = str(tmp_path / out)  # the second is a folder
+        assert command_line.main(["trace", str(tmp_path / "run"), "--out", out]) == 1
+        assert out in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("damage", "words"),
+        [
+            (_record(3, b"\7\0\0\0\0\0\0\0plan"), "7"),  # of no track
+            (_record(4, b"1234"), "8 bytes"),
+            (_record(2, b"\0\0\0\0rank"), "unpack"),
+            (_track(name=b"\xff"), "utf-8"),
+            (_track(kind=99), "the kind 99"),
+            (_track(channel=99), "the channel 99"),
+            (_track() + _track(event_name=9), "the name 9"),
+            (_track(kind=6, event_name=9), "the command 9"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_a_damaged_file_is_an_error_that_names_it(self, tmp_path, capsys, damage, words):
+        path = tmp_path / "run.host.5.jaxep"
+        path.write_bytes(_process() + damage)
+        assert command_line.main(["trace", str(tmp_path / "run")]) == 1
+        said = capsys.readouterr().err
+        assert f"{path} is damaged" in said and words in said
+
+    def test_a_process_that_was_killed_at_once_is_left_out(self, tmp_path, capsys):
+        (tmp_path / "run.host.4.jaxep").write_bytes(b"")
+        (tmp_path / "run.host.5.jaxep").write_bytes(_process() + _track())
+        assert command_line.main(["trace", str(tmp_path / "run")]) == 0
+        assert "run.host.4.jaxep is empty and left out" in capsys.readouterr().out
+        slices, _ = _slices(tmp_path / "run.pftrace")
+        assert [each.name for each in slices] == ["plan"]
+        (tmp_path / "run.host.5.jaxep").write_bytes(b"")
+        assert command_line.main(["trace", str(tmp_path / "run")]) == 1
+        assert "are empty" in capsys.readouterr().err
+
     def test_files_of_two_runs_are_an_error_that_names_both(self, tmp_path, capsys):
         for pid in (1, 2):
-            body = f"1\nhost\nboot\n{pid}\n0\n5\n7".encode()
-            record = (1).to_bytes(4, "little") + len(body).to_bytes(4, "little") + body
-            (tmp_path / f"run.host.{pid}.jaxep").write_bytes(record)
+            (tmp_path / f"run.host.{pid}.jaxep").write_bytes(_process())
         assert command_line.main(["trace", str(tmp_path / "run")]) == 1
         said = capsys.readouterr().err
         assert "host.1.jaxep" in said and "host.2.jaxep" in said and "two runs" in said
 
     def test_a_half_written_record_at_the_end_is_left_out(self, tmp_path):
-        body = b"1\nhost\nboot\n5\n0\n5\n7"
-        record = (1).to_bytes(4, "little") + len(body).to_bytes(4, "little") + body
         path = tmp_path / "run.host.5.jaxep"
-        path.write_bytes(record + record[:20])
+        path.write_bytes(_process() + _process()[:20])
         assert trace_files.read(path).real_offset_ns == 2
 
 

@@ -132,6 +132,10 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
         job.wait_for("SIGUSR1: this process's groups", 20)
         assert "rank 1 (process 1) has kept rank 0 waiting" in job.text
 
+        # All processes of the job, by its launcher.
+        job.process.send_signal(signal.SIGUSR1)
+        _until(lambda: job.text.count("SIGUSR1: this process's groups") == 5)
+
         # A stopped process does not answer; its node-mate says so.
         stopped = _pid_of(3, pages[2, 3])
         os.kill(stopped, signal.SIGSTOP)
@@ -162,7 +166,7 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
 
 
 ONE_PROCESS = """
-import os, signal, sys
+import os, signal, subprocess, sys
 import jax, jax.numpy as jnp, numpy as np
 import jax_ep
 
@@ -205,6 +209,20 @@ if child == 0:
     os._exit(7)
 assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGUSR1
 four.close()
+
+# A child that lives on, such as a loader of data, had the socket of its parent, too: the parent
+# could take the name no more, and who asked it got no answer.
+five = group()
+child = os.fork()
+if child == 0:
+    signal.pause()
+five.close()
+with group():
+    command = [sys.executable, "-m", "jax_ep", "report", "--pid", str(os.getpid())]
+    said = subprocess.run(command, capture_output=True, text=True)
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+assert said.returncode == 0 and "nobody is waiting" in said.stdout, said
 print("GOOD")
 """
 

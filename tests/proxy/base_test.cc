@@ -131,6 +131,7 @@ TEST(Env, a_bad_value_is_an_error_that_names_it) {
       {"JAX_EP_WINDOW_BYTES", "1T"},
       {"JAX_EP_WINDOW_BYTES", "99999999999999G"},
       {"JAX_EP_RING_SLOTS", "100"},
+      {"JAX_EP_TRACE", "/tmp/folder/"},
       {"JAX_EP_INBOX_SLOTS", "8"},
       {"JAX_EP_CALLER_PROGRESS", "2"},
   };
