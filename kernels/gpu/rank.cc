@@ -140,7 +140,9 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   constexpr uint32_t kSpareSms = 32;
   const uint32_t most_ll_blocks =
       std::max(rank->num_sms - std::min(rank->num_sms / 2, kSpareSms), 1u);
-  rank->ll_blocks = rank->has_budget ? most_ll_blocks : std::min(max_sms * 8 / 3, most_ll_blocks);
+  constexpr uint32_t kMostIfSet = 64;
+  rank->ll_blocks =
+      rank->has_budget ? most_ll_blocks : std::min({max_sms * 8 / 3, kMostIfSet, most_ll_blocks});
   rank->use_bulk_copies = config->use_tma && has_bulk_copies;
   rank->shared_bytes_per_block = static_cast<uint32_t>(shared_bytes - kStaticSharedBytes);
   rank->piece_bytes = config->piece_bytes != 0 ? config->piece_bytes : kPieceBytes;

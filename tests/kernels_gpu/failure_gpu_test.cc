@@ -58,7 +58,8 @@ class GpuFailure : public ::testing::Test {
     DeviceArray<float> x, recv_x, out;
   };
 
-  const char* Plan(uint32_t r) {
+  const char* Plan(uint32_t r) { return Plan(r, team_->stream(r)); }
+  const char* Plan(uint32_t r, cudaStream_t stream) {
     const Arrays& a = arrays_[r];
     PlanParams params;
     params.site = kSite;
@@ -73,7 +74,7 @@ class GpuFailure : public ::testing::Test {
     params.out.recv_counts = a.recv_counts.span();
     params.out.num_dropped = a.words.data();
     params.out.overflow = a.words.data() + 1;
-    return Api().plan(team_->handle(r), &shape_, &params, team_->stream(r));
+    return Api().plan(team_->handle(r), &shape_, &params, stream);
   }
   const char* Dispatch(uint32_t r) {
     const Arrays& a = arrays_[r];
@@ -187,6 +188,37 @@ TEST_F(GpuFailure, RanksInDifferentOperationsAreFound) {
   EXPECT_TRUE(is_named);
   ExpectNan(arrays_[3].out);
   for (const uint32_t r : {0u, 1u, 2u}) ExpectNan(arrays_[r].recv_x);
+}
+
+TEST_F(GpuFailure, ARankInAPlanIsFoundByThoseInADispatch) {
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+  ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 3 ? Plan(r) : Dispatch(r); }), "");
+  bool is_named = false;
+  for (uint32_t r = 0; r < 4; ++r) {
+    ExpectKind(r, {kWrongOrder, kPeerFailed});
+    is_named |= static_cast<gpu::FailureKind>(team_->status(r).kind) == kWrongOrder;
+  }
+  EXPECT_TRUE(is_named);
+}
+
+TEST_F(GpuFailure, ASecondCallAtTheSameTimeEndsBothAndPoisonsAllLaterOnes) {
+  team_->UseDeviceOf(0);
+  cudaStream_t other = nullptr;
+  CheckCuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "stream");
+  ASSERT_EQ(Plan(0), nullptr);  // waits for the others, who do not come
+  ASSERT_EQ(Plan(0, other), nullptr);
+  CheckCuda(cudaStreamSynchronize(other), "synchronize");
+  team_->Synchronize();
+  ExpectKind(0, {kBusy});
+  for (int later = 0; later < 3; ++later) {
+    arrays_[0].recv_src.Upload(std::vector<int32_t>(kRows, 7));
+    arrays_[0].send_slot.Upload(std::vector<int32_t>(kTokens * 2, 7));
+    ASSERT_EQ(Plan(0), nullptr);
+    team_->Synchronize();
+    ExpectAll(arrays_[0].recv_src, -1);
+    ExpectAll(arrays_[0].send_slot, -1);
+  }
+  CheckCuda(cudaStreamDestroy(other), "stream");
 }
 
 TEST_F(GpuFailure, AnAbortEndsAllWaits) {

@@ -79,16 +79,13 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
                                          uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
   const bool is_start = params.part == CallPart::kStart;
-  const auto end_operation = [&] {
+  const auto write = [&] {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
     if (!is_start) CountUp(&ControlOf(device)->combines, 1);
     UpdateSet(device, params.kind, params.part, slot, sequence);
-    EndOperation(device, sequence);
   };
   if (HasOpenEnd(device, params.part)) {
-    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
-    if (end.EndBlock()) Poison(params);
-    return;
+    return end.Finish(sequence, write, [&] { Poison(params); });
   }
   if (!LastToArrive(device, shared_flag)) return;
   if (HasFailed(device)) {
@@ -98,7 +95,9 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
   } else if (device.network != nullptr && slot.is_ok != 0) {
     FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
   }
-  if (threadIdx.x == 0) end_operation();
+  if (threadIdx.x != 0) return;
+  write();
+  EndOperation(device, sequence);
 }
 
 }  // namespace jax_ep::gpu::slot_combine

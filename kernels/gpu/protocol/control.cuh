@@ -59,10 +59,18 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
   return peer - rank.node_begin < rank.shape.node_size;
 }
 
-// A shared word of each block: whether the rank's first failure was found here (open_end.cuh).
+// A shared word of each block: whether it has found the rank's first failure, or has left out
+// something because the rank had failed (open_end.cuh).
 __device__ inline uint32_t* GaveUpHere() {
   __shared__ uint32_t gave_up;
   return &gave_up;
+}
+
+// One thread of a block that leaves its work undone if the rank has failed.
+__device__ inline bool SawFailure(const DeviceRank& rank) {
+  if (!HasFailed(rank)) return false;
+  *GaveUpHere() = 1;
+  return true;
 }
 
 // One thread. The first failure of the rank is reported to the host, which tells other nodes, and
@@ -134,7 +142,7 @@ __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t
     if (spins % kSpinsPerCheck != 0) continue;
     // Before all that follows: a closed group's kernels (heap_layout.h) must see that they have
     // failed and touch neither the host's status word, which is freed by then, nor a peer.
-    if (HasFailed(rank)) return false;
+    if (SawFailure(rank)) return false;
     // Any peer: one that gave up may have sent the flag that is waited for.
     if (const uint32_t failed = LoadRelaxedSys(peer_failed); failed != 0) {
       Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, wanted, seen);
@@ -211,6 +219,7 @@ __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offs
   for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
     if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
   }
+  if (has_failed) *GaveUpHere() = 1;
   return AllHaveWaited(is_ok && !has_failed);
 }
 

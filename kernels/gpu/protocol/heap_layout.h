@@ -29,8 +29,10 @@ inline constexpr uint64_t kRowAlignBytes = 256;
 
 // First bytes of a heap. Written by its owner's kernels only.
 struct alignas(64) Control {
-  uint64_t sequence;  // operations finished; the running one is sequence + 1
-  uint32_t busy;      // 1 while an operation runs
+  // Operations finished, the running one is sequence + 1; one with an open end (open_end.cuh)
+  // counts when all of its blocks have read this.
+  uint64_t sequence;
+  uint32_t busy;      // 1 from an operation's begin until it counts
   uint32_t failed;    // sticky: 1 once this rank has given up, or its group was closed
   uint32_t arrivals;  // blocks of the running kernel that are through
   // Work of the running combine that has been taken (without bulk copies: all of it is counted in
@@ -44,8 +46,8 @@ struct alignas(64) Control {
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
   // Of operations with an open end (open_end.cuh): blocks of all that came before the one of
   // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
-  // only grow, and wrap.
-  uint32_t blocks_before, blocks_reading, blocks_ended;
+  // only grow, and wrap. And what the latter two were when outputs were last poisoned.
+  uint32_t blocks_before, blocks_reading, blocks_ended, blocks_poisoned;
   uint64_t sliced_plans;  // plans with one exchange; its parity is the set of the next one
   uint64_t stamped;       // newest operation whose begin is in the trace
   // Totals for RankCountersSnapshot.

@@ -164,7 +164,7 @@ __device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, CallPart 
                                  Operation operation, const int32_t* epoch_in, bool is_sender,
                                  BlockCall& call) {
   if (threadIdx.x == kSlotWarp * kWarpSize) {
-    const bool has_failed = HasFailed(rank);
+    const bool has_failed = SawFailure(rank);
     call.slot = part == CallPart::kDone ? FindOpenSet(rank, kind, operation, *epoch_in)
                                         : FindFreeSet(rank, kind, operation);
     if (has_failed) call.slot.is_ok = 0;  // one answer for the whole block

@@ -129,10 +129,10 @@ const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t 
   if (params.x_bytes + params.weights_bytes > 0) {
     rank.staged_launches.fetch_add(1, std::memory_order_relaxed);
   }
-  const uint32_t blocks =
-      std::max(BlocksFor(call.recv_rows, kThreads, rank.max_blocks),
-               BlocksForCopy(params.x_bytes + params.weights_bytes, rank.max_blocks));
   const uint32_t others = params.x_bytes + params.weights_bytes > 0 ? 0 : 1;  // PublishAside
+  const uint32_t most = std::max(rank.max_blocks - others, 1u);
+  const uint32_t blocks = std::max(BlocksFor(call.recv_rows, kThreads, most),
+                                   BlocksForCopy(params.x_bytes + params.weights_bytes, most));
   EnterOperation<<<blocks + others, kThreads, 0, stream>>>(params);
   return LaunchResult("EnterOperation");
 }

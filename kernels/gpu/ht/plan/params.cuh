@@ -1,8 +1,8 @@
 // kernels/gpu/ht/plan: the row of the expert's rank that each pair (token, k) gets.
 //   In: topk_idx of this rank. Out: send_slot, recv_src, counts and group sizes.
-//   Waits: every rank for the counts of all ranks, then for their lists of pairs.
+//   Waits: every rank for the counts of all ranks; in three steps then for their lists of pairs.
 //
-// What the three kernels of a plan share.
+// What the kernels of a plan share.
 #pragma once
 
 #include "kernels/gpu/device/divisor.h"

@@ -69,7 +69,7 @@ class SlicePlacer {
 
   __device__ bool WaitForCounts() const {
     __shared__ uint32_t is_ok;
-    if (threadIdx.x == 0) is_ok = HasFailed(device_) ? 0 : 1;
+    if (threadIdx.x == 0) is_ok = SawFailure(device_) ? 0 : 1;
     SyncBlock();
     const uint64_t value = FlagValue(sequence_, Operation::kPlan, device_.program);
     for (uint32_t slice = threadIdx.x; slice < num_slices_; slice += kThreads) {

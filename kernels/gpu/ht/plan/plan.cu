@@ -6,8 +6,8 @@
 //                 every peer (slice flag).
 //   PlaceSlices   waits for all counts, reads the pairs of all ranks; all outputs.
 //
-// Counts and pairs have two sets: a rank that begins plan n + 2 has ended n + 1, whose counts its
-// peers sent when they had ended n.
+// Counts and pairs have two sets: a rank that begins such a plan n + 2 has ended n + 1, whose
+// counts its peers sent when they had ended n.
 //
 // In three steps else, in which every rank reads of the others' pairs only those for its experts:
 //
@@ -40,6 +40,16 @@ namespace {
 
 using namespace planning;
 
+// One warp. Nobody waits for these flags; a peer that waits for this rank in a dispatch or combine
+// finds by them that it is in a plan.
+__device__ void SayInPlan(const DeviceRank& device, uint64_t sequence) {
+  const uint64_t value = FlagValue(sequence, Operation::kPlan, device.program);
+  for (uint32_t peer = device.node_begin + LaneId(); peer < MatesEnd(device); peer += kWarpSize) {
+    if (peer == device.rank) continue;
+    StoreRelaxedSys(HeapAt<uint64_t>(device, peer, device.layout.entry_flags) + device.rank, value);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     CountSlices(const __grid_constant__ PlanKernelParams params) {
   __shared__ uint32_t is_ok;
@@ -52,6 +62,7 @@ __global__ void __launch_bounds__(kThreads)
   SyncBlock();
   const uint64_t sequence = SequenceOf(device);
   const uint64_t set = ControlOf(device)->sliced_plans % 2;
+  if (blockIdx.x == 0 && WarpId() == kWarps - 1 && is_ok != 0) SayInPlan(device, sequence);
   for (uint32_t slice = blockIdx.x; slice < params.num_blocks && is_ok != 0; slice += gridDim.x) {
     CountSlice(params, sequence, set, slice);
     SyncBlock();  // the histograms can be cleared
@@ -67,21 +78,17 @@ __global__ void __launch_bounds__(kThreads)
   const OpenEnd end(device);
   SlicePlacer placer(params, sequence, plans % 2, shared_ints);
   placer.Run();
-  const auto end_operation = [&] {
-    ControlOf(device)->sliced_plans = plans + 1;
-    EndOperation(device, sequence);
-  };
+  const auto write = [&] { ControlOf(device)->sliced_plans = plans + 1; };
   const auto poison = [&] {
     PoisonPlan(device.shape, params.layout, params.num_pairs,
                static_cast<uint64_t>(params.recv_rows), params.out);
   };
-  if (HasOpenEnd(device, CallPart::kWhole)) {
-    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
-    if (end.EndBlock()) poison();
-    return;
-  }
+  if (HasOpenEnd(device, CallPart::kWhole)) return end.Finish(sequence, write, poison);
   if (!LastToArrive(device, &shared_flag)) return;
-  if (threadIdx.x == 0) end_operation();
+  if (threadIdx.x == 0) {
+    write();
+    EndOperation(device, sequence);
+  }
   if (HasFailed(device)) poison();
 }
 

@@ -40,20 +40,19 @@ __global__ void __launch_bounds__(kThreads, 1)
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
 #endif
-  const auto end_operation = [&] {
+  const auto write = [&] {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
     if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
     UpdateSet(device, kKind, params.part, slot, sequence);
-    EndOperation(device, sequence);
   };
   if (HasOpenEnd(device, params.part)) {
-    // The last warp has neither rows to send nor, where there are many, to place.
-    if (threadIdx.x == kThreads - 1 && end.IsLastReader()) end_operation();
-    if (end.EndBlock()) Poison(params);
-    return;
+    return end.Finish(sequence, write, [&] { Poison(params); });
   }
   if (!LastToArrive(device, &shared_flag)) return;
-  if (threadIdx.x == 0) end_operation();
+  if (threadIdx.x == 0) {
+    write();
+    EndOperation(device, sequence);
+  }
   if (HasFailed(device)) {
     if (params.part != CallPart::kStart) Poison(params);
   } else if (params.part == CallPart::kDone) {

@@ -3,10 +3,10 @@
 // rank gets all expert ids and makes the plan from them, so there is no other exchange.
 //
 //   One kernel. The first blocks send: ids and weights to each peer, in tagged words, and pieces of
-//   rows, each with a flag. The other blocks receive: they wait for the ids of all peers, make the
-//   plan, and wait for the flag of each piece before they place it; the first of them only adds up
-//   the plan's totals. Senders wait for nobody but for the readers of an older use of the set
-//   (slot_sets.cuh); receivers come later in the grid.
+//   rows, each with a flag. The other blocks receive: they wait for the ids of all peers
+//   (rank_major: of their own tokens), make the plan, and wait for the flag of each piece before
+//   they place it; the first of them only adds up the plan's totals. Senders wait for nobody but
+//   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
 //   start is a kernel of senders, done one of receivers. A whole call reads its own rows in place;
 //   a start pushes them to its own set as well. Over several nodes a whole call is a start and a
 //   done, and network/slots.cu sends and takes in what crosses nodes.

@@ -1,10 +1,10 @@
 // kernels/gpu/ll/plan: the plan inside a routed ll dispatch, made by each receiving block.
 //   In: the expert ids of all ranks, as tagged words. Out: PlanArrays, the index of own tokens.
-//   Waits: each block for the ids of all ranks, no block for another.
+//   Waits: each block for the ids of all ranks (rank_major: of its tokens), no block for another.
 //
-// What the plans of a routed LL dispatch share. Every block that receives has all ids of the group
-// and makes the plan for itself, so that no block waits for another; it writes the outputs of its
-// own tokens, and the first block the totals.
+// What the plans of a routed LL dispatch share. Every block that receives reads the ids that it
+// needs and makes the plan for itself, so that no block waits for another; it writes the outputs of
+// its own tokens, and the first block the totals, for which it waits for all ids.
 #pragma once
 
 #include "kernels/gpu/ht/plan/pair_kind.cuh"
