@@ -35,8 +35,9 @@ __global__ void SignalAndWait(const __grid_constant__ DeviceRank device, const u
     WarpPush(device, Operation::kDispatch, 1, LaneId() == 0,
              {.op = Op::kSignal, .dst_rank = 1, .channel = Channel::kDispatch, .epoch = epoch});
     if (LaneId() == 0) {
-      SpinOn(device, flag, 1, Operation::kDispatch, epoch, FailureKind::kTimeout,
-             [&](uint64_t seen, uint64_t) { return seen >= epoch ? Seen::kThere : Seen::kTooEarly; });
+      SpinOn(
+          device, flag, 1, Operation::kDispatch, epoch, FailureKind::kTimeout,
+          [&](uint64_t seen, uint64_t) { return seen >= epoch ? Seen::kThere : Seen::kTooEarly; });
       times_ns[i] = ClockNs() - begin;
     }
     SyncWarp();
