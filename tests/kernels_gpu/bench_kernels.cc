@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "tests/kernels_gpu/gpu_team.h"
+#include "tests/kernels_gpu/graph_timer.h"
 #include "tests/kernels_gpu/host_copies.h"
 
 namespace jax_ep::testing {
@@ -164,63 +165,12 @@ class Bench {
     return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
   }
 
-  // Microseconds per call: median over launches of the slowest rank's mean over a graph's calls.
+  // Microseconds per call, as TimeInGraphs says.
   template <typename Launch>
   double Time(Launch&& launch) {
-    const int64_t iterations = options_["iterations"];
-    const uint32_t num_ranks = shape_.num_ranks;
-    std::vector<cudaGraphExec_t> graphs(num_ranks);
-    std::vector<cudaEvent_t> begin(num_ranks), end(num_ranks);
-    for (uint32_t r = 0; r < num_ranks; ++r) {
-      team_->UseDeviceOf(r);
-      CheckCuda(cudaEventCreate(&begin[r]), "event");
-      CheckCuda(cudaEventCreate(&end[r]), "event");
-      cudaGraph_t graph;
-      CheckCuda(cudaStreamBeginCapture(team_->stream(r), cudaStreamCaptureModeThreadLocal),
-                "capture");
-      for (int64_t i = 0; i < iterations; ++i) {
-        if (const char* error = launch(r)) {
-          std::fprintf(stderr, "%s\n", error);
-          std::exit(1);
-        }
-      }
-      CheckCuda(cudaStreamEndCapture(team_->stream(r), &graph), "capture");
-      CheckCuda(cudaGraphInstantiate(&graphs[r], graph, 0), "instantiate");
-      CheckCuda(cudaGraphUpload(graphs[r], team_->stream(r)), "upload");
-      CheckCuda(cudaGraphDestroy(graph), "destroy");
-    }
-    team_->Synchronize();
-    std::vector<double> times;
-    for (int64_t i = 0; i < options_["launches"]; ++i) {
-      for (uint32_t r = 0; r < num_ranks; ++r) {
-        team_->UseDeviceOf(r);
-        // The first launch on every rank only lines them up.
-        CheckCuda(cudaEventRecord(begin[r], team_->stream(r)), "record");
-        CheckCuda(cudaGraphLaunch(graphs[r], team_->stream(r)), "launch");
-        CheckCuda(cudaEventRecord(end[r], team_->stream(r)), "record");
-      }
-      team_->Synchronize();
-      double slowest = 0;
-      for (uint32_t r = 0; r < num_ranks; ++r) {
-        float ms = 0;
-        CheckCuda(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-        slowest =
-            std::max(slowest, static_cast<double>(ms) * 1000 / static_cast<double>(iterations));
-      }
-      times.push_back(slowest);
-    }
-    for (uint32_t r = 0; r < num_ranks; ++r) {
-      CheckCuda(cudaGraphExecDestroy(graphs[r]), "destroy");
-      CheckCuda(cudaEventDestroy(begin[r]), "event");
-      CheckCuda(cudaEventDestroy(end[r]), "event");
-      if (team_->status(r).failed.load() != 0) {
-        std::fprintf(stderr, "rank %u failed: kind %u operation %u peer %u\n", r,
-                     team_->status(r).kind, team_->status(r).operation, team_->status(r).peer);
-        std::exit(1);
-      }
-    }
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2];
+    const GraphTimes times{.calls_per_graph = static_cast<int>(options_["iterations"]),
+                           .launches = static_cast<int>(options_["launches"])};
+    return TimeInGraphs(*team_, times, launch);
   }
 
  private:

@@ -13,68 +13,13 @@
 #include <string>
 #include <vector>
 
+#include "tests/kernels_gpu/graph_timer.h"
 #include "tests/kernels_gpu/scenario.h"
 
 namespace jax_ep::testing {
 namespace {
 
-constexpr int kCallsPerGraph = 40;
-constexpr int kLaunches = 11;
-
-// Microseconds per call of what launch(rank) enqueues.
-template <typename Launch>
-double Time(GpuTeam& team, Launch&& launch) {
-  const uint32_t num_ranks = team.num_ranks();
-  std::vector<cudaGraphExec_t> graphs(num_ranks);
-  std::vector<cudaEvent_t> begin(num_ranks), end(num_ranks);
-  for (uint32_t r = 0; r < num_ranks; ++r) {
-    team.UseDeviceOf(r);
-    CheckCuda(cudaEventCreate(&begin[r]), "event");
-    CheckCuda(cudaEventCreate(&end[r]), "event");
-    cudaGraph_t graph;
-    CheckCuda(cudaStreamBeginCapture(team.stream(r), cudaStreamCaptureModeThreadLocal), "capture");
-    for (int i = 0; i < kCallsPerGraph; ++i) {
-      if (const char* error = launch(r)) {
-        std::fprintf(stderr, "%s\n", error);
-        std::exit(1);
-      }
-    }
-    CheckCuda(cudaStreamEndCapture(team.stream(r), &graph), "capture");
-    CheckCuda(cudaGraphInstantiate(&graphs[r], graph, 0), "instantiate");
-    CheckCuda(cudaGraphUpload(graphs[r], team.stream(r)), "upload");
-    CheckCuda(cudaGraphDestroy(graph), "destroy");
-  }
-  team.Synchronize();
-  std::vector<double> times;
-  for (int i = 0; i < kLaunches; ++i) {
-    for (uint32_t r = 0; r < num_ranks; ++r) {
-      team.UseDeviceOf(r);
-      CheckCuda(cudaEventRecord(begin[r], team.stream(r)), "record");
-      CheckCuda(cudaGraphLaunch(graphs[r], team.stream(r)), "launch");
-      CheckCuda(cudaEventRecord(end[r], team.stream(r)), "record");
-    }
-    team.Synchronize();
-    double slowest = 0;
-    for (uint32_t r = 0; r < num_ranks; ++r) {
-      float ms = 0;
-      CheckCuda(cudaEventElapsedTime(&ms, begin[r], end[r]), "elapsed");
-      slowest = std::max(slowest, static_cast<double>(ms) * 1000 / kCallsPerGraph);
-    }
-    times.push_back(slowest);
-  }
-  for (uint32_t r = 0; r < num_ranks; ++r) {
-    CheckCuda(cudaGraphExecDestroy(graphs[r]), "destroy");
-    CheckCuda(cudaEventDestroy(begin[r]), "event");
-    CheckCuda(cudaEventDestroy(end[r]), "event");
-    const gpu::RankStatus& status = team.status(r);
-    if (status.failed.load() == 0) continue;
-    std::fprintf(stderr, "rank %u failed: kind %u operation %u peer %u\n", r, status.kind,
-                 status.operation, status.peer);
-    std::exit(1);
-  }
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
+constexpr GraphTimes kTimes = {.calls_per_graph = 40, .launches = 11};
 
 struct Machine {
   uint32_t num_ranks = static_cast<uint32_t>(NumDevices());
@@ -168,13 +113,13 @@ void Run(int64_t num_tokens, const Machine& machine) {
     const CombineParams params = combine_params(r);
     return Api().combine(team.handle(r), &team.shape(), &params, team.stream(r));
   };
-  const double dispatch_us = Time(team, dispatch);
-  const double combine_us = Time(team, combine);
-  const double both_us = Time(team, [&](uint32_t r) {
+  const double dispatch_us = TimeInGraphs(team, kTimes, dispatch);
+  const double combine_us = TimeInGraphs(team, kTimes, combine);
+  const double both_us = TimeInGraphs(team, kTimes, [&](uint32_t r) {
     const char* error = dispatch(r);
     return error != nullptr ? error : combine(r);
   });
-  const double halves_us = Time(team, [&](uint32_t r) {
+  const double halves_us = TimeInGraphs(team, kTimes, [&](uint32_t r) {
     const LlDispatchParams params = dispatch_params(r);
     const char* error = Api().ll_dispatch_start(team.handle(r), &team.shape(), &params,
                                                 epochs[r].data(), team.stream(r));
@@ -182,7 +127,7 @@ void Run(int64_t num_tokens, const Machine& machine) {
                             : Api().ll_dispatch_done(team.handle(r), &team.shape(), &params,
                                                      epochs[r].data(), team.stream(r));
   });
-  const double combine_halves_us = Time(team, [&](uint32_t r) {
+  const double combine_halves_us = TimeInGraphs(team, kTimes, [&](uint32_t r) {
     const CombineParams params = combine_params(r);
     const char* error = Api().combine_start(team.handle(r), &team.shape(), &params,
                                             epochs[r].data(), team.stream(r));
