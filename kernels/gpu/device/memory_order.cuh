@@ -15,6 +15,14 @@ namespace jax_ep::gpu {
 
 // Scope "sys": this GPU, its peers and the host. Scope "gpu": all blocks of this GPU.
 
+// A line of memory on its way to the L2, for loads of it soon. It orders nothing.
+inline constexpr uint64_t kLineBytes = 128;
+__device__ inline void PrefetchLine([[maybe_unused]] const void* address) {
+#if !JAX_EP_HIP
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 #if JAX_EP_HIP
 
 __device__ inline uint64_t LoadAcquireSys(const uint64_t* address) {

@@ -136,7 +136,8 @@ class RecordPuller {
     SyncWarp();
     std::byte* row = At(shared_.row_offset);
     ForUnits(RecordUnits(params_.format, record), 0, params_.format.num_units,
-             [&](uint32_t unit, const Unit& in_hand) {
+             [&](uint32_t unit, uint32_t end, const Unit& in_hand) {
+               if (unit >= end) return;
                DequantizedUnit<typename Rows::Elem>(params_.format, in_hand).StoreInRow(row, unit);
              });
     FenceProxyAsyncShared();  // each lane's stores, before bulk stores read them
@@ -194,7 +195,7 @@ __global__ void __launch_bounds__(kMostThreads)
                      FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
       CheckRecords(params, &shared_flag)) {
     if (quantizes) {
-      while (quantizer.QuantizeChunk()) continue;
+      while (quantizer.QuantizeChunks()) continue;
     } else if (WarpId() >= num_warps) {
       FillWeightsAndPadding(params, WarpId() - num_warps, kPaddingWarps,
                             [&](uint64_t row, uint32_t number, uint32_t total) {
