@@ -231,6 +231,17 @@ __device__ inline void BulkStore(void* global, const void* shared, uint32_t num_
                "r"(SharedAddress(shared)), "r"(num_bytes)
                : "memory");
 }
+// The same of bytes that leave the L2 before others do.
+__device__ inline void BulkStoreEvictFirst(void* global, const void* shared, uint32_t num_bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, policy;\n"
+      "}\n" ::"l"(global),
+      "r"(SharedAddress(shared)), "r"(num_bytes)
+      : "memory");
+}
 __device__ inline void BulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most kPending of this thread's newest groups still read their shared memory.
 template <int kPending>

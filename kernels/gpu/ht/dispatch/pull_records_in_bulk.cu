@@ -151,12 +151,13 @@ class RecordPuller {
       StoreScales(format, params_.scales, record, static_cast<uint64_t>(places[copy]));
     }
   }
-  // The bytes of a row in shared memory, to all of its places.
+  // The bytes of a row in shared memory, to all of its places. They are many times what the L2
+  // holds, where the records of this rank had better stay until the peers have read them.
   __device__ void SendRows(const std::byte* row, const int32_t* places, uint32_t num_rows) const {
     if (LaneId() != 0) return;
     for (uint32_t copy = 0; copy < num_rows; ++copy) {
-      BulkStore(params_.recv_x + static_cast<uint64_t>(places[copy]) * params_.row_bytes, row,
-                static_cast<uint32_t>(params_.row_bytes));
+      BulkStoreEvictFirst(params_.recv_x + static_cast<uint64_t>(places[copy]) * params_.row_bytes,
+                          row, static_cast<uint32_t>(params_.row_bytes));
     }
     BulkCommit();
   }
