@@ -69,11 +69,27 @@ __device__ inline void FromE4m3x4(uint32_t codes, float (&values)[4]) {
 #endif
 }
 
-// The quotient rounded to nearest even. HIP's `/` is that too, unless fast math is asked for.
+// 448 / amax for amax in [2^-100, 2^128), rounded to nearest even.
 #if JAX_EP_HIP
-__device__ inline float Divide(float a, float b) { return a / b; }
+// HIP's `/` is that, unless fast math is asked for.
+__device__ inline float LargestOver(uint32_t amax_bits) {
+  return 448.0f / __uint_as_float(amax_bits);
+}
 #else
-__device__ inline float Divide(float a, float b) { return __fdiv_rn(a, b); }
+// Without the branches of a division, so that several run side by side. The quotient of the
+// significand is right for each of the 2^23, even from a reciprocal two last places off (tried for
+// all); the power of two is exact then: no quotient is subnormal.
+__device__ inline float LargestOver(uint32_t amax_bits) {
+  constexpr float kLargest = 448.0f;
+  constexpr uint32_t kOne = 127u << 23;
+  const float divisor = __uint_as_float((amax_bits & 0x7fffffu) | kOne);
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(divisor));
+  inverse = __fmaf_rn(__fmaf_rn(-divisor, inverse, 1.0f), inverse, inverse);
+  const float quotient = __fmul_rn(kLargest, inverse);
+  const float rounded = __fmaf_rn(__fmaf_rn(-divisor, quotient, kLargest), inverse, quotient);
+  return __uint_as_float(__float_as_uint(rounded) + kOne - (amax_bits & 0x7f800000u));
+}
 #endif
 
 // The scale of a block: as a record has it (bits of an f32, or a biased exponent), and what its
@@ -82,20 +98,19 @@ struct BlockScale {
   uint32_t word;
   float inverse;
 };
-// amax: of the block's finite elements.
-__device__ inline BlockScale ScaleOf(float amax, bool is_ue8m0) {
-  constexpr float kLargest = 448.0f;
-  constexpr uint32_t kSmallestAmax = (127u - 100u) << 23;  // bits of 2^-100
-  const uint32_t bits = __float_as_uint(amax);
-  const bool is_used = bits >= kSmallestAmax;
-  if (is_ue8m0) {
-    // 448 = 1.75 * 2^8: a significand above 1.75 carries into the exponent.
-    const uint32_t exponent = is_used ? ((bits + 0x1fffffu) >> 23) - 8u : 127u;
-    return {exponent, __uint_as_float((254u - exponent) << 23)};
-  }
-  constexpr float kScale = 1.0f / kLargest;
-  const float scale = is_used ? Multiply(amax, kScale) : 1.0f;
-  return {__float_as_uint(scale), is_used ? Divide(kLargest, amax) : 1.0f};
+// amax_bits: of the largest magnitude among the block's finite elements.
+inline constexpr uint32_t kSmallestAmax = (127u - 100u) << 23;  // 2^-100; below that the scale is 1
+__device__ inline BlockScale F32ScaleOf(uint32_t amax_bits) {
+  const bool is_used = amax_bits >= kSmallestAmax;
+  const float scale = Multiply(__uint_as_float(amax_bits), 1.0f / 448.0f);
+  const float inverse = LargestOver(amax_bits);
+  return {__float_as_uint(is_used ? scale : 1.0f), is_used ? inverse : 1.0f};
+}
+__device__ inline BlockScale Ue8m0ScaleOf(uint32_t amax_bits) {
+  // 448 = 1.75 * 2^8: a significand above 1.75 carries into the exponent.
+  const uint32_t exponent =
+      amax_bits >= kSmallestAmax ? ((amax_bits + 0x1fffffu) >> 23) - 8u : 127u;
+  return {exponent, __uint_as_float((254u - exponent) << 23)};
 }
 __device__ inline float ScaleValue(uint32_t word, bool is_ue8m0) {
   if (!is_ue8m0) return __uint_as_float(word);

@@ -15,6 +15,14 @@ namespace jax_ep::gpu {
 
 // Scope "sys": this GPU, its peers and the host. Scope "gpu": all blocks of this GPU.
 
+// A line of memory on its way to the L2, for loads of it soon. It orders nothing.
+inline constexpr uint64_t kLineBytes = 128;
+__device__ inline void PrefetchLine([[maybe_unused]] const void* address) {
+#if !JAX_EP_HIP
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
 #if JAX_EP_HIP
 
 __device__ inline uint64_t LoadAcquireSys(const uint64_t* address) {
@@ -222,6 +230,17 @@ __device__ inline void BulkStore(void* global, const void* shared, uint32_t num_
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global),
                "r"(SharedAddress(shared)), "r"(num_bytes)
                : "memory");
+}
+// The same of bytes that leave the L2 before others do.
+__device__ inline void BulkStoreEvictFirst(void* global, const void* shared, uint32_t num_bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, policy;\n"
+      "}\n" ::"l"(global),
+      "r"(SharedAddress(shared)), "r"(num_bytes)
+      : "memory");
 }
 __device__ inline void BulkCommit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until at most kPending of this thread's newest groups still read their shared memory.

@@ -44,7 +44,11 @@ struct ScalesPlace {
 
   __device__ uint64_t IndexOf(uint64_t row, uint32_t block) const {
     if (rows_in_column == 0) return row * num_blocks + block;
-    return (row / rows_in_column * num_blocks + block) * rows_in_column + row % rows_in_column;
+    // Rows have 32 bits, and a division of those is far shorter.
+    const auto column = static_cast<uint32_t>(rows_in_column);
+    const uint32_t matrix = static_cast<uint32_t>(row) / column;
+    const uint32_t in_column = static_cast<uint32_t>(row) % column;
+    return (static_cast<uint64_t>(matrix) * num_blocks + block) * column + in_column;
   }
 };
 

@@ -2,7 +2,7 @@
 // a piece of a row and stores it at all destinations of its token.
 #pragma once
 
-#include "kernels/gpu/device/record_units.cuh"
+#include "kernels/gpu/device/element_units.cuh"
 #include "kernels/gpu/lanes/ll_send.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -27,7 +27,8 @@ __device__ void SendRecords(const LlDispatchKernelParams& params, const CallSlot
     const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
     const uint64_t dests = Destinations(params, token).Mask() & ~(uint64_t{1} << device.rank);
     ForUnits(ElementUnits<Elem>(params.format, params.x + token * params.x_bytes), range.begin,
-             range.end, [&](uint32_t unit, const Unit& in_hand) {
+             range.end, [&](uint32_t unit, uint32_t end, const Unit& in_hand) {
+               if (unit >= end) return;
                for (uint32_t step = 1; step < num_ranks; ++step) {
                  const uint32_t dest = (device.rank + step) % num_ranks;
                  if ((dests >> dest & 1) == 0) continue;

@@ -21,9 +21,9 @@ __device__ uint64_t Pull(const PullParams& params, uint64_t sequence, int32_t* r
     num_pulled += items.source() != params.device.rank;
     const std::byte* record = RecordOf(params, items.source(), items.token());
     ForUnits(RecordUnits(params.format, record), 0, params.format.num_units,
-             [&](uint32_t unit, const Unit& in_hand) {
+             [&](uint32_t unit, uint32_t end, const Unit& in_hand) {
                Rows::Store(params.format, params.recv_x, params.scales, rows, items.num_rows(),
-                           unit, in_hand);
+                           unit, end, in_hand);
              });
   }
   return num_pulled;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) PullRecords(const __grid_constant__ 
                      FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
       CheckRecords(params, &shared_flag)) {
     if (quantizes) {
-      while (quantizer.QuantizeChunk()) continue;
+      while (quantizer.QuantizeChunks()) continue;
     } else if (pulls) {
       num_pulled = Pull<Rows>(params, sequence, rows[WarpId()]);
     } else {

@@ -136,7 +136,8 @@ class RecordPuller {
     SyncWarp();
     std::byte* row = At(shared_.row_offset);
     ForUnits(RecordUnits(params_.format, record), 0, params_.format.num_units,
-             [&](uint32_t unit, const Unit& in_hand) {
+             [&](uint32_t unit, uint32_t end, const Unit& in_hand) {
+               if (unit >= end) return;
                DequantizedUnit<typename Rows::Elem>(params_.format, in_hand).StoreInRow(row, unit);
              });
     FenceProxyAsyncShared();  // each lane's stores, before bulk stores read them
@@ -150,12 +151,13 @@ class RecordPuller {
       StoreScales(format, params_.scales, record, static_cast<uint64_t>(places[copy]));
     }
   }
-  // The bytes of a row in shared memory, to all of its places.
+  // The bytes of a row in shared memory, to all of its places. They are many times what the L2
+  // holds, where the records of this rank had better stay until the peers have read them.
   __device__ void SendRows(const std::byte* row, const int32_t* places, uint32_t num_rows) const {
     if (LaneId() != 0) return;
     for (uint32_t copy = 0; copy < num_rows; ++copy) {
-      BulkStore(params_.recv_x + static_cast<uint64_t>(places[copy]) * params_.row_bytes, row,
-                static_cast<uint32_t>(params_.row_bytes));
+      BulkStoreEvictFirst(params_.recv_x + static_cast<uint64_t>(places[copy]) * params_.row_bytes,
+                          row, static_cast<uint32_t>(params_.row_bytes));
     }
     BulkCommit();
   }
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kMostThreads)
                      FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
       CheckRecords(params, &shared_flag)) {
     if (quantizes) {
-      while (quantizer.QuantizeChunk()) continue;
+      while (quantizer.QuantizeChunks()) continue;
     } else if (WarpId() >= num_warps) {
       FillWeightsAndPadding(params, WarpId() - num_warps, kPaddingWarps,
                             [&](uint64_t row, uint32_t number, uint32_t total) {

@@ -5,7 +5,7 @@
 // warp that runs, however few blocks of a grid do.
 #pragma once
 
-#include "kernels/gpu/device/record_units.cuh"
+#include "kernels/gpu/device/element_units.cuh"
 #include "kernels/gpu/ht/dispatch/pull_params.h"
 #include "kernels/gpu/protocol/control.cuh"
 
@@ -39,45 +39,70 @@ class RowQuantizer {
   __device__ RowQuantizer(const PullParams& params, uint64_t sequence)
       : params_(params), sequence_(sequence) {}
 
-  // Starts to take a chunk.
-  __device__ void Take() {
-    if (LaneId() == 0) taken_ = atomicAdd(&ControlOf(params_.device)->chunks_taken, 1u);
+  // Starts to take chunks.
+  __device__ void Take(uint32_t count) {
+    num_taken_ = count;
+    if (LaneId() == 0) taken_ = atomicAdd(&ControlOf(params_.device)->chunks_taken, count);
   }
-  // Quantises the chunk that was taken and takes the next one. False: there was none left.
-  __device__ bool QuantizeChunk() {
-    const uint64_t chunk = FromLane(taken_, 0);
-    const uint64_t begin = chunk * kRecordTokens;
-    if (begin >= params_.num_tokens) return false;
-    Take();
+  // Quantises the chunks that were taken and takes the next ones. False: there were none left.
+  __device__ bool QuantizeChunks() {
     const DeviceRank& device = params_.device;
-    const uint64_t end = min(begin + kRecordTokens, params_.num_tokens);
-    const uint64_t row_bytes = params_.format.hidden() * sizeof(typename Elem::Storage);
-    for (uint64_t token = begin; token < end; ++token) {
-      std::byte* record = RecordOf(params_, device.rank, token);
-      ForUnits(ElementUnits<Elem>(params_.format, params_.x + token * row_bytes), 0,
-               params_.format.num_units, [&](uint32_t unit, const Unit& in_hand) {
-                 StoreInRecord(params_.format, record, unit, in_hand);
-               });
-    }
+    const uint32_t first = FromLane(taken_, 0);
+    const uint64_t begin = first * kRecordTokens;
+    if (begin >= params_.num_tokens) return false;
+    const uint64_t end = min(begin + num_taken_ * kRecordTokens, params_.num_tokens);
+    Take(kChunksAtOnce);
+    for (uint64_t token = begin; token < end; ++token) QuantizeRow(token, end);
     SyncWarp();
+    // One release, whose wait for the stores is that of all chunks.
     const uint64_t value = FlagValue(sequence_, Operation::kDispatch, device.program);
-    for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
-      StoreReleaseSys(RecordFlag(device, peer, device.rank, chunk), value);
+    const auto chunks = static_cast<uint32_t>((end - begin + kRecordTokens - 1) / kRecordTokens);
+    for (uint32_t i = LaneId(); i < device.shape.num_ranks * chunks; i += kWarpSize) {
+      const uint32_t peer = i / chunks;
+      StoreReleaseSys(RecordFlag(device, peer, device.rank, first + i % chunks), value);
     }
     return true;
   }
 
  private:
+  // A release takes microseconds while the wire is busy, and others wait for a chunk meanwhile.
+  static constexpr uint32_t kChunksAtOnce = 2;
+
+  // The rows from there to `end` are quantised next.
+  __device__ void QuantizeRow(uint64_t token, uint64_t end) {
+    const uint64_t row_bytes = params_.format.hidden() * sizeof(typename Elem::Storage);
+    const std::byte* row = params_.x + token * row_bytes;
+    if (token + 1 < end) PrefetchRow(row + row_bytes, row_bytes);
+    // Lane 0 knows by now, or soon, what was taken: a row late, so that nobody waits for it.
+    if (token + 1 == end) {
+      const uint64_t next = FromLane(taken_, 0) * kRecordTokens;
+      if (next < params_.num_tokens) PrefetchRow(params_.x + next * row_bytes, row_bytes);
+    }
+    std::byte* record = RecordOf(params_, params_.device.rank, token);
+    ForUnits(ElementUnits<Elem>(params_.format, row), 0, params_.format.num_units,
+             [&](uint32_t unit, uint32_t end_unit, const Unit& in_hand) {
+               if (unit < end_unit) StoreInRecord(params_.format, record, unit, in_hand);
+             });
+  }
+  __device__ static void PrefetchRow(const std::byte* row, uint64_t row_bytes) {
+#pragma unroll 1
+    for (uint64_t at = LaneId() * kLineBytes; at < row_bytes; at += kWarpSize * kLineBytes) {
+      PrefetchLine(row + at);
+    }
+  }
+
   const PullParams& params_;
   uint64_t sequence_;
-  uint32_t taken_ = 0;  // in lane 0
+  uint32_t taken_ = 0;  // in lane 0: the first of the chunks
+  uint32_t num_taken_ = 0;
 };
 
-// One warp, before the block waits for its peers: they wait for these.
+// One warp, before the block waits for its peers: they wait for these. One chunk, which is ready
+// soon.
 template <typename Elem>
 __device__ inline void QuantizeFirst(const DeviceRank& device, RowQuantizer<Elem>& quantizer) {
-  quantizer.Take();
-  if (FromLane(static_cast<uint32_t>(HasFailed(device)), 0) == 0) quantizer.QuantizeChunk();
+  quantizer.Take(1);
+  if (FromLane(static_cast<uint32_t>(HasFailed(device)), 0) == 0) quantizer.QuantizeChunks();
 }
 
 }  // namespace jax_ep::gpu

@@ -61,9 +61,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 using Kernel = void (*)(LlDispatchKernelParams);
-// Of rows that travel as records (ll_dispatch_records.cu), and what a warp that places them in bulk
-// needs of shared memory.
+// Of rows that travel as records (ll_dispatch_records.cu).
 Kernel RecordKernelOf(ElemType type, bool are_split);
-uint32_t PlaceRecordBytesOf(ElemType type, bool are_split, uint64_t wire_bytes, uint64_t row_bytes);
 
 }  // namespace jax_ep::gpu::ll

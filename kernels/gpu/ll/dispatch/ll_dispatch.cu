@@ -15,6 +15,7 @@
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/ll/dispatch/copy_rows.cuh"
 #include "kernels/gpu/ll/dispatch/kernel.cuh"
+#include "kernels/gpu/ll/dispatch/send_records.cuh"
 #include "kernels/gpu/network/launchers.h"
 
 namespace jax_ep::gpu {
@@ -77,26 +78,9 @@ uint32_t BulkRowsOf(const RankHandle& rank, uint64_t row_bytes, uint64_t other_b
   if (available < other_bytes) return 0;
   return static_cast<uint32_t>(std::min<uint64_t>((available - other_bytes) / row_bytes, most));
 }
-// Few, so that rows arrive one after the other; of those that quantise more, which is slower.
-constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 8;
+// Few, so that rows arrive one after the other; but many that quantise, which takes its time.
+constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 12;
 constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
-
-// The part of a row's way that depends on how it travels.
-struct RowSizes {
-  uint64_t row_bytes;    // in recv_x
-  uint64_t wire_bytes;   // sent
-  uint64_t place_bytes;  // of shared memory, for a warp that places it in bulk
-};
-RowSizes SizesOf(const GroupShape& shape, const Fp8Wire& wire) {
-  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  if (wire.block == 0) return {row_bytes, row_bytes, row_bytes};
-  const bool are_split = wire.recv_scales != nullptr;
-  RowSizes sizes{.row_bytes = are_split ? shape.hidden : row_bytes,
-                 .wire_bytes = RecordBytes(shape.hidden, wire.block, wire.scale)};
-  sizes.place_bytes =
-      PlaceRecordBytesOf(shape.elem_type, are_split, sizes.wire_bytes, sizes.row_bytes);
-  return sizes;
-}
 
 }  // namespace
 
@@ -136,7 +120,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
   const bool has_records = call.wire.block != 0;
   const uint64_t x_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  const RowSizes sizes = SizesOf(shape, call.wire);
+  const uint64_t row_bytes =
+      has_records && call.wire.recv_scales != nullptr ? shape.hidden : x_bytes;
+  const uint64_t wire_bytes =
+      has_records ? RecordBytes(shape.hidden, call.wire.block, call.wire.scale) : x_bytes;
   const bool is_vectorised = has_records || HasWholeWords(x_bytes, {call.x, call.recv_x, call.y});
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
   constexpr uint64_t kPieceBytes = 4096;
@@ -152,9 +139,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       .zero_padding = call.zero_padding,
       .pieces = pieces,
       .row_words = has_records ? format.num_units : static_cast<uint32_t>(x_bytes / word_bytes),
-      .row_bytes = sizes.row_bytes,
+      .row_bytes = row_bytes,
       .x_bytes = x_bytes,
-      .wire_bytes = sizes.wire_bytes,
+      .wire_bytes = wire_bytes,
+      .slot_bytes = has_records ? PieceSlotBytes(pieces, format) : wire_bytes,
       .x = call.x,
       .weights = DataOrNull(call.weights),
       .given_slots = call.send_slot.data(),
@@ -226,31 +214,33 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const uint64_t num_dests = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
   if (is_vectorised && part == CallPart::kWhole && num_dests > 0) {
     const uint32_t most = has_records ? kMostRecordSendWarps : kMostSendWarps;
-    params.num_bulk_warps = BulkRowsOf(rank, sizes.wire_bytes, 0, most * kSendSlots) / kSendSlots;
+    params.num_bulk_warps = BulkRowsOf(rank, params.slot_bytes, 0, most * kSendSlots) / kSendSlots;
   }
   const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
   constexpr int64_t kFewestPlaced = 64;  // measured: lanes place fewer tokens as quickly
-  if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted &&
+  if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted && !has_records &&
       call.num_tokens >= kFewestPlaced) {
-    params.num_place_warps = BulkRowsOf(rank, sizes.place_bytes, PlanBytes(rank), kMostPlaceWarps);
+    params.num_place_warps = BulkRowsOf(rank, row_bytes, PlanBytes(rank), kMostPlaceWarps);
     params.place_offset = static_cast<uint32_t>(PlanBytes(rank));
   }
   const uint64_t word_items = NumWordItems(params);
-  // Bulk senders take a token each.
-  const uint64_t row_items = params.num_bulk_warps > 0 ? static_cast<uint64_t>(call.num_tokens) *
-                                                             kWarps / params.num_bulk_warps
-                                                       : call.num_tokens * pieces.count;
+  // Bulk senders take a token each, or a piece that they quantise.
+  const uint64_t num_pieces = static_cast<uint64_t>(call.num_tokens) * pieces.count;
+  const uint64_t num_sent = has_records ? num_pieces : static_cast<uint64_t>(call.num_tokens);
+  const uint64_t row_items =
+      params.num_bulk_warps > 0 ? num_sent * kWarps / params.num_bulk_warps : num_pieces;
   const uint64_t send_items = word_items + (params.has_rows ? row_items : 0);
+  // Of few tokens, which leave SMs idle: a block places pieces with half of its warps.
   const uint64_t receive_items =
-      std::max<uint64_t>(call.num_tokens * shape.num_ranks * pieces.count,
+      std::max<uint64_t>(num_pieces * shape.num_ranks * (has_records ? 2 : 1),
                          static_cast<uint64_t>(planner.recv_rows) / kWarpSize);
   const auto blocks_for = [](uint64_t items, uint32_t most) {
     return BlocksFor(items, kWarps, most);
   };
-  // Measured: bench_ll with 2 and 4 ranks on one H200.
-  constexpr uint32_t kSendShare = 2;  // of 8 blocks
+  // Measured: bench_ll with 2 and 4 ranks on one H200. Those that quantise have more to do.
+  const uint32_t send_share = has_records ? 3 : 2;  // of 8 blocks
   constexpr uint32_t kShares = 8;
-  const uint32_t most_senders = std::max(rank.ll_blocks * kSendShare / kShares, 1u);
+  const uint32_t most_senders = std::max(rank.ll_blocks * send_share / kShares, 1u);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
   params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
@@ -272,8 +262,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       break;
   }
   const auto shared_bytes =
-      static_cast<uint32_t>(std::max(params.num_bulk_warps * kSendSlots * sizes.wire_bytes,
-                                     PlanBytes(rank) + params.num_place_warps * sizes.place_bytes));
+      static_cast<uint32_t>(std::max(params.num_bulk_warps * kSendSlots * params.slot_bytes,
+                                     PlanBytes(rank) + params.num_place_warps * row_bytes));
   const Kernel kernel = has_records
                             ? RecordKernelOf(shape.elem_type, call.wire.recv_scales != nullptr)
                             : KernelOf(shape.elem_type, is_vectorised, is_weighted);

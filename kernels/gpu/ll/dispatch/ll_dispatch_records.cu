@@ -10,11 +10,4 @@ Kernel RecordKernelOf(ElemType type, bool are_split) {
   });
 }
 
-uint32_t PlaceRecordBytesOf(ElemType type, bool are_split, uint64_t wire_bytes,
-                            uint64_t row_bytes) {
-  return WithRecordRows(type, are_split, [&]<typename Delivered>() {
-    return PlaceRecordBytes<Delivered>(wire_bytes, row_bytes);
-  });
-}
-
 }  // namespace jax_ep::gpu::ll

@@ -35,6 +35,7 @@ struct LlDispatchKernelParams {
   uint64_t row_bytes;          // of recv_x
   uint64_t x_bytes;            // of a row of x
   uint64_t wire_bytes;         // of a row that is sent
+  uint64_t slot_bytes;         // of shared memory, for what a warp sends in bulk at a time
   const std::byte* x;          // [T, H] or null
   const int32_t* topk_idx;     // [T * K], routed
   const float* weights;        // [T * K] or null
