@@ -106,6 +106,16 @@ class GpuFailure : public ::testing::Test {
     EXPECT_TRUE(std::find(kinds.begin(), kinds.end(), kind) != kinds.end())
         << "rank " << r << " kind " << status.kind << " peer " << status.peer;
   }
+  // All ranks have failed, one or more as another was in another operation.
+  void ExpectWrongOrder() {
+    using enum gpu::FailureKind;
+    bool is_named = false;
+    for (uint32_t r = 0; r < 4; ++r) {
+      ExpectKind(r, {kWrongOrder, kPeerFailed});
+      is_named |= static_cast<gpu::FailureKind>(team_->status(r).kind) == kWrongOrder;
+    }
+    EXPECT_TRUE(is_named);
+  }
   static void ExpectNan(const DeviceArray<float>& array) {
     for (const float value : array.Download()) ASSERT_TRUE(std::isnan(value)) << value;
     EXPECT_TRUE(array.HasCanary());
@@ -180,12 +190,7 @@ TEST_F(GpuFailure, ARankThatDoesNotComePoisonsCombine) {
 TEST_F(GpuFailure, RanksInDifferentOperationsAreFound) {
   ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
   ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 3 ? Combine(r) : Dispatch(r); }), "");
-  bool is_named = false;
-  for (uint32_t r = 0; r < 4; ++r) {
-    ExpectKind(r, {kWrongOrder, kPeerFailed});
-    is_named |= static_cast<gpu::FailureKind>(team_->status(r).kind) == kWrongOrder;
-  }
-  EXPECT_TRUE(is_named);
+  ExpectWrongOrder();
   ExpectNan(arrays_[3].out);
   for (const uint32_t r : {0u, 1u, 2u}) ExpectNan(arrays_[r].recv_x);
 }
@@ -193,12 +198,7 @@ TEST_F(GpuFailure, RanksInDifferentOperationsAreFound) {
 TEST_F(GpuFailure, ARankInAPlanIsFoundByThoseInADispatch) {
   ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
   ASSERT_EQ(team_->Run([&](uint32_t r) { return r == 3 ? Plan(r) : Dispatch(r); }), "");
-  bool is_named = false;
-  for (uint32_t r = 0; r < 4; ++r) {
-    ExpectKind(r, {kWrongOrder, kPeerFailed});
-    is_named |= static_cast<gpu::FailureKind>(team_->status(r).kind) == kWrongOrder;
-  }
-  EXPECT_TRUE(is_named);
+  ExpectWrongOrder();
 }
 
 TEST_F(GpuFailure, ASecondCallAtTheSameTimeEndsBothAndPoisonsAllLaterOnes) {
