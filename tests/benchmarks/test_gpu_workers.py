@@ -129,6 +129,7 @@ def test_a_second_run_keeps_what_it_does_not_measure():
     assert [result["us"] for result in results] == [{"a": 4, "b": 3}, {"a": 2}]
 
 
+@pytest.mark.ci
 def test_the_programs_check_their_methods_and_write_what_they_measured(tmp_path):
     pytest.importorskip("matplotlib")
     env = {name: value for name, value in os.environ.items() if name != "NPROC"}
@@ -151,6 +152,7 @@ def test_the_programs_check_their_methods_and_write_what_they_measured(tmp_path)
     assert (tmp_path / "exchange_2xcpu.png").exists() and (tmp_path / "layer_2xcpu.png").exists()
 
 
+@pytest.mark.ci
 def test_what_overlap_hides_is_measured_against_the_same_layer(tmp_path):
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"

@@ -23,6 +23,7 @@ def _run(out, minutes, *arguments):
     )
 
 
+@pytest.mark.ci
 def test_groups_that_come_and_go_leave_nothing_behind(tmp_path):
     done = _run(tmp_path, "0.2", "--without", "chaos,control")
     assert done.returncode == 0, done.stdout[-6000:]

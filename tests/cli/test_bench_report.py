@@ -229,6 +229,7 @@ def run_command(*arguments):
     )
 
 
+@pytest.mark.ci
 @pytest.mark.multiprocess
 def test_the_command_writes_a_page_and_all_samples(tmp_path):
     pytest.importorskip("jax_ep._core")
