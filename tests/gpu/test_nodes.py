@@ -13,7 +13,7 @@ import pytest
 
 PROGRAMS = pathlib.Path(__file__).parents[1] / "multiprocess" / "programs"
 LIMIT_S = 240
-NUM_CASES = 9
+NUM_CASES = 11
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 

@@ -47,11 +47,11 @@ TEST(GpuHeap, ModeHtHoldsPartialsAndOneStage) {
   }
 }
 
-TEST(GpuHeap, OfFourRanksHas226MiBInModeHtAnd254InBoth) {
+TEST(GpuHeap, OfFourRanksHas226MiBInModeHtAnd268InBoth) {
   GroupShape shape = ShapeOf(4, 4096);
   EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 226u);
   shape.ll_tokens = 128;
-  EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 254u);
+  EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 268u);
 }
 
 // Sets of mode ll multiply; what mode ht takes beside them does not.
@@ -64,9 +64,27 @@ TEST(GpuHeap, OnlyModeLlTakesMoreForMoreStarts) {
   };
   const uint64_t one = bytes_of(2) - bytes_of(1);
   EXPECT_EQ(bytes_of(7) - bytes_of(6), one);
-  const uint64_t rows = uint64_t{2} * 4 * 128 * 7168 * 2;  // of dispatch and combine, by source
+  // Of dispatch and combine, by source; those of few tokens in tagged words as well.
+  const uint64_t rows = uint64_t{2} * 4 * (128 + 2 * kMostTaggedTokens) * 7168 * 2;
   EXPECT_GE(one, rows);
   EXPECT_LE(one, rows * 11 / 10);
+}
+
+// They take twice the bytes of their rows, so neither many tokens nor many ranks have them.
+TEST(GpuHeap, FewTokensOfFewRanksHaveRoomForTaggedWords) {
+  const auto tokens_of = [](GroupShape shape, uint64_t ll_tokens) {
+    shape.ll_tokens = ll_tokens;
+    return GpuHeapLayout::Make(shape).tagged_tokens;
+  };
+  EXPECT_EQ(tokens_of(ShapeOf(4, 4096), 128), kMostTaggedTokens);
+  EXPECT_EQ(tokens_of(ShapeOf(4, 4096), 3), 3u);
+  EXPECT_EQ(tokens_of(ShapeOf(4, 4096), 0), 0u);
+  EXPECT_EQ(tokens_of(ShapeOf(1, 4096), 128), 0u);
+  EXPECT_EQ(tokens_of(ShapeOf(kMostTaggedRanks, 4096), 128), kMostTaggedTokens);
+  EXPECT_EQ(tokens_of(ShapeOf(2 * kMostTaggedRanks, 4096), 128), 0u);
+  GroupShape two_nodes = ShapeOf(4, 4096);
+  two_nodes.node_size = 2;
+  EXPECT_EQ(tokens_of(two_nodes, 128), 0u);
 }
 
 }  // namespace

@@ -191,7 +191,7 @@ TEST_F(GpuLaunch, AnOperationThatIsLaunchedInPartFailsTheGroupAtOnce) {
   Calls spoilt(s, team, 0);
   spoilt.Plan(arrays[0]);
   ASSERT_NE(spoilt.error(), nullptr);
-  EXPECT_NE(std::string(spoilt.error()).find("FillRecvSrc"), std::string::npos) << spoilt.error();
+  EXPECT_NE(std::string(spoilt.error()).find("PlaceSlices"), std::string::npos) << spoilt.error();
   static_cast<void>(cudaGetLastError());
   team.UseDeviceOf(1);
   Calls other(s, team, 1);

@@ -142,12 +142,13 @@ TEST(GpuMixedRanks, GiveTheBitsOfTheCpu) {
   if (NumDevices() == 0) GTEST_SKIP() << "no CUDA device";
   constexpr uint64_t kEven = 0b0101, kLast = 0b1000, kFirst = 0b0001;
   for (const uint64_t hidden : {256u, 7168u}) {
-    for (const Mode mode : {Mode::kLl, Mode::kHt}) {
+    for (const auto& [mode, num_tokens] :
+         {std::pair(Mode::kLl, 24u), std::pair(Mode::kLl, 128u), std::pair(Mode::kHt, 128u)}) {
       Scenario s{.shape = ShapeOf(4, 4), .mode = mode, .layout = Layout::kExpertMajor};
       s.shape.hidden = hidden;
-      s.shape.max_tokens = s.shape.ll_tokens = 128;
+      s.shape.max_tokens = s.shape.ll_tokens = num_tokens;
       s.shape.depth = 3;
-      s.num_tokens = 128;
+      s.num_tokens = num_tokens;
       s.recv_rows = WorstRecvRows(s.shape, s.layout, s.num_tokens);
       SCOPED_TRACE(s.Name());
       GpuTeam team({.shape = s.shape,

@@ -31,7 +31,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     shape.align = Pick<uint32_t>(random, {1, 4, 24});
     shape.elem_type = Pick(random, {ElemType::kF32, ElemType::kBf16, ElemType::kF16});
     shape.hidden = Pick<uint64_t>(random, {8, 136, 513, 1024, 7168});
-    shape.max_tokens = Pick<uint64_t>(random, {1, 20, 130, 300});
+    shape.max_tokens = Pick<uint64_t>(random, {1, 5, 20, 34, 130, 300});
     if (shape.hidden > 1000 && shape.top_k * shape.max_tokens > 1000) shape.max_tokens = 20;
     if (shape.num_experts * shape.max_tokens * shape.hidden > 10'000'000) shape.max_tokens = 3;
     ShrinkIfAsked(shape);
@@ -44,6 +44,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     options.max_sms = Pick<uint32_t>(random, {3, 16, 24});
     if (shape.num_ranks > 4) options.max_sms = 3;
     options.max_sms = SmsThatFit(options.max_sms, shape.num_ranks);
+    if (random() % 4 == 0) options.plain_ranks = 0b0101'0101'0101;
     options.arena_bytes = uint64_t{2} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     options.operations_before = OperationsBefore(seed);

@@ -46,6 +46,15 @@ __device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
 __device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
   __hip_atomic_store(address, value, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
+// Two words side by side, each of which is stored or loaded as a whole. Multiples of 16 bytes.
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t first, uint64_t second) {
+  StoreRelaxedSys(address, first);
+  StoreRelaxedSys(address + 1, second);
+}
+__device__ inline void LoadRelaxedSys(const uint64_t* address, uint64_t& first, uint64_t& second) {
+  first = LoadRelaxedSys(address);
+  second = LoadRelaxedSys(address + 1);
+}
 // Orders what this thread has stored and seen before its later stores, for everyone.
 __device__ inline void FenceSys() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 __device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
@@ -114,6 +123,18 @@ __device__ inline void StoreReleaseSys(uint32_t* address, uint32_t value) {
 }
 __device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+}
+// Two words side by side, each of which is stored or loaded as a whole. Multiples of 16 bytes.
+__device__ inline void StoreRelaxedSys(uint64_t* address, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(first),
+               "l"(second)
+               : "memory");
+}
+__device__ inline void LoadRelaxedSys(const uint64_t* address, uint64_t& first, uint64_t& second) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "l"(address)
+               : "memory");
 }
 // Orders what this thread has stored and seen before its later stores, for everyone.
 __device__ inline void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

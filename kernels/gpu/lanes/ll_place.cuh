@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/ll/dispatch/place.cuh"
+#include "kernels/gpu/protocol/tagged_rows.cuh"
 
 namespace jax_ep::gpu::ll {
 
@@ -35,6 +36,24 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
     if (num_rows == 0) {
       ZeroUnusedRow<typename Rows::Word>(params, source, token, range);
       continue;
+    }
+    if constexpr (Rows::kFitTaggedWords) {
+      if (params.is_tagged && IsPushed(params, source)) {
+        const TaggedSource row{
+            .device = device,
+            .words = OwnHeapAt<uint64_t>(
+                device, TaggedRow(device.layout.ll_dispatch_tagged, slot.set, source, token)),
+            .sequence = slot.started,
+            .peer = source,
+            .operation = params.operation};
+        if (!Rows::PlaceTagged(
+                params, row, item.rows, num_rows,
+                PairsOf<typename Rows::Word>(params.pieces, piece, params.row_words))) {
+          break;
+        }
+        num_remote_words += range.end - range.begin;
+        continue;
+      }
     }
     if (!WaitPieces(params, slot, source, token, piece,
                     Rows::kTakesWholeRows ? pieces : piece + 1)) {

@@ -63,6 +63,17 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
+// What a warp of an adder with bulk copies has room for, of the partials of all other ranks. All
+// ranks ask, whether they have bulk copies or not.
+bool FitsAdder(const GroupShape& shape, uint64_t row_bytes) {
+  constexpr uint64_t kMostGathered = 8192;
+  const uint64_t elem_bytes = ElemBytes(shape.elem_type);
+  const Pieces pieces = CutRow(shape, row_bytes, kTaggedPieceBytes, elem_bytes);
+  const uint64_t partial_bytes = shape.f32_partials ? sizeof(float) : elem_bytes;
+  return shape.num_ranks <= kMostTaggedPartials &&
+         (shape.num_ranks - 1) * pieces.num_words * partial_bytes <= kMostGathered;
+}
+
 }  // namespace
 
 const char* PrepareSlotCombineKernels(const RankHandle& rank) {
@@ -92,7 +103,14 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   // Many tokens: warps have enough to do without small pieces, each of which costs them time.
   // Measured: docs/performance.md, LL combine.
   constexpr int64_t kManyTokens = 64;
-  const uint64_t piece_bytes = call.num_tokens >= kManyTokens ? 4096 : 2048;
+  const bool has_scalars = !call.pair_scalars.empty() || !call.pair_scalars_out.empty();
+  const bool is_tagged =
+      part == CallPart::kWhole && call.y != nullptr && call.out != nullptr && !has_scalars &&
+      TravelsTagged(rank.device, static_cast<uint64_t>(call.num_tokens), row_bytes) &&
+      FitsAdder(shape, row_bytes);
+  const uint64_t piece_bytes = is_tagged                        ? kTaggedPieceBytes
+                               : call.num_tokens >= kManyTokens ? 4096
+                                                                : 2048;
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
   const bool is_start = part == CallPart::kStart;
   const bool has_rows = is_start ? call.y != nullptr : call.out != nullptr;
@@ -101,6 +119,7 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
       .area = rank.device.layout.ll_combine,
       .kind = SetKind::kLlCombine,
       .part = part,
+      .is_tagged = is_tagged,
       .layout = call.layout,
       .operation = part == CallPart::kWhole ? Operation::kLlCombine
                    : is_start               ? Operation::kLlCombineStart

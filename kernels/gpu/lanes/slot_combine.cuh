@@ -5,17 +5,21 @@
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/open_end.cuh"
 #include "kernels/gpu/protocol/push.cuh"
+#include "kernels/gpu/protocol/tagged_rows.cuh"
 
 namespace jax_ep::gpu::slot_combine {
 
 inline constexpr uint32_t kThreads = 512;
 inline constexpr uint32_t kWarps = kThreads / kWarpSize;
+// Ranks of a group, at most, whose partials travel in tagged words.
+inline constexpr uint32_t kMostTaggedPartials = 8;
 
 struct SlotCombineParams {
   DeviceRank device;
   PushArea area;  // of the device's layout
   SetKind kind;
   CallPart part;
+  bool is_tagged;  // partials travel in tagged words
   Layout layout;
   Operation operation;        // this kernel's
   Operation start_operation;  // the one whose flags are waited for
@@ -63,6 +67,16 @@ struct SlotPartials {
           WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call.operation, value);
     }
     return AllHaveWaited(is_ok);
+  }
+  // The same of a partial that travels in tagged words, where it arrives.
+  __device__ TaggedSource TaggedOf(uint32_t rank, uint64_t token, uint64_t sequence) const {
+    const DeviceRank& device = call.device;
+    const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, set, rank, token);
+    return {.device = device,
+            .words = OwnHeapAt<uint64_t>(device, row),
+            .sequence = sequence,
+            .peer = rank,
+            .operation = call.operation};
   }
 };
 

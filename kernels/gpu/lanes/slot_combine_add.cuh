@@ -7,6 +7,28 @@
 
 namespace jax_ep::gpu::slot_combine {
 
+// One warp: partials of a token that come in tagged words, to where they are without them.
+template <typename T>
+__device__ bool UntagPartials(const SlotPartials& partials, const OwnToken& token,
+                              const CallSlot& slot, WordRange range) {
+  constexpr auto kBytes = static_cast<uint32_t>(sizeof(typename T::PartialWord));
+  const uint32_t begin = range.begin * kBytes / kPairBytes;
+  const uint32_t end = range.end * kBytes / kPairBytes;
+  bool is_ok = true;
+  for (uint32_t rank = 0; rank < partials.call.device.shape.num_ranks; ++rank) {
+    if ((token.partials >> rank & 1) == 0 || rank == token.own) continue;
+    const TaggedSource source = partials.TaggedOf(rank, token.token, slot.started);
+    auto* to =
+        reinterpret_cast<uint2*>(const_cast<std::byte*>(partials.PartialOf(rank, token.token)));
+    for (uint32_t pair = begin + LaneId(); pair < end && is_ok; pair += kWarpSize) {
+      uint2 data[1];
+      is_ok = source.Load(pair, 1, end, data);
+      if (is_ok) to[pair] = data[0];
+    }
+  }
+  return AllHaveWaited(is_ok);
+}
+
 template <typename T>
 __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, RowList& list,
                         uint32_t* shared_flag) {
@@ -36,7 +58,11 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
     if (is_whole) rows = FindRows(params, index, device.rank, number, list);
     const OwnToken token(params, number, is_whole ? device.rank : OwnToken::kNobody, rows,
                          [](uint32_t holder) { return holder; });
-    if (!partials.Wait(token.partials, token.own, number, piece, value)) break;
+    const bool is_here = params.is_tagged
+                             ? UntagPartials<T>(partials, token, slot,
+                                                WordsOf(params.pieces, piece, params.row_words))
+                             : partials.Wait(token.partials, token.own, number, piece, value);
+    if (!is_here) break;
     if (piece == 0 && params.pair_scalars_out != nullptr) {
       WriteOwnScalars(params, token,
                       [&](uint32_t holder) { return partials.ScalarsOf(holder, number); });

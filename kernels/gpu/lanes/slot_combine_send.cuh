@@ -13,12 +13,19 @@ __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot,
                           uint64_t token, uint32_t piece, const TokenRows<>& rows,
                           const RowList& list) {
   const DeviceRank& device = params.device;
+  const WordRange range = WordsOf(params.pieces, piece, params.row_words);
+  if (params.is_tagged) {
+    const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, slot.set, device.rank, token);
+    WriteTaggedPartial<T>(params, list, rows.count, range, HeapAt<uint64_t>(device, owner, row),
+                          slot.started);
+    return;
+  }
   auto* block = HeapAt<std::byte>(device, owner, params.area.blocks.At(slot.set, device.rank));
   if (piece == 0 && params.pair_scalars != nullptr) {
     WriteScalars(params, rows, reinterpret_cast<float*>(block) + token * device.shape.top_k);
   }
   if (params.y != nullptr) {
-    WritePartial<T>(params, list, rows.count, WordsOf(params.pieces, piece, params.row_words),
+    WritePartial<T>(params, list, rows.count, range,
                     block + params.area.rows + token * params.area.pitch);
   }
   WarpPublish(device, owner, PieceFlag(params.area, slot.set, device.rank, token, piece),

@@ -13,6 +13,7 @@
 // which token, where places are, and flags. Call: the parameters of any combine.
 #pragma once
 
+#include "kernels/gpu/protocol/tagged_rows.cuh"
 #include "kernels/gpu/sums/rank_sums.cuh"
 #include "kernels/gpu/sums/token_rows.cuh"
 
@@ -49,22 +50,56 @@ __device__ inline void SumTokenRows(const Call& call, const RowList& list, uint3
   }
 }
 
-// Those words of this rank's partial of a token with `count` rows here.
-template <typename T, typename Call>
-__device__ void WritePartial(const Call& call, const RowList& list, uint32_t count, WordRange range,
-                             std::byte* partial) {
-  using PartialWord = typename T::PartialWord;
+// Those words of this rank's partial of a token with `count` rows here. store(at, is_word, word):
+// by all lanes, some of which may have none.
+template <typename T, typename Call, typename Store>
+__device__ void MakePartial(const Call& call, const RowList& list, uint32_t count, WordRange range,
+                            Store&& store) {
   constexpr uint32_t kWords = 4;  // in flight per lane
-  auto* to = reinterpret_cast<PartialWord*>(partial);
-  for (uint32_t word = range.begin + LaneId(); word < range.end; word += kWords * kWarpSize) {
+  for (uint32_t first = range.begin; first < range.end; first += kWords * kWarpSize) {
+    const uint32_t word = first + LaneId();
     float sums[kWords][T::kElems];
     SumTokenRows<T>(call, list, count, word, range.end, sums);
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) {
       const uint32_t at = word + j * kWarpSize;
-      if (at < range.end) to[at] = Pack<typename T::Partial, PartialWord>(sums[j]);
+      store(at, at < range.end, Pack<typename T::Partial, typename T::PartialWord>(sums[j]));
     }
   }
+}
+template <typename T, typename Call>
+__device__ void WritePartial(const Call& call, const RowList& list, uint32_t count, WordRange range,
+                             std::byte* partial) {
+  using PartialWord = typename T::PartialWord;
+  auto* to = reinterpret_cast<PartialWord*>(partial);
+  MakePartial<T>(call, list, count, range, [&](uint32_t at, bool is_word, PartialWord word) {
+    if (is_word) to[at] = word;
+  });
+}
+// In tagged words. Rows are multiples of 16 bytes, also where words are shorter.
+template <typename T, typename Call>
+__device__ void WriteTaggedPartial(const Call& call, const RowList& list, uint32_t count,
+                                   WordRange range, uint64_t* partial, uint64_t sequence) {
+  using PartialWord = typename T::PartialWord;
+  MakePartial<T>(call, list, count, range, [&](uint32_t at, bool is_word, PartialWord word) {
+    if constexpr (sizeof(PartialWord) < sizeof(uint32_t)) {
+      uint16_t bits;
+      __builtin_memcpy(&bits, &word, sizeof(bits));
+      const uint32_t own = bits;
+      const uint32_t next = FromLaneXor(own, 1u);
+      if (is_word && at % 2 == 0)
+        StoreRelaxedSys(partial + at / 2, Tagged(sequence, own | next << 16));
+    } else {
+      constexpr uint32_t kTags = sizeof(PartialWord) / sizeof(uint32_t);
+      uint32_t data[kTags];
+      __builtin_memcpy(data, &word, sizeof(word));
+      if (!is_word) return;
+#pragma unroll
+      for (uint32_t i = 0; i < kTags; ++i) {
+        StoreRelaxedSys(partial + static_cast<uint64_t>(at) * kTags + i, Tagged(sequence, data[i]));
+      }
+    }
+  });
 }
 
 // The scalars [K] of a token with rows here.

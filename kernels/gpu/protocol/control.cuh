@@ -259,15 +259,6 @@ __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_o
   }
 }
 
-// One warp, likewise.
-__device__ inline void WarpSignalMates(const DeviceRank& rank, uint64_t flags_offset,
-                                       uint64_t value) {
-  for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank); peer += kWarpSize) {
-    if (peer == rank.rank) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
-  }
-}
-
 // All threads of the block, once per kernel. True in the block that comes last: it sees what the
 // others wrote, and the counter is ready for the next kernel.
 __device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {

@@ -86,6 +86,15 @@ struct PushArea {
   HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
 };
 
+// Rows that peers push in tagged words, by set and source (tagged_rows.cuh).
+struct TaggedArea {
+  HeapArea blocks;     // [depth][N]: rows [tagged_tokens]
+  uint64_t pitch = 0;  // bytes between them
+};
+// Of calls with few tokens in groups of few ranks: such words take twice the bytes of their rows.
+inline constexpr uint64_t kMostTaggedTokens = 32;
+inline constexpr uint64_t kMostTaggedRanks = 16;
+
 // What a source says of its dispatch; all ranks must agree.
 struct PushHeader {
   enum Word : uint32_t {
@@ -157,6 +166,10 @@ struct GpuHeapLayout {
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
   // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
   PushArea ll_dispatch, ll_combine;
+  // The rows of calls with at most so many tokens. Nothing but tagged words is ever written there,
+  // so nothing else can look like one.
+  TaggedArea ll_dispatch_tagged, ll_combine_tagged;
+  uint64_t tagged_tokens = 0;
   uint64_t push_ids = 0;  // in a block of ll_dispatch
   uint64_t push_weights = 0;
   // Read by peers.
@@ -284,6 +297,21 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.ll_dispatch =
       take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
   layout.ll_combine = take_pushed(ll_tokens, ll_scalars_bytes, layout.reduce_pitch);
+  if (shape.num_nodes() == 1 && num_ranks > 1 && num_ranks <= kMostTaggedRanks) {
+    layout.tagged_tokens = ll_tokens < kMostTaggedTokens ? ll_tokens : kMostTaggedTokens;
+  }
+  const auto take_tagged = [&](uint64_t bytes) {
+    TaggedArea area;
+    if (layout.tagged_tokens == 0) return area;
+    area.pitch = AlignUp(bytes / sizeof(uint32_t) * kTaggedBytes, kRowAlignBytes);
+    area.blocks.peer_stride = layout.tagged_tokens * area.pitch;
+    area.blocks.set_stride = num_ranks * area.blocks.peer_stride;
+    area.blocks.offset = take(depth * area.blocks.set_stride);
+    return area;
+  };
+  layout.ll_dispatch_tagged = take_tagged(AlignUp(row_bytes, kWireUnitBytes));
+  layout.ll_combine_tagged =
+      take_tagged(AlignUp(shape.hidden * ElemBytes(partial_type), kWireUnitBytes));
   if (shape.num_nodes() > 1) {
     layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
     layout.remote_lists.offset =

@@ -15,18 +15,22 @@ __device__ inline bool IsOf(uint64_t word, uint64_t sequence) {
   return word >> kTagBits == TagOf(sequence);
 }
 
+// One thread, until the word is here. False: this rank has failed.
+__device__ __noinline__ inline bool AwaitTagged(const DeviceRank& rank, const uint64_t* word,
+                                                uint64_t sequence, uint32_t peer,
+                                                Operation operation) {
+  return SpinOn(rank, word, peer, operation, FlagValue(sequence, operation, rank.program),
+                FailureKind::kTimeout, [&](uint64_t seen, uint64_t) {
+                  return IsOf(seen, sequence) ? Seen::kThere : Seen::kTooEarly;
+                });
+}
+
 // One thread. After a failure all bits are set: no expert, not a number.
 __device__ __noinline__ inline uint32_t WaitTagged(const DeviceRank& rank, const uint64_t* word,
                                                    uint64_t sequence, uint32_t peer,
                                                    Operation operation) {
-  uint64_t there = 0;
-  const bool is_here =
-      SpinOn(rank, word, peer, operation, FlagValue(sequence, operation, rank.program),
-             FailureKind::kTimeout, [&](uint64_t seen, uint64_t) {
-               there = seen;
-               return IsOf(seen, sequence) ? Seen::kThere : Seen::kTooEarly;
-             });
-  return is_here ? static_cast<uint32_t>(there) : ~0u;
+  if (!AwaitTagged(rank, word, sequence, peer, operation)) return ~0u;
+  return static_cast<uint32_t>(LoadRelaxedSys(word));
 }
 
 // One thread. The data of a word that `peer` writes; `loaded` is what was there a moment ago.

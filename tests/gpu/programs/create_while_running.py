@@ -61,9 +61,12 @@ def check(out, steps):
 first = jax_ep.create_group(mesh, "ep", config, "native")
 run = program(first)
 check(run(x, ids, np.full(1, FEW, np.int32)), FEW)
-begin = time.perf_counter()
-check(run(x, ids, np.full(1, FEW, np.int32)), FEW)
-steps = int(FEW * SECONDS / (time.perf_counter() - begin))
+shortest = float("inf")
+for _ in range(5):  # a run may take long because XLA captures it
+    begin = time.perf_counter()
+    check(run(x, ids, np.full(1, FEW, np.int32)), FEW)
+    shortest = min(shortest, time.perf_counter() - begin)
+steps = int(FEW * SECONDS / shortest)
 if jax.process_count() > 1:  # the same number everywhere
     from jax.experimental import multihost_utils
 

@@ -29,8 +29,11 @@ programs = {}
 
 
 def program_of(group, mode):
-    """Compiled once: each group below has the number of the one before, so programs find it."""
-    if mode in programs:
+    """Compiled once: each group below has the number of the one before, so programs find it.
+
+    But on GPUs for each group, since what XLA has captured in a command buffer stays with its group.
+    """
+    if mode in programs and jax.default_backend() == "cpu":
         return programs[mode]
 
     def step(x, idx, weights):

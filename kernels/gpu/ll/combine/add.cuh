@@ -7,7 +7,7 @@
 namespace jax_ep::gpu::slot_combine {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-template <typename T>
+template <typename T, bool kIsTagged>
 class LlCombineAdder {
  public:
   __device__ LlCombineAdder(const LlCombineParams& params, const ItemPartition& partition,
@@ -26,6 +26,9 @@ class LlCombineAdder {
     const uint32_t top_k = device.shape.top_k;
     const uint32_t num_units = partition_.CountOf(call_.num_tokens) * call_.pieces.count;
     SumBuffer<T> buffer(params_, WarpId(), params_.add_buffer_bytes, state);
+    // Tagged words do not say which program's they are, so one warp looks, aside from the others,
+    // which would wait for its answer.
+    if (kIsTagged && WarpId() == kWarps - 1 && !WaitBegun()) return;
     for (uint32_t unit = WarpId(); unit < num_units; unit += kWarps) {
       const uint32_t number = params_.by_pieces.Quotient(unit);
       const uint32_t piece = params_.by_pieces.Remainder(unit);
@@ -38,8 +41,10 @@ class LlCombineAdder {
       const uint64_t holders = HoldersOf(holder, buffer.rows().count > 0);
       buffer.Finish();
       SyncWarp();  // the sum is read by other lanes than have written it
-      if (unit == WarpId() && !WaitBegun()) return;
-      if (!partials_.Wait(holders, summed_here_, token, piece, Value())) return;
+      if (!kIsTagged && unit == WarpId() && !WaitBegun()) return;
+      const bool is_here = kIsTagged ? Gather(holders, token, piece)
+                                     : partials_.Wait(holders, summed_here_, token, piece, Value());
+      if (!is_here) return;
       if (piece == 0 && call_.pair_scalars_out != nullptr) {
         WriteScalar(token, holder, buffer.rows());
       }
@@ -70,6 +75,34 @@ class LlCombineAdder {
     return WarpWaitFlags(call_.device, call_.area.meta_flags.At(slot_.set), 0,
                          call_.device.shape.num_ranks, call_.operation, Value());
   }
+  // Where the warp has a piece of another rank's partial that came in tagged words.
+  __device__ std::byte* GatheredOf(uint32_t rank) const {
+    const uint32_t other = rank < summed_here_ ? rank : rank - 1;
+    return ll_combine_shared + params_.table_bytes + kWarps * params_.add_buffer_bytes +
+           WarpId() * params_.gather_bytes + other * params_.sum_bytes;
+  }
+  // One warp: brings them there. False: this rank has failed.
+  __device__ bool Gather(uint64_t holders, uint64_t token, uint32_t piece) const {
+    const PairRange range = PairsOf<typename T::PartialWord>(call_.pieces, piece, call_.row_words);
+    bool is_ok = true;
+    for (uint32_t rank = 0; rank < call_.device.shape.num_ranks; ++rank) {
+      if ((holders >> rank & 1) == 0 || rank == summed_here_) continue;
+      const TaggedSource source = partials_.TaggedOf(rank, token, slot_.started);
+      auto* to = reinterpret_cast<uint2*>(GatheredOf(rank));
+      constexpr uint32_t kInFlight = 4;  // pairs of a lane
+      for (uint32_t first = range.begin + LaneId(); first < range.end && is_ok;
+           first += kInFlight * kWarpSize) {
+        uint2 data[kInFlight];
+        is_ok = source.Load(first, kWarpSize, range.end, data);
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t pair = first + i * kWarpSize;
+          if (pair < range.end) to[pair - range.begin] = data[i];
+        }
+      }
+    }
+    return AllHaveWaited(is_ok);
+  }
   // One warp: the sum over ranks, of which the one whose partials are summed here has its own in
   // `own`.
   __device__ void WriteSum(uint64_t token, WordRange range, uint64_t holders,
@@ -88,7 +121,8 @@ class LlCombineAdder {
             const bool is_here = (holders >> rank & 1) != 0;
             const std::byte* from = own;
             if (is_here && rank != summed_here_) {
-              from = partials_.PartialOf(rank, token) + uint64_t{range.begin} * kBytes;
+              from = kIsTagged ? GatheredOf(rank)
+                               : partials_.PartialOf(rank, token) + uint64_t{range.begin} * kBytes;
             }
             LoadPartial<T>(from, is_here, word, range.end - range.begin, words[i]);
           }

@@ -18,7 +18,7 @@ namespace {
 
 using namespace slot_combine;
 
-template <typename T>
+template <typename T, bool kIsTagged>
 __global__ void __launch_bounds__(kThreads, 1)
     LlCombine(const __grid_constant__ LlCombineParams params) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       is_sender
           ? ItemPartition{params.by_send_blocks, num_senders, blockIdx.x}
           : ItemPartition{params.by_add_blocks, gridDim.x - num_senders, blockIdx.x - num_senders};
-  using Sender = LlCombineSender<T>;
+  using Sender = LlCombineSender<T, kIsTagged>;
   const PairTable table(device.shape.top_k,
                         partition.CountOf(is_sender ? Sender::NumItems(call) : call.num_tokens));
   table.Clear();
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   SyncBlock();
   if (slot.is_ok != 0) {
     if (!is_sender) {
-      LlCombineAdder<T>(params, partition, table, slot).Run(buffers[WarpId()]);
+      LlCombineAdder<T, kIsTagged>(params, partition, table, slot).Run(buffers[WarpId()]);
     } else if (WaitReusable(device, call.kind, call.operation, block_call, &shared_flag)) {
       Sender(params, partition, table, slot, flags).Run(buffers[WarpId()]);
     }
@@ -80,12 +80,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Kernel = void (*)(LlCombineParams);
 
-Kernel KernelOf(const GroupShape& shape) {
+// Two kernels, since one of both is slower than either.
+template <typename T>
+Kernel KernelOf(bool is_tagged) {
+  return is_tagged ? &LlCombine<T, true> : &LlCombine<T, false>;
+}
+Kernel KernelOf(const GroupShape& shape, bool is_tagged) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() -> Kernel {
     static_assert(kMaxNodeRanks <= 1u << 6);
-    if (shape.num_ranks <= 1u << 2) return &LlCombine<SumTypes<Elem, Partial, true, 2>>;
-    if (shape.num_ranks <= 1u << 3) return &LlCombine<SumTypes<Elem, Partial, true, 3>>;
-    return &LlCombine<SumTypes<Elem, Partial, true, 6>>;
+    if (shape.num_ranks <= 1u << 2) return KernelOf<SumTypes<Elem, Partial, true, 2>>(is_tagged);
+    static_assert(kMostTaggedPartials <= 1u << 3);
+    if (shape.num_ranks <= 1u << 3) return KernelOf<SumTypes<Elem, Partial, true, 3>>(is_tagged);
+    return &LlCombine<SumTypes<Elem, Partial, true, 6>, false>;
   });
 }
 
@@ -121,7 +127,7 @@ bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_block
                                   DivideUp(call.num_tokens, std::max(num_adders, 1u)));
   const uint64_t table_bytes = AlignUp(items * shape.top_k * sizeof(int32_t), kAlign);
   if (table_bytes > kMostTableBytes) return false;
-  constexpr uint32_t kSendWarps = 12;
+  constexpr uint32_t kSendWarps = 12, kTaggedSendWarps = kWarps - 1;
   static_assert(kSendWarps + kFlagPublishers < kWarps);
   const uint64_t partial_bytes =
       shape.f32_partials ? sizeof(float) : static_cast<uint64_t>(ElemBytes(shape.elem_type));
@@ -135,10 +141,12 @@ bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_block
   params.by_add_blocks = Divisor(std::max(num_adders, 1u));
   params.by_rank_rows = Divisor(call.rank_rows);
   params.table_bytes = static_cast<uint32_t>(table_bytes);
-  params.num_send_warps = kSendWarps;
+  params.num_send_warps = call.is_tagged ? kTaggedSendWarps : kSendWarps;
   params.sum_bytes = static_cast<uint32_t>(AlignUp(elems * partial_bytes, kAlign));
-  params.send_buffer_bytes = available / kSendWarps / kAlign * kAlign;
-  params.add_buffer_bytes = available / kWarps / kAlign * kAlign;
+  params.gather_bytes = call.is_tagged ? (shape.num_ranks - 1) * params.sum_bytes : 0;
+  if (available / kWarps < params.gather_bytes) return false;
+  params.send_buffer_bytes = available / params.num_send_warps / kAlign * kAlign;
+  params.add_buffer_bytes = (available / kWarps - params.gather_bytes) / kAlign * kAlign;
   constexpr uint32_t kLeastRowBytes = 2048;
   return params.sum_bytes + kLeastRowBytes <= params.add_buffer_bytes;
 }
@@ -146,7 +154,11 @@ bool Divide(const RankHandle& rank, LlCombineParams& params, uint32_t* num_block
 }  // namespace
 
 const char* PrepareLlCombineKernels(const RankHandle& rank) {
-  return PrepareKernel(KernelOf(rank.device.shape), MostSharedBytes(rank));
+  for (const bool is_tagged : {false, true}) {
+    const Kernel kernel = KernelOf(rank.device.shape, is_tagged);
+    if (const char* error = PrepareKernel(kernel, MostSharedBytes(rank))) return error;
+  }
+  return nullptr;
 }
 
 bool LaunchLlCombine(const RankHandle& rank, const SlotCombineParams& call, cudaStream_t stream,
@@ -157,9 +169,9 @@ bool LaunchLlCombine(const RankHandle& rank, const SlotCombineParams& call, cuda
       rank.use_bulk_copies && IsWordAligned(call.recv_src) && rank.device.shape.top_k <= kWarpSize;
   if (!is_possible || !Divide(rank, params, &blocks)) return false;
   const uint32_t shared_bytes =
-      params.table_bytes +
-      std::max(params.num_send_warps * params.send_buffer_bytes, kWarps * params.add_buffer_bytes);
-  KernelOf(rank.device.shape)<<<blocks, kThreads, shared_bytes, stream>>>(params);
+      params.table_bytes + std::max(params.num_send_warps * params.send_buffer_bytes,
+                                    kWarps * (params.add_buffer_bytes + params.gather_bytes));
+  KernelOf(rank.device.shape, call.is_tagged)<<<blocks, kThreads, shared_bytes, stream>>>(params);
   *error = LaunchResult("LlCombine");
   return true;
 }

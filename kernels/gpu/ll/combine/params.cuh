@@ -15,7 +15,7 @@
 
 namespace jax_ep::gpu::slot_combine {
 
-// Shared memory of a block: the table, then each warp's buffer.
+// Shared memory of a block: the table, each warp's buffer, and what each adder gathers.
 struct LlCombineParams {
   SlotCombineParams call;
   uint32_t table_bytes;
@@ -23,6 +23,7 @@ struct LlCombineParams {
   uint32_t sum_bytes;          // of a buffer: a piece of a partial
   uint32_t send_buffer_bytes;  // of a sending block's warp
   uint32_t add_buffer_bytes;   // of an adding block's warp
+  uint32_t gather_bytes;       // likewise, behind all buffers: what comes in tagged words
   Divisor by_source_codes;     // of recv_src: the codes of a source
   Divisor by_top_k;
   Divisor by_pieces;

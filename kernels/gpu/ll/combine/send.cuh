@@ -9,7 +9,7 @@
 namespace jax_ep::gpu::slot_combine {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-template <typename T>
+template <typename T, bool kIsTagged>
 class LlCombineSender {
  public:
   __device__ LlCombineSender(const LlCombineParams& params, const ItemPartition& partition,
@@ -39,13 +39,11 @@ class LlCombineSender {
     const uint32_t warp = WarpId();
     if (warp < params_.num_send_warps) {
       SendPieces(state);
-    } else if (warp < params_.num_send_warps + kFlagPublishers) {
+    } else if (!kIsTagged && warp < params_.num_send_warps + kFlagPublishers) {
       flags_.Publish(warp - params_.num_send_warps, num_rounds_,
                      [&](uint32_t round, const uint64_t* is_sent) { SetFlags(round, is_sent); });
-    } else if (blockIdx.x == 0 && warp == params_.num_send_warps + kFlagPublishers) {
-      const DeviceRank& device = call_.device;
-      WarpSignalMates(device, call_.area.meta_flags.At(slot_.set),
-                      StartFlag(slot_, call_.operation));
+    } else if (blockIdx.x == 0 && warp == kWarps - 1) {
+      SayBegun();
     }
   }
 
@@ -53,6 +51,16 @@ class LlCombineSender {
   // In turn from there: this rank last, if it pushes to itself.
   __device__ static uint32_t FirstOwner(const SlotCombineParams& call) {
     return call.device.rank + 1;
+  }
+  // One warp. It publishes nothing: what is sent has flags of its own, or none.
+  __device__ void SayBegun() const {
+    const DeviceRank& device = call_.device;
+    for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
+      if (peer == device.rank) continue;
+      StoreRelaxedSys(
+          HeapAt<uint64_t>(device, peer, call_.area.meta_flags.At(slot_.set)) + device.rank,
+          StartFlag(slot_, call_.operation));
+    }
   }
   // A piece of an item.
   struct Unit {
@@ -85,9 +93,13 @@ class LlCombineSender {
     for (uint32_t round = 0; round < num_rounds_; ++round) {
       const bool is_sent = buffer.rows().count > 0;
       buffer.Finish();
-      if (is_sent) Store(UnitOf(round, WarpId()), buffer);
+      if (is_sent && kIsTagged) {
+        StoreInWords(UnitOf(round, WarpId()), buffer);
+      } else if (is_sent) {
+        Store(UnitOf(round, WarpId()), buffer);
+      }
       Begin(round + 1, buffer);
-      if (LaneId() == 0) {
+      if (LaneId() == 0 && !kIsTagged) {
         BulkWaitAll();  // what this thread's copies have written is as if it had stored it
         flags_.HandOver(handed, is_sent ? 1 : 0);
       }
@@ -99,6 +111,21 @@ class LlCombineSender {
     const Unit unit = UnitOf(round, WarpId());
     const uint32_t top_k = call_.device.shape.top_k;
     buffer.Begin(is_unit ? RowsOf(table_, unit.number, top_k) : ItemRows(), RangeOf(unit));
+  }
+  // One warp: sends what is in the buffer, in tagged words.
+  __device__ void StoreInWords(const Unit& unit, const SumBuffer<T>& buffer) const {
+    const DeviceRank& device = call_.device;
+    auto* to = HeapAt<uint64_t>(
+        device, unit.owner,
+        TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank, unit.token));
+    using PartialWord = typename T::PartialWord;
+    const PairRange range = PairsOf<PartialWord>(call_.pieces, unit.piece, call_.row_words);
+    const auto* sum = reinterpret_cast<const uint2*>(buffer.sum());
+    SyncWarp();  // the sum is read by other lanes than have written it
+    for (uint32_t pair = range.begin + LaneId(); pair < range.end; pair += kWarpSize) {
+      StoreTagged(to + static_cast<uint64_t>(pair) * kTagsAtOnce, slot_.started,
+                  sum[pair - range.begin]);
+    }
   }
   // One warp: sends what is in the buffer.
   __device__ void Store(const Unit& unit, const SumBuffer<T>& buffer) const {

@@ -16,6 +16,7 @@ struct PlainRows {
   using Word = W;
   static constexpr bool kTakesWholeRows = false;
   static constexpr bool kFitBulkCopies = std::is_same_v<Word, uint4>;
+  static constexpr bool kFitTaggedWords = true;
   static constexpr uint32_t kWireBytes = sizeof(Word);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Sender = RowSender;
@@ -28,7 +29,27 @@ struct PlainRows {
 #endif
 
   __device__ static void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
-    SendRows<Word>(params, slot);
+    params.is_tagged ? SendTaggedRows<Word>(params, slot) : SendRows<Word>(params, slot);
+  }
+
+  __device__ static bool PlaceTagged(const LlDispatchKernelParams& params,
+                                     const TaggedSource& source, const int32_t* rows,
+                                     uint32_t num_rows, PairRange range) {
+    constexpr uint32_t kInFlight = 4;  // pairs of a lane
+    for (uint32_t first = range.begin + LaneId(); first < range.end;
+         first += kInFlight * kWarpSize) {
+      uint2 data[kInFlight];
+      if (!source.Load(first, kWarpSize, range.end, data)) return false;
+      for (uint32_t copy = 0; copy < num_rows; ++copy) {
+        std::byte* to = params.recv_x + static_cast<uint64_t>(rows[copy]) * params.row_bytes;
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t pair = first + i * kWarpSize;
+          if (pair < range.end) StorePair<Word>(to, pair, data[i]);
+        }
+      }
+    }
+    return true;
   }
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
@@ -52,6 +73,7 @@ struct WeightedRows {
   using Word = typename WordOf<Elem, kIsVectorised>::Type;
   static constexpr bool kTakesWholeRows = true;  // dot products have one order
   static constexpr bool kFitBulkCopies = false;
+  static constexpr bool kFitTaggedWords = false;
   static constexpr uint32_t kWireBytes = sizeof(Word);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Sender = RowSender;

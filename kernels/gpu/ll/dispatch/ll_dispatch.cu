@@ -129,14 +129,21 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   constexpr uint64_t kPieceBytes = 4096;
   const RecordFormat format =
       has_records ? FormatOf(shape.hidden, call.wire.block, call.wire.scale) : RecordFormat{};
-  const Pieces pieces = has_records ? CutUnits(format, DivideUp(x_bytes, kPieceBytes))
-                                    : CutRow(shape, x_bytes, kPieceBytes, word_bytes);
+  const bool is_weighted =
+      part != CallPart::kStart && (!call.row_weights.empty() || !call.recv_dots.empty());
+  const bool is_tagged =
+      part == CallPart::kWhole && !has_records && !is_weighted && call.recv_x != nullptr &&
+      TravelsTagged(rank.device, static_cast<uint64_t>(call.num_tokens), x_bytes);
+  const Pieces pieces =
+      has_records ? CutUnits(format, DivideUp(x_bytes, kPieceBytes))
+                  : CutRow(shape, x_bytes, is_tagged ? kTaggedPieceBytes : kPieceBytes, word_bytes);
 
   LlDispatchKernelParams params{
       .device = rank.device,
       .part = part,
       .is_routed = plan != nullptr,
       .zero_padding = call.zero_padding,
+      .is_tagged = is_tagged,
       .pieces = pieces,
       .row_words = has_records ? format.num_units : static_cast<uint32_t>(x_bytes / word_bytes),
       .row_bytes = row_bytes,
@@ -212,11 +219,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
   const uint64_t num_dests = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
-  if (is_vectorised && part == CallPart::kWhole && num_dests > 0) {
+  if (is_vectorised && part == CallPart::kWhole && num_dests > 0 && !is_tagged) {
     const uint32_t most = has_records ? kMostRecordSendWarps : kMostSendWarps;
     params.num_bulk_warps = BulkRowsOf(rank, params.slot_bytes, 0, most * kSendSlots) / kSendSlots;
   }
-  const bool is_weighted = params.row_weights != nullptr || params.recv_dots != nullptr;
   constexpr int64_t kFewestPlaced = 64;  // measured: lanes place fewer tokens as quickly
   if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted && !has_records &&
       call.num_tokens >= kFewestPlaced) {
@@ -240,6 +246,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   // Measured: bench_ll with 2 and 4 ranks on one H200. Those that quantise have more to do.
   const uint32_t send_share = has_records ? 3 : 2;  // of 8 blocks
   constexpr uint32_t kShares = 8;
+  constexpr uint32_t kTaggedSpread = 4;  // few items, which leave SMs idle
   const uint32_t most_senders = std::max(rank.ll_blocks * send_share / kShares, 1u);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
@@ -248,7 +255,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   uint32_t blocks = 0;
   switch (part) {
     case CallPart::kWhole:
-      params.num_send_blocks = num_dests == 0 ? 1 : blocks_for(send_items, most_senders);
+      params.num_send_blocks =
+          num_dests == 0
+              ? 1
+              : blocks_for(is_tagged ? send_items * kTaggedSpread : send_items, most_senders);
       blocks = params.num_send_blocks + num_totals_blocks +
                blocks_for(receive_items,
                           std::max(rank.ll_blocks - most_senders, 1u + num_totals_blocks) -

@@ -23,6 +23,7 @@ struct LlDispatchKernelParams {
   bool has_rows;
   bool has_weights;
   bool zero_padding;
+  bool is_tagged;         // rows travel in tagged words
   bool has_totals_block;  // the first receiving block adds up the plan's totals and places nothing
   Operation operation;    // this kernel's
   Operation start_operation;  // the one whose flags are waited for

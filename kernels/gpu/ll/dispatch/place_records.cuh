@@ -19,6 +19,7 @@ struct RecordRows : Delivered {
   };
   static constexpr bool kTakesWholeRows = false;
   static constexpr bool kFitBulkCopies = false;  // of what is placed
+  static constexpr bool kFitTaggedWords = false;
   static constexpr uint32_t kWireBytes = sizeof(uint4);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Sender = RecordSender<Elem>;
