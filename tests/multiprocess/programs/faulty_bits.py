@@ -31,7 +31,7 @@ programs = {}
 def program_of(group, mode):
     """Compiled once: each group below has the number of the one before, so programs find it.
 
-    But on GPUs for each group, since what XLA has captured in a command buffer stays with its group.
+    On GPUs for each group: what XLA has captured in a command buffer stays with its group.
     """
     if mode in programs and jax.default_backend() == "cpu":
         return programs[mode]
