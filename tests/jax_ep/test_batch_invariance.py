@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,6 +154,23 @@ def test_the_number_of_ranks_does_not_change_a_row(implementation: str) -> None:
     arrays = [a.reshape(2, 12, *a.shape[2:]) for a in batch(0)]
     got = run(two, implementation, placement_of(two, 3), *arrays)
     assert_same_bits(got.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_layouts_give_the_same_bits(mode: Any, implementation: str) -> None:
+    group, placement = group_of(CASE, implementation), placement_of(CASE, 0)
+
+    def step(placement: Any, x: Any, ids: Any, w: Any) -> Any:
+        def loss(x: Any, layout: Any) -> Any:
+            recv = jax_ep.dispatch(group, x, ids, w, mode=mode, layout=layout, placement=placement)
+            out = jax_ep.combine(group, recv.x, recv)
+            return jnp.sum(out**2), out
+
+        return [jax.grad(loss, has_aux=True)(x, to) for to in ("expert_major", "expert_batched")]
+
+    wanted, got = jax.device_get(placed(group, step)(placement, *batch(0)))
+    assert_same_bits(got[1], wanted[1])
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [in_ci("float32"), "bfloat16"])
