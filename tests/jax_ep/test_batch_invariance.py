@@ -113,12 +113,12 @@ def test_neither_t_nor_the_place_in_the_batch_changes_a_row(
     placement = placement_of(case, 1)
     row = tuple(array[TRACKED] for array in batch(0))
     wanted = run(case, implementation, placement, *batch(0))[TRACKED]
-    for tokens, at in ((6, (3, 5)), (1, (0, 0)), (24, (2, 17))):
+    for tokens, at in ((1, (0, 0)), (24, (3, 17))):
         mates = insert(batch(5, tokens), row, at)
         assert_same_bits(run(case, implementation, placement, *mates)[at], wanted)
 
 
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize("mode", [in_ci("ht"), "ll"])
 def test_neither_placement_nor_replica_changes_a_row(mode: Any, implementation: str) -> None:
     case = dataclasses.replace(CASE, mode=mode)
     wanted = run(case, implementation, jax_ep.Placement.identity(11, 16), *batch(0))
@@ -136,8 +136,9 @@ def test_without_by_slot_the_placement_does_change_bits(implementation: str) -> 
     assert any(not np.array_equal(out, outs[0]) for out in outs[1:])
 
 
-@pytest.mark.parametrize("case", [CASE, PLAIN], ids=["by slot", "plain"])
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize(
+    ("case", "mode"), [(PLAIN, "ht"), in_ci(PLAIN, "ll"), (CASE, "ll"), in_ci(CASE, "ht")]
+)
 def test_ranks_of_a_node_do_not_change_a_row(native: str, case: Case, mode: Any) -> None:
     placement, results = placement_of(case, 2), []
     for node_size in (None, 1, 2):
@@ -156,7 +157,7 @@ def test_the_number_of_ranks_does_not_change_a_row(implementation: str) -> None:
     assert_same_bits(got.reshape(wanted.shape), wanted)
 
 
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize("mode", [in_ci("ht"), "ll"])
 def test_layouts_give_the_same_bits(mode: Any, implementation: str) -> None:
     group, placement = group_of(CASE, implementation), placement_of(CASE, 0)
 
