@@ -6,6 +6,7 @@ import typing as _typing
 # In a checkout this folder shadows the installed package, which holds the compiled jax_ep._core.
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
+from jax_ep import eplb as eplb
 from jax_ep import fp8 as fp8
 from jax_ep import routing as routing
 from jax_ep._config import Config as Config
@@ -32,6 +33,7 @@ from jax_ep._ops.quantized import dispatch_bytes as dispatch_bytes
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._overlap import overlap as overlap
 from jax_ep._overlap import overlap_gradients as overlap_gradients
+from jax_ep._placement import Placement as Placement
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._stats import FlowStats as FlowStats
 from jax_ep._stats import GroupStats as GroupStats
@@ -61,6 +63,7 @@ __all__ = [
     "Memory",
     "Mode",
     "Pad",
+    "Placement",
     "Plan",
     "Quantized",
     "RankStats",
@@ -75,6 +78,7 @@ __all__ = [
     "dispatch_done",
     "dispatch_quantized",
     "dispatch_start",
+    "eplb",
     "export_checks",
     "fp8",
     "initialize",

@@ -15,6 +15,7 @@ import jax_ep
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PUBLIC_MODULES = (
     "jax_ep",
+    "jax_ep.eplb",
     "jax_ep.flax",
     "jax_ep.flax.linen",
     "jax_ep.flax.presets",
