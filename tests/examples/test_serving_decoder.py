@@ -1,0 +1,126 @@
+"""The decoder's step: the text of a request is the trained model's, whatever shares the batch."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from moe_lm import checkpoint
+from moe_lm.model import Transformer
+from moe_serve.decoder import AXIS, Decoder, group_config
+from moe_serve.work import Shape
+from tiny_world import PROMPTS, SIZE, WINDOW, World
+
+import jax_ep
+from jax_ep.flax import ExpertParam
+
+
+@pytest.fixture(scope="module", params=[(1, "xla"), (2, "xla"), (4, None)], ids=str)
+def world(request):
+    num_ranks, implementation = request.param
+    world = World(num_ranks, implementation)
+    with world.group:
+        yield world
+
+
+def requests(temperature):
+    """Several, of many lengths, of which none ends by itself for want of a zero byte."""
+    return [
+        (PROMPTS[number % len(PROMPTS)], 5 + 3 * (number % 6), temperature, number)
+        for number in range(14)
+    ]
+
+
+@functools.cache
+def expected_texts(temperature):
+    """Each request alone, on one device."""
+    world = World(1, "xla")
+    with world.group:
+        return [world.complete([one], [0])[0] for one in requests(temperature)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_text_does_not_depend_on_batch_mates_nor_on_the_number_of_ranks(world, temperature):
+    arrivals = np.random.default_rng(5).integers(0, 20, 14)
+    texts = world.complete(requests(temperature), arrivals)
+    assert texts == expected_texts(temperature)
+    assert len({text[-4:] for text in texts}) > 5
+
+
+def test_nothing_recompiles_while_requests_come_and_go(world):
+    world.complete(requests(0.5)[:3], [0, 0, 0])
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **more: compiled.append(event) if "compile" in event else None
+    )
+    try:
+        world.complete(requests(0.9), range(0, 28, 2))
+        world.complete(requests(0.0)[:1], [0])
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled and world.decoder.step._cache_size() == 1
+
+
+def test_the_text_is_the_one_that_the_trained_model_finds_likeliest(world, monkeypatch):
+    if world.mesh.size > 1:
+        pytest.skip("one device suffices: the others give the same text")
+    attention = functools.partial(
+        jax.nn.dot_product_attention, local_window_size=(WINDOW - 1, 0)
+    )  # the ring's window
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    config = group_config(SIZE, Shape(1, 1, 64))
+    with jax_ep.create_group(world.mesh, AXIS, config, implementation="xla") as group:
+        model = Transformer(SIZE, group, np.random.default_rng(0))
+        graph = nnx.split(model, ExpertParam, nnx.Param)[0]
+
+        def logits(dense, experts, tokens):
+            return nnx.merge(graph, experts, dense)(tokens)[0]
+
+        specs = {"in_specs": (P(), P(AXIS), P()), "out_specs": P(), "check_vma": False}
+        of_text = jax.jit(jax.shard_map(logits, mesh=world.mesh, **specs))
+        prompt = PROMPTS[2]
+        (text,) = world.complete([(prompt, 30, 0.0, 0)], [0])
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(text)] = list(text)
+        likeliest = np.asarray(of_text(world.dense, world.experts, padded))[0].argmax(axis=-1)
+    begin = len(prompt)
+    assert len(text) > WINDOW + begin
+    assert bytes(likeliest[begin - 1 : len(text) - 1].tolist()) == text[begin:]
+
+
+def test_chunks_longer_than_the_window_are_refused(world):
+    with pytest.raises(ValueError, match="got chunks of 13 bytes, expected at most 12"):
+        Decoder(world.mesh, world.group, SIZE, Shape(1, 1, 13), WINDOW)
+
+
+def test_a_saved_model_loads_on_any_number_of_ranks(tmp_path):
+    source = World(1, "xla")
+    with source.group:
+        trained = checkpoint.Trained(SIZE, 32)
+        placed = jax.tree.map(jax.numpy.asarray, (source.dense, source.experts))
+        for _ in range(2):  # the second takes the first one's place
+            checkpoint.save(tmp_path, trained, *placed)
+    assert checkpoint.load_sizes(tmp_path) == trained
+    mesh = Mesh(np.array(jax.devices()[:4]), (AXIS,))
+    dense, experts = checkpoint.load_parameters(
+        tmp_path, mesh, AXIS, source.decoder.dense, source.decoder.experts
+    )
+    for leaf in jax.tree.leaves(experts):
+        assert {part.data.shape[0] for part in leaf.addressable_shards} == {1}
+    for got, wanted in zip(
+        jax.tree.leaves((dense, experts)),
+        jax.tree.leaves((source.dense, source.experts)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_no_model_and_another_format_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match=r"model\.json is missing; train a model first"):
+        checkpoint.load_sizes(tmp_path)
+    (tmp_path / "model.json").write_text('{"format": 0}')
+    with pytest.raises(SystemExit, match="got format 0, expected 1; train again"):
+        checkpoint.load_sizes(tmp_path)
