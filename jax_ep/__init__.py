@@ -32,6 +32,7 @@ from jax_ep._ops.quantized import dispatch_bytes as dispatch_bytes
 from jax_ep._ops.quantized import dispatch_quantized as dispatch_quantized
 from jax_ep._overlap import overlap as overlap
 from jax_ep._overlap import overlap_gradients as overlap_gradients
+from jax_ep._placement import Placement as Placement
 from jax_ep._runtime.bootstrap import BootstrapError as BootstrapError
 from jax_ep._stats import FlowStats as FlowStats
 from jax_ep._stats import GroupStats as GroupStats
@@ -61,6 +62,7 @@ __all__ = [
     "Memory",
     "Mode",
     "Pad",
+    "Placement",
     "Plan",
     "Quantized",
     "RankStats",

@@ -43,7 +43,8 @@ class Config:
     """Static description of an expert-parallel group; frozen, hashable, validated.
 
     Args:
-        num_experts: experts E of the whole group; must be a multiple of its ranks.
+        num_experts: experts E of the whole group; must be a multiple of its ranks, unless
+            physical_experts is given.
         top_k: expert slots K per token, 1 to 64.
         hidden: elements H of a row.
         max_tokens: largest number of tokens T per rank and call.
@@ -68,6 +69,9 @@ class Config:
         overlap: True: operations of mode ht run beside other work on NVIDIA GPUs, which needs jax
             0.10.2, or 0.11.1 or newer. None: as False today, since it has not paid where it was
             measured (docs/overlap.md). On other platforms nothing changes.
+        physical_experts: slots P for experts of the whole group, a multiple of its ranks and at
+            least num_experts: room for replicas, which a `Placement` fills (docs/placement.md).
+            Sizes that speak of E_l local experts then have P / N. None: num_experts.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -95,6 +99,7 @@ class Config:
     peer_timeout_s: float | None = None
     max_in_flight: int = 2
     overlap: bool | None = None
+    physical_experts: int | None = None
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
@@ -135,6 +140,13 @@ class Config:
                 self.top_k,
                 f"at most num_experts={self.num_experts}",
                 "lower top_k or add experts",
+            )
+        if physical_experts(self) < self.num_experts:
+            raise _bad(
+                "physical_experts",
+                self.physical_experts,
+                f"at least num_experts={self.num_experts}",
+                "raise it, or leave it out",
             )
         if self.recv_rows is not None and self.capacity_factor is not None:
             raise ValueError(
@@ -274,7 +286,16 @@ def _as_float(value: object) -> float:
 # Numbers become Python's: what processes compare is the text of their configs.
 _NUMBERS: dict[str, Callable[[str, object], int | float]] = {
     **dict.fromkeys(
-        ("num_experts", "top_k", "hidden", "recv_rows", "align", "node_size", "max_in_flight"),
+        (
+            "num_experts",
+            "top_k",
+            "hidden",
+            "recv_rows",
+            "align",
+            "node_size",
+            "max_in_flight",
+            "physical_experts",
+        ),
         _as_count,
     ),
     "max_tokens": partial(_as_count, minimum=0),
@@ -282,7 +303,7 @@ _NUMBERS: dict[str, Callable[[str, object], int | float]] = {
     "timeout_s": _as_seconds,
     "peer_timeout_s": _as_seconds,
 }
-_OPTIONAL = ("recv_rows", "node_size", "capacity_factor", "peer_timeout_s")
+_OPTIONAL = ("recv_rows", "node_size", "capacity_factor", "peer_timeout_s", "physical_experts")
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -296,11 +317,16 @@ def align_up(value: int, align: int) -> int:
     return -(-value // align) * align
 
 
+def physical_experts(config: Config) -> int:
+    """Expert slots P of a group: what its plans, rows and kernels count as experts."""
+    return config.num_experts if config.physical_experts is None else config.physical_experts
+
+
 def expert_major_rows(config: Config, num_ranks: int, num_tokens: int) -> int:
     """R(T) of the expert_major layout (docs/semantics.md, "Receive rows")."""
     if config.recv_rows is not None:
         return config.recv_rows
-    experts_per_rank = config.num_experts // num_ranks
+    experts_per_rank = physical_experts(config) // num_ranks
     pairs = num_ranks * num_tokens * config.top_k
     worst = (
         (pairs + min(experts_per_rank, pairs) * (config.align - 1)) // config.align * config.align
@@ -318,7 +344,7 @@ def receive_rows(config: Config, num_ranks: int, num_tokens: int, layout: Layout
     if layout == "expert_major":
         return expert_major_rows(config, num_ranks, num_tokens)
     if layout == "expert_batched":
-        return config.num_experts * num_tokens  # E_l * N * T
+        return physical_experts(config) * num_tokens  # E_l * N * T
     return num_ranks * num_tokens
 
 
@@ -343,11 +369,13 @@ def peer_timeout_s(config: Config) -> float:
 
 def check_sizes(operation: str, config: Config, num_ranks: int) -> None:
     """Raises ValueError unless `config` fits a group of `num_ranks` ranks."""
-    if config.num_experts % num_ranks:
+    slots = physical_experts(config)
+    if slots % num_ranks:
+        name = "num_experts" if config.physical_experts is None else "physical_experts"
         raise ValueError(
-            f"{operation}: got num_experts={config.num_experts}, expected a multiple of "
+            f"{operation}: got {name}={slots}, expected a multiple of "
             f"the group's {num_ranks} ranks; use "
-            f"{align_up(config.num_experts, num_ranks)} experts, or another axis"
+            f"{align_up(slots, num_ranks)} experts, or another axis"
         )
     if config.node_size is not None and num_ranks % config.node_size:
         raise ValueError(
@@ -383,7 +411,7 @@ def shape_arguments(
     return {
         "num_ranks": num_ranks,
         "node_size": node_size,
-        "num_experts": config.num_experts,
+        "num_experts": physical_experts(config),
         "top_k": config.top_k,
         "align": config.align,
         "hidden": config.hidden,

@@ -117,7 +117,7 @@ class Group:
         self.lowering_only = platform is None
         self.number = number
         self.num_ranks = _mesh.axis_size(mesh, self.axes)
-        self.experts_per_rank = config.num_experts // self.num_ranks
+        self.experts_per_rank = _config.physical_experts(config) // self.num_ranks
         self.local_ranks = local_ranks  # whose devices belong to this process, over all teams
         self._handle: Handle | None = None
         self._closed = False
@@ -136,6 +136,8 @@ class Group:
             sizes = f"top_k={self.config.top_k}, hidden={self.config.hidden}, "
         if self.config.wire is not None:
             sizes += f"wire={self.config.wire}, "
+        if self.config.physical_experts is not None:
+            sizes += f"physical_experts={self.config.physical_experts}, "
         return (
             f"Group(axis={self.axis!r}, num_ranks={self.num_ranks}, "
             f"num_experts={self.config.num_experts}, {sizes}"
@@ -320,7 +322,8 @@ class Group:
         done count together against `max_in_flight`. Making one allocates and sends nothing.
 
         Args:
-            **sizes: fields of `Config` to replace. num_experts, top_k and hidden may be lower;
+            **sizes: fields of `Config` to replace. num_experts (or physical_experts, where the
+                group has it), top_k and hidden may be lower;
                 align, recv_rows, capacity_factor and overflow may be any that a Config takes.
 
         Returns:
@@ -338,7 +341,7 @@ class Group:
         config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
         view = copy.copy(whole)
         view.config = config
-        view.experts_per_rank = view.config.num_experts // view.num_ranks
+        view.experts_per_rank = _config.physical_experts(config) // view.num_ranks
         view._parent = whole
         view._handle = None  # the whole has it, and says when it was dropped
         return view

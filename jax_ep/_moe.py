@@ -14,6 +14,7 @@ from jax_ep._group import Group
 from jax_ep._ops import api
 from jax_ep._overlap import overlap as overlap_
 from jax_ep._overlap import overlap_gradients
+from jax_ep._placement import Placement
 from jax_ep._types import ExchangeStats, Plan
 
 ExpertFn = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -32,6 +33,7 @@ def moe(
     mode: Mode | None = None,
     plan: Plan | None = None,
     overlap: bool = False,
+    placement: Placement | None = None,
     return_stats: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -47,6 +49,7 @@ def moe(
     mode: Mode | None = None,
     plan: Plan | None = None,
     overlap: bool = False,
+    placement: Placement | None = None,
     return_stats: Literal[True],
 ) -> tuple[jax.Array, ExchangeStats]: ...
 @overload
@@ -62,6 +65,7 @@ def moe(
     mode: Mode | None = None,
     plan: Plan | None = None,
     overlap: bool = False,
+    placement: Placement | None = None,
     return_stats: bool,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]: ...
 def moe(
@@ -76,6 +80,7 @@ def moe(
     mode: Mode | None = None,
     plan: Plan | None = None,
     overlap: bool = False,
+    placement: Placement | None = None,
     return_stats: bool = False,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]:
     """A whole mixture-of-experts layer: dispatch, `expert_fn` on this rank's rows, combine.
@@ -95,6 +100,8 @@ def moe(
             backward keeps what it needs of all.
         mode: "ht" or "ll"; None: Config.mode, by the tokens of a chunk.
         plan: a plan in expert_major to follow instead of topk_idx; with chunks=1 only.
+        placement: in which slots the experts are, as in `plan`; params are those of the rank's
+            slots.
         return_stats: also return an `ExchangeStats`.
 
     Returns:
@@ -126,7 +133,9 @@ def moe(
         x: jax.Array, topk_idx: jax.Array | None, topk_weights: jax.Array | None
     ) -> tuple[jax.Array, ExchangeStats]:
         x, own = overlap_gradients(x, params)
-        recv = api.dispatch(group, x, topk_idx, topk_weights, plan=plan, mode=mode)
+        recv = api.dispatch(
+            group, x, topk_idx, topk_weights, plan=plan, mode=mode, placement=placement
+        )
         y = expert_fn(own, recv.x, recv.group_sizes)
         made = recv.plan
         stats = ExchangeStats(made.pairs_per_expert, made.num_dropped, made.overflow)
@@ -158,7 +167,7 @@ def moe(
     weights = None if topk_weights is None else split(topk_weights, 0)
     parts = (split(x, 0), split(topk_idx, -1), weights)
     if overlap:
-        outs, each = _unrolled(group, parts, expert_fn, params, mode)
+        outs, each = _unrolled(group, parts, expert_fn, params, mode, placement)
     else:
         # The plan is small and costs an exchange: the backward keeps it instead of planning again.
         policy = jax.checkpoint_policies.save_only_these_names("jax_ep_plan")
@@ -180,6 +189,7 @@ def _unrolled(
     expert_fn: ExpertFn,
     params: Any,
     mode: Mode | None,
+    placement: Placement | None,
 ) -> tuple[jax.Array, ExchangeStats]:
     """Results and stats of each chunk of `parts`; stacked, as a scan over them would give.
 
@@ -192,13 +202,13 @@ def _unrolled(
     outs: list[jax.Array] = []
     each: list[ExchangeStats] = []
     part, coming_params = overlap_gradients(_chunk(parts, 0), params)
-    coming = api.dispatch(group, *part, mode=mode)
+    coming = api.dispatch(group, *part, mode=mode, placement=placement)
     for i in range(chunks):
         recv, own = coming, coming_params
         if i + 1 < chunks:  # which leaves when the one before it is here: memory of two
             recv, part = overlap_(recv, _chunk(parts, i + 1))
             part, coming_params = overlap_gradients(part, params)
-            coming = api.dispatch(group, *part, mode=mode)
+            coming = api.dispatch(group, *part, mode=mode, placement=placement)
         y = expert_fn(own, recv.x, recv.group_sizes)
         # With all that the combine reads, so that nothing else keeps it from starting here.
         if i + 1 < chunks:

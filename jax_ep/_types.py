@@ -18,7 +18,8 @@ class Plan:
     """Where every (token, k) pair goes: i32 arrays and three static fields, no pointers.
 
     A plan can be saved, scanned over, rematerialised, and reused for another payload.
-    N ranks, E_l local experts, T tokens, K = top_k, R receive rows (docs/semantics.md).
+    N ranks, E_l local experts (with a placement a rank's slots), T tokens, K = top_k, R receive
+    rows (docs/semantics.md).
 
     Args:
         group_sizes: i32[E_l], rows of each local expert, padding included: what ragged_dot and

@@ -13,6 +13,7 @@ class ViewSizes(TypedDict, total=False):
     """The fields of Config that a view may have other than its group."""
 
     num_experts: int
+    physical_experts: int | None
     top_k: int
     hidden: int
     align: int
@@ -21,7 +22,7 @@ class ViewSizes(TypedDict, total=False):
     overflow: Literal["drop", "poison"]
 
 
-_AT_MOST = ("num_experts", "top_k", "hidden")
+_AT_MOST = ("top_k", "hidden")
 _CAPACITY = ("recv_rows", "capacity_factor")
 
 
@@ -39,18 +40,19 @@ def shrink(most: Config, config: Config, num_ranks: int, sizes: ViewSizes) -> Co
     if any(name in given for name in _CAPACITY):
         given = dict.fromkeys(_CAPACITY) | given  # at most one of the two is given
     view = dataclasses.replace(config, **given)
-    for name in _AT_MOST:
-        if getattr(view, name) > getattr(most, name):
+    slots, room = _config.physical_experts(view), _config.physical_experts(most)
+    experts = "num_experts" if view.physical_experts is None else "physical_experts"
+    limits = {name: (getattr(view, name), getattr(most, name)) for name in _AT_MOST}
+    for name, (got, limit) in ({experts: (slots, room)} | limits).items():
+        if got > limit:
             raise ValueError(
-                f"jax_ep.Group.view: got {name}={getattr(view, name)}, expected at most "
-                f"{getattr(most, name)}, for which the group has room; create the group with the "
-                "largest of all layers"
+                f"jax_ep.Group.view: got {name}={got}, expected at most {limit}, for which the "
+                "group has room; create the group with the largest of all layers"
             )
-    if view.num_experts % num_ranks:
+    if slots % num_ranks:
         raise ValueError(
-            f"jax_ep.Group.view: got num_experts={view.num_experts}, expected a multiple of the "
-            f"group's {num_ranks} ranks, at most {most.num_experts}; use "
-            f"{_config.align_up(view.num_experts, num_ranks)}"
+            f"jax_ep.Group.view: got {experts}={slots}, expected a multiple of the group's "
+            f"{num_ranks} ranks, at most {room}; use {_config.align_up(slots, num_ranks)}"
         )
     _config.check_sizes("jax_ep.Group.view", view, num_ranks)
     return view

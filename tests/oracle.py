@@ -23,6 +23,7 @@ class Spec:
     align: int
     recv_rows: int | None = None
     capacity_factor: float | None = None
+    # With a placement num_experts counts slots: see `place`.
 
     @property
     def per_rank(self) -> int:
@@ -73,6 +74,18 @@ def zones(demand: list[int], rows: int, align: int) -> list[int]:
         extra = b > level and left > 0
         left -= extra
         result.append(align * (min(b, level) + extra))
+    return result
+
+
+def place(slots: list[int], num_experts: int, ids: np.ndarray) -> np.ndarray:
+    """Section "Placement": ids [N, T, K] as slots, for expert slots[p] in slot p."""
+    result = np.array(ids, np.int64)
+    for (s, t, k), e in np.ndenumerate(ids):
+        if e >= num_experts:
+            result[s, t, k] = e + len(slots) - num_experts
+        elif e >= 0:
+            own = [p for p, expert in enumerate(slots) if expert == e]
+            result[s, t, k] = own[(s * ids.shape[1] + t) % len(own)]
     return result
 
 

@@ -103,6 +103,7 @@ BASE = (
     "_log",
     "_memory",
     "_mesh",
+    "_placement",
     "_session_number",
     "_stats",
     "_types",

@@ -9,12 +9,27 @@ import jax
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import combine_arguments, ffi, operands, records, results, sharding, vjp
+from jax_ep._ops import (
+    combine_arguments,
+    ffi,
+    operands,
+    placing,
+    records,
+    results,
+    sharding,
+    vjp,
+)
+from jax_ep._placement import Placement
 from jax_ep._types import NOT_GIVEN, InFlight, NotGiven, Plan, Received
 
 
 def plan(
-    group: Group, topk_idx: jax.Array, *, mode: Mode | None = None, layout: Layout | None = None
+    group: Group,
+    topk_idx: jax.Array,
+    *,
+    mode: Mode | None = None,
+    layout: Layout | None = None,
+    placement: Placement | None = None,
 ) -> Plan:
     """Plans where every (token, k) pair goes; reusable for any number of payloads.
 
@@ -23,6 +38,8 @@ def plan(
         topk_idx: integers [T, K]; negative: no expert; >= num_experts: dropped and counted.
         mode: "ht" or "ll"; None: Config.mode.
         layout: "expert_major" (default), "expert_batched" or "rank_major".
+        placement: in which slots the experts are, equal on all ranks (docs/placement.md). None:
+            expert e in slot e, on rank e // E_l.
 
     Returns:
         A `Plan`.
@@ -37,8 +54,8 @@ def plan(
     sharding.check_call(group, "plan")
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
-    (ids,) = operands.vary(call, ids)
-    return results.as_plan(call, vjp.plan(call, ids))
+    (slots,) = operands.vary(call, placing.place(call, "plan", ids, placement))
+    return results.as_plan(call, vjp.plan(call, slots))
 
 
 def dispatch(
@@ -51,6 +68,7 @@ def dispatch(
     mode: Mode | None = None,
     layout: Layout | None = None,
     pad: Pad = "zero",
+    placement: Placement | None = None,
 ) -> Received:
     """Sends every token to the ranks of its experts.
 
@@ -63,6 +81,7 @@ def dispatch(
         mode: "ht" or "ll"; None: Config.mode.
         layout: "expert_major" (default), "expert_batched" or "rank_major".
         pad: "zero", or "undefined" to skip zeroing unused rows (inference).
+        placement: with topk_idx: in which slots the experts are, as in `plan`.
 
     Returns:
         A `Received`.
@@ -76,7 +95,7 @@ def dispatch(
         >>> out = jax_ep.combine(group, y, recv)
     """
     call, rows, weights, ids, arrays = operands.dispatch_operands(
-        group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad
+        group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad, placement
     )
     if arrays is not None:
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
@@ -180,6 +199,7 @@ def dispatch_start(
     mode: Mode | None = None,
     layout: Layout | None = None,
     pad: Pad = "zero",
+    placement: Placement | None = None,
 ) -> InFlight:
     """First half of `dispatch`: sends, and returns before anything has arrived.
 
@@ -196,6 +216,7 @@ def dispatch_start(
         mode: "ht" or "ll"; None: Config.mode.
         layout: "expert_major" (default), "expert_batched" or "rank_major".
         pad: "zero", or "undefined" to skip zeroing unused rows (inference).
+        placement: with topk_idx: in which slots the experts are, as in `plan`.
 
     Returns:
         An `InFlight` for exactly one `dispatch_done` in the same program. At most
@@ -210,7 +231,7 @@ def dispatch_start(
         >>> recv = jax_ep.dispatch_done(group, flight)
     """
     call, rows, weights, ids, arrays = operands.dispatch_operands(
-        group, "dispatch_start", x, topk_idx, topk_weights, plan, mode, layout, pad
+        group, "dispatch_start", x, topk_idx, topk_weights, plan, mode, layout, pad, placement
     )
     if arrays is None and call.mode == "ht":
         arrays = vjp.plan(call, ids)

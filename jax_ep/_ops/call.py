@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jax_ep import _config
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._fp8_format import FP8
 from jax_ep._group import Group
@@ -61,6 +62,11 @@ class Call:
         return self.group.config.hidden
 
     @property
+    def num_slots(self) -> int:
+        """Expert slots P of the group: ids of a plan are below it."""
+        return _config.physical_experts(self.group.config)
+
+    @property
     def top_k(self) -> int:
         """Expert slots K of a token."""
         return self.group.config.top_k
@@ -74,7 +80,7 @@ class Call:
     def sizes(self) -> tuple[int, ...]:
         """What calls of one group may differ in (Group.view), as xla_ffi/buffers.h has them."""
         config = self.group.config
-        return (config.num_experts, config.top_k, config.align, self.hidden)
+        return (self.num_slots, config.top_k, config.align, self.hidden)
 
     @property
     def maker(self) -> tuple[int | str, ...]:

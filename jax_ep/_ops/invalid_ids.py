@@ -18,11 +18,10 @@ from jax_ep._ops import sharding
 from jax_ep._ops.call import Call
 
 
-def refuse(call: Call, ids: jax.Array) -> jax.Array:
-    """The ids i32[N, T, K] of all ranks, once it is certain that they are in range."""
-    # Native kernels look themselves, and a callback would tie a program to this process's devices.
-    if not _env.flag("JAX_EP_DEBUG") or call.group.native or call.group.lowering_only:
-        return ids
+def may_look(call: Call) -> bool:
+    """Whether JAX_EP_DEBUG asks for a look at what all ranks pass, and a callback can have it."""
+    if not _env.flag("JAX_EP_DEBUG") or call.group.lowering_only:
+        return False
     if loose := sharding.loose_axes():
         _warn.warn(
             f"jax_ep: JAX_EP_DEBUG is set, but expert ids are not looked at where mesh axis "
@@ -30,9 +29,17 @@ def refuse(call: Call, ids: jax.Array) -> jax.Array:
             "of jax.shard_map",
             UserWarning,
         )
+        return False
+    return True
+
+
+def refuse(call: Call, ids: jax.Array) -> jax.Array:
+    """The ids i32[N, T, K] of all ranks, once it is certain that they are in range."""
+    # Native kernels look themselves, and a callback would tie a program to this process's devices.
+    if call.group.native or not may_look(call):
         return ids
     group = call.group
-    num_experts, num_teams = group.config.num_experts, group.mesh.size // group.num_ranks
+    num_experts, num_teams = call.num_slots, group.mesh.size // group.num_ranks
 
     def look(largest: Any, team: Any) -> Any:
         found = [

@@ -14,8 +14,9 @@ import numpy as np
 from jax_ep import _config
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import primitive, sharding, vjp
+from jax_ep._ops import placing, primitive, sharding, vjp
 from jax_ep._ops.call import Call
+from jax_ep._placement import Placement
 from jax_ep._types import InFlight, Plan, PlanArrays
 
 UNIT_BYTES = 16  # opaque rows have a multiple of it (kernels/layout.h kWireUnitBytes)
@@ -142,8 +143,9 @@ def dispatch_operands(
     mode: Mode | None,
     layout: Layout | None,
     pad: Pad,
+    placement: Placement | None,
 ) -> tuple[Call, jax.Array, jax.Array | None, jax.Array, PlanArrays | None]:
-    """Validated operands of a dispatch: call, x, f32 weights, ids, the plan if one was given."""
+    """Validated operands of a dispatch: call, x, f32 weights, slots, the plan if one was given."""
     sharding.check_call(group, operation)
     if (topk_idx is None) == (plan is None):
         given = "both" if plan is not None else "neither"
@@ -170,6 +172,14 @@ def dispatch_operands(
             )
     weights = None if topk_weights is None else jnp.asarray(topk_weights).astype(jnp.float32)
     if plan is not None:
+        if placement is not None:
+            raise fail(
+                operation,
+                "both",
+                "of placement and plan",
+                "a placement with topk_idx only, as a plan follows one already",
+                "pass the placement to jax_ep.plan",
+            )
         for name, value, fixed in (("mode", mode, plan.mode), ("layout", layout, plan.layout)):
             if value not in (None, fixed):
                 raise fail(
@@ -193,8 +203,9 @@ def dispatch_operands(
             "pass ids and rows of the same tokens",
         )
     call = make_call(group, operation, tokens, mode, layout, pad).for_tokens
-    rows, weights, ids = vary(call, x, weights, ids)
-    return call, rows, weights, ids, None
+    slots = placing.place(call, operation, ids, placement)
+    rows, weights, slots = vary(call, x, weights, slots)
+    return call, rows, weights, slots, None
 
 
 def _check_plan(call: Call, operation: str, plan: Plan) -> None:

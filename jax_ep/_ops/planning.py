@@ -71,7 +71,7 @@ def repeated(ids: jax.Array) -> jax.Array:
 def route(call: Call, ids: jax.Array) -> Routing:
     """Routes the group's ids i32[N, T, K]."""
     ranks, tokens, top_k = ids.shape
-    num_experts = call.group.config.num_experts
+    num_experts = call.num_slots
     per_rank = call.group.experts_per_rank
     wanted = (ids >= 0) & (ids < num_experts)
     if call.layout == "expert_batched":

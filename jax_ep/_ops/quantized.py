@@ -12,6 +12,7 @@ from jax_ep._config import Layout, Mode, Pad
 from jax_ep._fp8_format import FP8
 from jax_ep._group import Group
 from jax_ep._ops import operands, primitive, results, vjp
+from jax_ep._placement import Placement
 from jax_ep._types import Plan, ReceivedQuantized, ScalesLayout
 
 
@@ -26,6 +27,7 @@ def dispatch_quantized(
     layout: Layout | None = None,
     pad: Pad = "zero",
     scales_layout: ScalesLayout = "rows",
+    placement: Placement | None = None,
 ) -> ReceivedQuantized:
     """Dispatch that delivers rows as they travelled, in FP8, for products that take FP8.
 
@@ -40,6 +42,7 @@ def dispatch_quantized(
         pad: as in `dispatch`.
         scales_layout: "rows", [..., R, H / block], or "columns", [..., H / block, R], as grouped
             products on Hopper GPUs want them.
+        placement: as in `dispatch`.
 
     Returns:
         A `ReceivedQuantized`, whose x is `Quantized`; the gradient of x is that of its carrier.
@@ -62,7 +65,7 @@ def dispatch_quantized(
     if config.wire is None and (wrong := wire.misfit(config.hidden, config.dtype)):
         raise operands.fail(name, f"{wire}", "", wrong, "or set Config.wire")
     call, rows, weights, ids, arrays = operands.dispatch_operands(
-        group, name, x, topk_idx, topk_weights, plan, mode, layout, pad
+        group, name, x, topk_idx, topk_weights, plan, mode, layout, pad, placement
     )
     call = dataclasses.replace(
         call, wire=wire, keeps_records=True, scales_in_columns=scales_layout == "columns"

@@ -39,7 +39,7 @@ def _plan(call: Call, *, topk_idx: jax.Array) -> dict[str, Any]:
     ids = invalid_ids.refuse(call, collectives.gather(call, topk_idx))
     routing = planning.route(call, ids)
 
-    owner = jnp.minimum(routing.expert, group.config.num_experts - 1) // experts
+    owner = jnp.minimum(routing.expert, call.num_slots - 1) // experts
     pair = lax.iota(jnp.int32, ranks * tokens * top_k)
     if call.mode == "ll":
         slot = owner * (ranks * tokens) + pair // top_k

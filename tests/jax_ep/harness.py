@@ -41,11 +41,14 @@ class Case:
     overflow: str = "drop"
     partials: str | None = None
     node_size: int | None = None
+    slots: int | None = None
 
     def __post_init__(self) -> None:
         if jax.default_backend() != "gpu":
             return
-        possible = [n for n in range(1, len(jax.devices()) + 1) if self.experts % n == 0]
+        possible = [
+            n for n in range(1, len(jax.devices()) + 1) if (self.slots or self.experts) % n == 0
+        ]
         object.__setattr__(self, "ranks", min(self.ranks, max(possible)))
 
     def __str__(self) -> str:
@@ -58,7 +61,7 @@ class Case:
     def spec(self) -> oracle.Spec:
         return oracle.Spec(
             num_ranks=self.ranks,
-            num_experts=self.experts,
+            num_experts=self.slots or self.experts,
             top_k=self.top_k,
             max_tokens=self.limit,
             align=self.align,
@@ -87,6 +90,7 @@ class Case:
             dtype=jnp.dtype(self.dtype),
             partials=self.partials,
             node_size=self.node_size,
+            physical_experts=self.slots,
             timeout_s=60.0,
             max_in_flight=4,  # XLA may put independent starts before the first done
         )

@@ -30,6 +30,7 @@ NAMES = {
     "Memory",
     "Mode",
     "Pad",
+    "Placement",
     "Plan",
     "Quantized",
     "RankStats",
