@@ -49,6 +49,7 @@ def parse_options() -> argparse.Namespace:
     add("--max-waiting", type=int, default=64, help="requests in the queue; more get status 429")
     add("--drain-s", type=float, default=30.0, help="what SIGTERM leaves the requests at hand")
     add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
+    add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
     add("--node-size", type=int, help="ranks per (virtual) node")
     add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")
     add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
@@ -60,18 +61,17 @@ def load(
 ) -> tuple[jax_ep.Group, Ranks]:
     """The group, and this process's ranks with the model's parameters."""
     size = trained.size
-    if size.num_experts % mesh.size:
-        sys.exit(
-            f"the model has {size.num_experts} experts, expected a multiple of the {mesh.size} "
-            "devices (ranks); start another number of processes"
-        )
-    config = group_config(size, shape, node_size=options.node_size, transport=options.transport)
+    config = group_config(
+        size,
+        shape,
+        options.redundant,
+        node_size=options.node_size,
+        transport=options.transport,
+    )
     implementation = "xla" if options.oracle else None
     group = jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
     decoder = Decoder(mesh, group, size, shape, options.window or trained.length)
-    parameters = checkpoint.load_parameters(
-        options.model, mesh, AXIS, decoder.dense, decoder.experts
-    )
+    parameters = checkpoint.load_parameters(options.model, decoder.dense, decoder.experts)
     return group, Ranks(decoder, group, *parameters)
 
 
@@ -126,7 +126,7 @@ def main() -> int:
         if not is_first:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
-            follow(ranks, Member(options.control_host))
+            follow(ranks, Member(options.control_host), trained.size.layers)
             return 0
         engine = Engine(ranks, shape, Hub(options.control_host), options.max_waiting)
         asyncio.run(serve(options, engine, group))

@@ -1,7 +1,7 @@
 """A trained model as a folder: `model.json` says its sizes, `parameters` holds logical experts.
 
-Expert e is row e of its arrays, wherever it was trained, so the folder loads on any number of ranks
-that divides the experts.  All processes must see the folder.
+Expert e is row e of its arrays, wherever it was trained, so the folder loads on any number of
+ranks.  All processes must see the folder.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from moe_lm.model import ModelSize
 
@@ -63,23 +62,20 @@ def load_sizes(folder: Path) -> Trained:
     return Trained(ModelSize(**about["size"]), about["length"])
 
 
-def load_parameters(
-    folder: Path, mesh: Mesh, axis: str, dense: Any, experts: Any
-) -> tuple[Any, Any]:
-    """(dense, experts) of the folder: dense on every device, experts split over `axis`.
+def load_parameters(folder: Path, dense: Any, experts: Any) -> tuple[Any, Any]:
+    """(dense, experts) of the folder, as NumPy arrays of this process.
 
     `dense` and `experts` are trees with the shapes and dtypes of the model, as `nnx.split` gives.
     """
-
-    def like(tree: Any, spec: P) -> Any:
-        sharding = NamedSharding(mesh, spec)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
-        )
-
-    with ocp.StandardCheckpointer() as checkpointer:
+    like = {"dense": dense, "experts": experts}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         loaded = checkpointer.restore(
             (folder / "parameters").resolve(),
-            {"dense": like(dense, P()), "experts": like(experts, P(axis))},
+            args=ocp.args.PyTreeRestore(
+                item=like,
+                restore_args=jax.tree.map(
+                    lambda leaf: ocp.RestoreArgs(restore_type=np.ndarray), like
+                ),
+            ),
         )
     return loaded["dense"], loaded["experts"]

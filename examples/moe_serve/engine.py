@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,14 +32,17 @@ class Ranks:
     Args:
         decoder: of the whole mesh.
         group: that its experts exchange through.
-        dense: replicated parameters, global arrays.
-        experts: split over the ranks, global arrays.
+        dense: replicated parameters, NumPy.
+        experts: all experts' parameters, NumPy [E, ...]: a process keeps them, so that it can place
+            them anew without asking another one.
     """
 
     def __init__(self, decoder: Decoder, group: jax_ep.Group, dense: Any, experts: Any) -> None:
-        self._decoder, self._group = decoder, group
-        self._dense, self._experts = dense, experts
+        self._decoder, self._group, self._host_experts = decoder, group, experts
+        self._dense = decoder.replicate(dense)
         self._state = decoder.first_state()
+        self._load_read = np.uint32(0)
+        self.place(decoder.first_slots())
 
     def run(self, rows: np.ndarray) -> dict[int, np.ndarray]:
         """One step; {rank: i32[S + 1]} of this process's ranks.
@@ -46,12 +50,26 @@ class Ranks:
         Raises:
             Exception: as Group.check, where a rank was lost.
         """
-        step, shard = self._decoder.step, self._decoder.shard
-        self._state, out = step(self._dense, self._experts, self._state, shard(rows))
+        decoder = self._decoder
+        self._state, out = decoder.step(
+            self._dense, self._experts, self._placements, self._state, decoder.shard(rows)
+        )
         parts = out.addressable_shards
         tokens = {part.index[0].start or 0: np.asarray(part.data)[0] for part in parts}
         self._group.check()  # what a lost rank left is not given to anybody
         return tokens
+
+    def place(self, slots: np.ndarray) -> None:
+        """Puts the experts where i32[layers, P] says, from the next step on. Compiles nothing."""
+        self._experts, self._placements = self._decoder.place(self._host_experts, slots)
+
+    def read_load(self) -> np.ndarray:
+        """i32[layers, E]: pairs of this process's bytes that chose each expert since last time."""
+        parts = self._state.load.addressable_shards
+        total = sum(np.asarray(part.data)[0].view(np.uint32) for part in parts)
+        load = total - self._load_read  # the counters may wrap
+        self._load_read = total
+        return load.view(np.int32)
 
 
 @dataclasses.dataclass
@@ -63,6 +81,8 @@ class Counters:
     step_s: float = 0.0  # whole steps, from the scheduler to the last answer
     run_s: float = 0.0  # of them: the compiled step on process 0's ranks
     exchange_s: float = 0.0  # of them: telling the others, and waiting for them afterwards
+    placements: int = 0  # how often the experts were placed anew
+    place_s: float = 0.0  # that it took, between steps
 
     def sentence(self) -> str:
         """What a server says at its end."""
@@ -74,7 +94,7 @@ class Counters:
         )
 
 
-def follow(ranks: Ranks, link: Member) -> None:
+def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
     """The loop of every process but 0, until process 0 stops it."""
     while True:
         kind, payload = link.receive()
@@ -84,6 +104,24 @@ def follow(ranks: Ranks, link: Member) -> None:
             rows = np.frombuffer(payload, np.int32)
             tokens = ranks.run(rows.reshape(jax.device_count(), -1))
             link.answer(np.concatenate([tokens[rank] for rank in sorted(tokens)]))
+        if kind == Kind.LOAD:
+            link.answer(ranks.read_load())
+        if kind == Kind.PLACE:
+            slots = np.frombuffer(payload, np.int32)
+            ranks.place(slots.reshape(num_layers, -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Balancer:
+    """When the experts are placed anew, and where.
+
+    Args:
+        every: steps.
+        place: i32[layers, P], the expert in each slot, of the load i32[layers, E] of these steps.
+    """
+
+    every: int
+    place: Callable[[np.ndarray], np.ndarray]
 
 
 class Engine:
@@ -94,9 +132,18 @@ class Engine:
         shape: of the steps.
         hub: to the other processes.
         max_waiting: requests that may wait for a slot.
+        balancer: that places the experts by their load; None: they stay.
     """
 
-    def __init__(self, ranks: Ranks, shape: Shape, hub: Hub, max_waiting: int) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        shape: Shape,
+        hub: Hub,
+        max_waiting: int,
+        balancer: Balancer | None = None,
+    ) -> None:
+        self._balancer = balancer
         self._ranks, self._hub, self._max_waiting = ranks, hub, max_waiting
         self._scheduler = Scheduler(shape)
         self._changed = threading.Condition()
@@ -165,11 +212,26 @@ class Engine:
                     self._hub.send(Kind.IDLE)
                 else:
                     self._step(rows)
+                    if self._balancer and self.counters.steps % self._balancer.every == 0:
+                        self._balance(self._balancer)
         except Exception as error:  # a lost rank or process: whoever waits is told
             with self._changed:
                 self.failure = error
                 for request in self._scheduler.requests():
                     request.deliver(ClosedError(f"the server has failed: {error}"))
+
+    def _balance(self, balancer: Balancer) -> None:
+        """Between two steps, on all processes, as frames come in order."""
+        begin = time.perf_counter()
+        self._hub.send(Kind.LOAD)
+        load = self._ranks.read_load()
+        for words in self._hub.collect().values():
+            load = load + words.reshape(load.shape)
+        slots = np.ascontiguousarray(balancer.place(load), np.int32)
+        self._hub.send(Kind.PLACE, slots.tobytes())
+        self._ranks.place(slots)
+        self.counters.placements += 1
+        self.counters.place_s += time.perf_counter() - begin
 
     def _step(self, rows: np.ndarray) -> None:
         counters, begin = self.counters, time.perf_counter()

@@ -34,6 +34,8 @@ class Kind(enum.IntEnum):
     IDLE = 1  # nothing to do
     STEP = 2  # the rows of a step; answered by the bytes of the process's ranks
     STOP = 3  # no more steps
+    LOAD = 4  # answered by the load of the experts, i32[layers, E], since the last time
+    PLACE = 5  # i32[layers, P], the expert in each slot, from the next step on
 
 
 class LostProcessError(RuntimeError):

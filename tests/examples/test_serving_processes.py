@@ -106,7 +106,7 @@ def test_a_killed_process_ends_the_server_with_its_name(server, model):
     parent = server.process.pid
     pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     environments = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in pids}
-    (second,) = (pid for pid, text in environments.items() if "JAX_PROCESS_ID=1\0" in text)
+    (second,) = (pid for pid, text in environments.items() if '"index": 1,' in text)
     os.kill(int(second), signal.SIGKILL)
     code, text = server.end()
     assert code != 0

@@ -22,10 +22,10 @@ PROMPTS = (b"def ", b"", b"x = [1, 2, 3]\nfor i in x:\n", b"import os", b"class 
 class World:
     """A decoder on some devices, with random parameters that are the same on any number."""
 
-    def __init__(self, num_ranks, implementation):
+    def __init__(self, num_ranks, implementation, redundant=0):
         mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
         self.mesh, self.shape = mesh, Shape(num_ranks, SLOTS, CHUNK)
-        config = group_config(SIZE, self.shape)
+        config = group_config(SIZE, self.shape, redundant)
         self.group = jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
         self.decoder = Decoder(mesh, self.group, SIZE, self.shape, WINDOW)
         rng = np.random.default_rng(1)
@@ -38,7 +38,7 @@ class World:
         )
         self.ranks = Ranks(self.decoder, self.group, self.dense, self.experts)
 
-    def complete(self, asked, arrivals):
+    def complete(self, asked, arrivals, before_step=lambda step: None):
         """Texts of (prompt, max_tokens, temperature, seed); arrivals are steps."""
         scheduler = Scheduler(self.shape)
         requests = [Request(*one, lambda event: None) for one in asked]
@@ -46,6 +46,7 @@ class World:
         for step in itertools.count():
             while waiting and waiting[0][0] <= step:
                 scheduler.add(waiting.pop(0)[2])
+            before_step(step)
             rows = scheduler.next_step()
             if rows is not None:
                 scheduler.accept(self.ranks.run(rows))
