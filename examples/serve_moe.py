@@ -27,7 +27,7 @@ try:
     from moe_lm import checkpoint
     from moe_serve import front_end
     from moe_serve.decoder import AXIS, Decoder, group_config
-    from moe_serve.engine import Engine, Ranks, follow
+    from moe_serve.engine import Balancer, Engine, Ranks, follow
     from moe_serve.processes import Hub, Member
     from moe_serve.work import Shape
 except ModuleNotFoundError as error:
@@ -50,6 +50,7 @@ def parse_options() -> argparse.Namespace:
     add("--drain-s", type=float, default=30.0, help="what SIGTERM leaves the requests at hand")
     add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
     add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
+    add("--eplb-every", type=int, default=0, help="steps, after which experts are placed by load")
     add("--node-size", type=int, help="ranks per (virtual) node")
     add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")
     add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
@@ -73,6 +74,22 @@ def load(
     decoder = Decoder(mesh, group, size, shape, options.window or trained.length)
     parameters = checkpoint.load_parameters(options.model, decoder.dense, decoder.experts)
     return group, Ranks(decoder, group, *parameters)
+
+
+def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | None:
+    """Places by EPLB's policies, or None: experts stay where they are."""
+    if not options.eplb_every:
+        return None
+    from jax_ep import eplb
+
+    slots, ranks = group.config.physical_experts, group.num_ranks
+
+    def place(load: np.ndarray) -> np.ndarray:
+        # One more each: nothing is known of an expert that nobody chose.
+        placements = eplb.rebalance(load + 1, slots, num_groups=1, num_nodes=1, num_gpus=ranks)
+        return np.stack([placement.physical_to_logical for placement in placements])
+
+    return Balancer(options.eplb_every, place)
 
 
 def metrics_of(group: jax_ep.Group) -> Any:
@@ -128,7 +145,8 @@ def main() -> int:
                 signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
             follow(ranks, Member(options.control_host), trained.size.layers)
             return 0
-        engine = Engine(ranks, shape, Hub(options.control_host), options.max_waiting)
+        hub, balancer = Hub(options.control_host), balancer_of(options, group)
+        engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
         asyncio.run(serve(options, engine, group))
         print(engine.counters.sentence())
         if engine.failure is not None:

@@ -90,7 +90,7 @@ class Counters:
         return (
             f"{self.tokens} tokens in {self.steps} steps of {self.step_s * per_step:.2f} ms, of "
             f"which {self.exchange_s * per_step:.2f} ms to tell the other processes and to wait "
-            "for their answers"
+            f"for their answers; experts were placed {self.placements} times"
         )
 
 

@@ -28,7 +28,7 @@ class Server:
     def __init__(self, model):
         command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2"]
         command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model), "--port", "0"]
-        command += ["--slots", "3", "--chunk", "8"]
+        command += ["--slots", "3", "--chunk", "8", "--redundant", "2", "--eplb-every", "7"]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -99,6 +99,7 @@ def test_texts_load_and_sigterm(server, model, tmp_path):
     code, text = server.end()
     assert code == 0, text
     assert re.search(r"\d+ tokens in \d+ steps of", text)
+    assert int(re.search(r"experts were placed (\d+) times", text).group(1)) > 10
 
 
 def test_a_killed_process_ends_the_server_with_its_name(server, model):
