@@ -6,6 +6,7 @@ import typing as _typing
 # In a checkout this folder shadows the installed package, which holds the compiled jax_ep._core.
 __path__ = _pkgutil.extend_path(__path__, __name__)
 
+from jax_ep import eplb as eplb
 from jax_ep import fp8 as fp8
 from jax_ep import routing as routing
 from jax_ep._config import Config as Config
@@ -77,6 +78,7 @@ __all__ = [
     "dispatch_done",
     "dispatch_quantized",
     "dispatch_start",
+    "eplb",
     "export_checks",
     "fp8",
     "initialize",

@@ -72,6 +72,9 @@ class Config:
         physical_experts: slots P for experts of the whole group, a multiple of its ranks and at
             least num_experts: room for replicas, which a `Placement` fills (docs/placement.md).
             Sizes that speak of E_l local experts then have P / N. None: num_experts.
+        batch_invariant: True: combine adds a token's rows in the order of its slots, so that the
+            sum does not depend on where the experts are: not on ranks, nodes or replicas. It takes
+            top_k exchanges instead of one, and expert_major (docs/placement.md).
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -100,6 +103,7 @@ class Config:
     max_in_flight: int = 2
     overlap: bool | None = None
     physical_experts: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
@@ -178,6 +182,8 @@ class Config:
             raise _bad(
                 "overlap", self.overlap, "None, True or False", "pass a bool or leave it out"
             )
+        if not isinstance(self.batch_invariant, bool):
+            raise _bad("batch_invariant", self.batch_invariant, "True or False", "pass a bool")
         self._check_wire()
 
     def _check_wire(self) -> None:

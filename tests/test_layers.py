@@ -118,6 +118,9 @@ PYTHON_LAYERS = {
     "_create_group": (*BASE, "_ops", "_runtime"),
     "_moe": (*BASE, "_ops", "_overlap"),
     "_overlap": BASE,
+    "_rebalance": BASE,
+    "_slots": (*BASE, "_ops"),
+    "_replicas": (*BASE, "_ops", "_slots"),
     "_launch": BASE,
     "_cli": (*BASE, "_launch", "_runtime", "testing"),
 }

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
 from jax_ep._ops import (
+    by_slot,
     combine_arguments,
     ffi,
     operands,
@@ -178,7 +180,11 @@ def combine(
     call, rows, row_weights, scalars, arrays = operands.combine_operands(
         group, "combine", y, plan, weights, return_weights
     )
-    if row_weights is None:
+    out: jax.Array | None
+    if group.config.batch_invariant:
+        out = by_slot.combine(call, rows, row_weights, arrays)
+        returned = vjp.combine(call, None, scalars, arrays.route())[1] if return_weights else None
+    elif row_weights is None:
         out, returned = vjp.combine(call, rows, scalars, arrays.route())
     else:
         out, returned = vjp.combine_weighted(call, rows, row_weights, scalars, arrays.route())
@@ -319,12 +325,16 @@ def combine_start(
     call, rows, row_weights, _, arrays = operands.combine_operands(
         group, "combine_start", y, plan, weights
     )
+    if group.config.batch_invariant:
+        epoch = operands.vary(call, jnp.zeros((1,), jnp.int32))[0]  # the done does all of it
+    else:
+        epoch = vjp.combine_start(call, rows, row_weights, arrays.route())
     return InFlight(
         rows=rows,
         weights=row_weights,
         topk_idx=None,
         plan=results.as_plan(call, arrays),
-        epoch=vjp.combine_start(call, rows, row_weights, arrays.route()),
+        epoch=epoch,
         kind="combine",
         layout=call.layout,
         mode=call.mode,
@@ -355,7 +365,11 @@ def combine_done(group: Group, inflight: InFlight) -> jax.Array:
     rows, row_weights, route, epoch = operands.vary(
         call, inflight.rows, inflight.weights, arrays.route(), inflight.epoch
     )
-    return results.finish(call, arrays, vjp.combine_done(call, rows, row_weights, route, epoch))
+    if group.config.batch_invariant:
+        out = by_slot.combine(call, rows, row_weights, arrays._replace(**route._asdict()))
+    else:
+        out = vjp.combine_done(call, rows, row_weights, route, epoch)
+    return results.finish(call, arrays, out)
 
 
 def wait(tree: Any) -> Any:

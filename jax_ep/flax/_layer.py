@@ -14,14 +14,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
-from jax_ep import _jax_compat
+from jax_ep import _config, _jax_compat
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
+from jax_ep.flax._init import Initializer, Inits, initializer
 from jax_ep.flax._placement import Placement, axes_of
 
 ExpertFn = Callable[
@@ -116,12 +118,25 @@ class Layer:
         )
         return tuple(size // part for size, part in zip(weight.shape, parts, strict=True))
 
+    def initializer(self, inits: Inits, name: str) -> Initializer:
+        """The initializer of weight `name`: replicas, as Placement.identity has them, are equal."""
+        init, num_experts = initializer(inits, name), self.config.num_experts
+
+        def with_replicas(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
+            if DIMS[name][0] != "experts" or shape[0] <= num_experts:
+                return init(key, shape, dtype)
+            experts = init(key, (num_experts, *shape[1:]), dtype)
+            return experts[np.arange(shape[0]) % num_experts]
+
+        return with_replicas
+
     def _shape(self, name: str) -> tuple[int, ...]:
         config = self.config
         if name in ("router", "router_bias"):
             return (config.hidden, config.num_experts)[-len(DIMS[name]) :]
         width = config.shared_width if name.startswith("shared") else config.expert_width
-        sizes = {"experts": config.num_experts, "hidden": config.hidden, "width": width}
+        slots = _config.physical_experts(self.group.config)
+        sizes = {"experts": slots, "hidden": config.hidden, "width": width}
         return tuple(sizes[str(dim)] for dim in DIMS[name])
 
     def _spec(self, name: str) -> P:
@@ -133,12 +148,19 @@ class Layer:
         x: jax.Array,
         mask: jax.Array | None = None,
         mode: Mode | None = None,
+        experts_at: jax_ep.Placement | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """The layer's output, shaped as x in the group's dtype, and its stats.
 
         Inside a shard_map over the group's axes x, mask and weights are local; elsewhere they are
         global and the layer makes the shard_map.
         """
+        if isinstance(experts_at, Placement):
+            raise ValueError(
+                "jax_ep.flax.MoE: got a jax_ep.flax.Placement in a call, expected a "
+                "jax_ep.Placement, which says where the experts are; give the former, which says "
+                "how the layer is sharded, to the constructor"
+            )
         if x.ndim < 2 or x.shape[-1] != self.config.hidden:
             raise ValueError(
                 f"jax_ep.flax.MoE: got x of shape {list(x.shape)}, expected [..., T, "
@@ -148,14 +170,19 @@ class Layer:
             _check_mask(mask, x)
         manual = _manual_axes()
         if manual & set(self.group.axes):
-            return self._local(weights, x, mask, mode=mode, stat_axes=())
+            return self._local(weights, x, mask, experts_at, mode=mode, stat_axes=())
         mesh = _jax_compat.context_mesh() if manual else self.group.mesh
         token_axes = self.placement.token_axes(self.group)
         spec = self.placement.token_spec(self.group)
         x_spec = P(*spec, *(None,) * (x.ndim - len(spec)))
         specs = {name: self._spec(name) for name in weights}
-        given = (dict(weights), x) if mask is None else (dict(weights), x, mask)
-        in_specs = (specs, x_spec, P(*x_spec[:-1]))[: len(given)]
+        given = (dict(weights), x, mask, experts_at)
+        in_specs = (
+            specs,
+            x_spec,
+            None if mask is None else P(*x_spec[:-1]),
+            jax.tree.map(lambda _: P(), experts_at),
+        )
         if any(kind == AxisType.Explicit for kind in mesh.axis_types):
             given = jax.sharding.reshard(
                 given, jax.tree.map(lambda s: NamedSharding(mesh, s), in_specs)
@@ -174,7 +201,8 @@ class Layer:
         self,
         weights: Mapping[str, jax.Array],
         x: jax.Array,
-        mask: jax.Array | None = None,
+        mask: jax.Array | None,
+        experts_at: jax_ep.Placement | None,
         *,
         mode: Mode | None,
         stat_axes: tuple[str, ...],
@@ -199,7 +227,9 @@ class Layer:
             for name in ("w_gate", "w_up", "w_down")
         ]
         tokens, experts = jax_ep.overlap_gradients(tokens, experts)
-        recv = self._dispatch(tokens, ids, _jax_compat.to_varying(topk_weights, tp), mode)
+        topk_weights = _jax_compat.to_varying(topk_weights, tp)
+        dispatch = jax_ep.dispatch_quantized if self.precision == "fp8" else jax_ep.dispatch
+        recv = dispatch(self.group, tokens, ids, topk_weights, mode=mode, placement=experts_at)
         if config.shared_width:
             # Beside the dispatch the shared expert's first products, beside the combine the last.
             recv, hidden = jax_ep.overlap(recv, self._shared_hidden(weights, tokens))
@@ -216,13 +246,6 @@ class Layer:
         return out.reshape(x.shape), self._stats(
             ids, probabilities, mask, recv.plan.num_dropped, stat_axes
         )
-
-    def _dispatch(
-        self, tokens: jax.Array, ids: jax.Array, topk_weights: jax.Array, mode: Mode | None
-    ) -> jax_ep.Received | jax_ep.ReceivedQuantized:
-        if self.precision == "fp8":
-            return jax_ep.dispatch_quantized(self.group, tokens, ids, topk_weights, mode=mode)
-        return jax_ep.dispatch(self.group, tokens, ids, topk_weights, mode=mode)
 
     def _experts(
         self, recv: jax_ep.Received | jax_ep.ReceivedQuantized, weights: list[Any]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import jax_ep
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
-from jax_ep.flax._init import Inits, initializer
+from jax_ep.flax._init import Inits
 from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, Precision, updated_bias
 from jax_ep.flax._placement import Placement
 
@@ -51,6 +51,8 @@ class MoE(nnx.Module):
 
     Attributes: `router` [H, E], `router_bias` f32[E] (sigmoid routers), `w_gate` [E, H, F] (gated),
     `w_up` [E, H, F], `w_down` [E, F, H], `shared_gate`, `shared_up` [H, S], `shared_down` [S, H].
+    In a group of P = `Config.physical_experts` the first axis of the `w_` has P slots, at first as
+    `jax_ep.Placement.identity(E, P)` places the experts, and each call needs its placement.
 
     Raises:
         ValueError: config, group and placement do not fit.
@@ -79,21 +81,27 @@ class MoE(nnx.Module):
         self.expert_fn = expert_fn
         self.precision = precision
         mesh = {"mesh": group.mesh} if isinstance(group.mesh, Mesh) else {}
-        for name, weight in self._layer().weights().items():
+        layer = self._layer()
+        for name, weight in layer.weights().items():
             metadata: dict[str, Any] = {"out_sharding": tuple(weight.spec), **mesh}
             if name == "router_bias":
                 bias = jnp.zeros(weight.shape, jnp.float32)
                 self.router_bias = RouterBias(bias, **metadata)
                 continue
             kind = ExpertParam if name.startswith("w_") else nnx.Param
-            value = initializer(kernel_init, name)(rngs.params(), weight.shape, param_dtype)
+            value = layer.initializer(kernel_init, name)(rngs.params(), weight.shape, param_dtype)
             setattr(self, name, kind(value, **metadata))
 
     def _layer(self) -> Layer:
         return Layer(self.config, self.group, self.placement, self.expert_fn, self.precision)
 
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | None = None, mode: Mode | None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        mode: Mode | None = None,
+        placement: jax_ep.Placement | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
@@ -102,6 +110,8 @@ class MoE(nnx.Module):
             mask: bool[..., T], split as x: True where the token is real, or None if all are. What
                 x holds elsewhere is not looked at, goes nowhere and is not counted; out is 0 there.
             mode: "ht" or "ll"; None: the group's.
+            placement: in which slots the experts' weights are (docs/placement.md), an array
+                argument. None: expert e is in slot e.
 
         Returns:
             ([..., T, H] in the group's dtype, stats of the real tokens in x).
@@ -113,7 +123,8 @@ class MoE(nnx.Module):
             >>> out, stats = moe(x)
         """
         layer = self._layer()
-        return layer({name: getattr(self, name)[...] for name in layer.weights()}, x, mask, mode)
+        weights = {name: getattr(self, name)[...] for name in layer.weights()}
+        return layer(weights, x, mask, mode, placement)
 
     def update_bias(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Moves `router_bias` against `load`, once per training step (see `updated_bias`).

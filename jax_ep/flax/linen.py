@@ -13,7 +13,7 @@ import jax_ep
 from jax_ep import _jax_compat
 from jax_ep._config import Mode
 from jax_ep.flax._config import MoEConfig
-from jax_ep.flax._init import Inits, initializer
+from jax_ep.flax._init import Inits
 from jax_ep.flax._layer import ExpertFn, Layer, MoEStats, Precision
 from jax_ep.flax._placement import Placement
 
@@ -68,7 +68,12 @@ class MoE(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, *, mask: jax.Array | None = None, mode: Mode | None = None
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        mode: Mode | None = None,
+        placement: jax_ep.Placement | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
@@ -77,6 +82,8 @@ class MoE(nn.Module):
             mask: bool[..., T], split as x: True where the token is real, or None if all are. What
                 x holds elsewhere is not looked at, goes nowhere and is not counted; out is 0 there.
             mode: "ht" or "ll"; None: the group's.
+            placement: in which slots the experts' weights are (docs/placement.md), an array
+                argument. None: expert e is in slot e.
 
         Returns:
             ([..., T, H] in the group's dtype, stats of the real tokens in x).
@@ -94,7 +101,7 @@ class MoE(nn.Module):
             if name == "router_bias":
                 values[name] = self.variable(STATE, name, jnp.zeros, shape, jnp.float32).value
                 continue
-            made = _placed(initializer(self.kernel_init, name), weight.spec)
+            made = _placed(layer.initializer(self.kernel_init, name), weight.spec)
             init: Any = nn.with_partitioning(made, tuple(weight.spec))
             values[name] = self.param(name, init, shape, self.param_dtype)
-        return layer(values, x, mask, mode)
+        return layer(values, x, mask, mode, placement)

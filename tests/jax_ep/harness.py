@@ -42,6 +42,7 @@ class Case:
     partials: str | None = None
     node_size: int | None = None
     slots: int | None = None
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if jax.default_backend() != "gpu":
@@ -91,6 +92,7 @@ class Case:
             partials=self.partials,
             node_size=self.node_size,
             physical_experts=self.slots,
+            batch_invariant=self.batch_invariant,
             timeout_s=60.0,
             max_in_flight=4,  # XLA may put independent starts before the first done
         )

@@ -23,6 +23,8 @@ rng = np.random.default_rng(3)
 x = rng.standard_normal((N * T, H)).astype(np.float32)
 idx = (rng.zipf(1.4, (N * T, K)) % (2 * N)).astype(np.int32)
 weights = rng.random((N * T, K)).astype(np.float32)
+slots = rng.permutation(np.append(np.arange(2 * N), rng.integers(0, 2 * N, N)))
+placement = jax_ep.Placement.from_physical(slots, 2 * N)
 
 
 programs = {}
@@ -35,7 +37,7 @@ def program_of(group, mode):
 
     def step(x, idx, weights):
         def loss(x, weights):
-            recv = jax_ep.dispatch(group, x, idx, weights, mode=mode)
+            recv = jax_ep.dispatch(group, x, idx, weights, mode=mode, placement=placement)
             out = jax_ep.combine(group, recv.x * 1.5, recv)
             quantized = jax_ep.dispatch_quantized(group, x, plan=recv.plan).x
             return jnp.sum(out**2), (recv.x, out, quantized)
@@ -54,6 +56,7 @@ def digests(faulty):
     os.environ["JAX_EP_FAULTY"] = faulty
     config = jax_ep.Config(
         num_experts=2 * N,
+        physical_experts=3 * N,
         top_k=K,
         hidden=H,
         max_tokens=T,

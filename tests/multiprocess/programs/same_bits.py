@@ -54,7 +54,18 @@ programs = {}
 
 
 def run_case(
-    name, node_size, *, tokens, top_k, hidden, dtype, layout, mode, is_view=False, **config
+    name,
+    node_size,
+    *,
+    tokens,
+    top_k,
+    hidden,
+    dtype,
+    layout,
+    mode,
+    is_view=False,
+    placed=False,
+    **config,
 ):
     global id_of_case
     id_of_case = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
@@ -72,6 +83,7 @@ def run_case(
             node_size=node_size,
             transport=args.transport,
             timeout_s=60.0,
+            physical_experts=3 * N if placed else None,
             **{"align": 8, "partials": "float32", **config},
         ),
         implementation=args.implementation,
@@ -82,10 +94,21 @@ def run_case(
     skew = rng.zipf(1.5, (N * tokens, top_k)) % experts
     idx = np.where(rng.random((N * tokens, top_k)) < 0.1, -1, skew).astype(np.int32)
     weights = rng.random((N * tokens, top_k)).astype(np.float32)
+    # Where experts are, and where they were: with replicas, on any ranks.
+    filled = [np.append(np.arange(experts), rng.integers(0, experts, N)) for _ in range(2)]
+    new, old = (jax_ep.Placement.from_physical(rng.permutation(f), experts) for f in filled)
 
     def step(x, idx, weights, one):
         def loss(x, weights):
-            recv = jax_ep.dispatch(group, x.astype(dtype), idx, weights, mode=mode, layout=layout)
+            recv = jax_ep.dispatch(
+                group,
+                x.astype(dtype),
+                idx,
+                weights,
+                mode=mode,
+                layout=layout,
+                placement=new if placed else None,
+            )
             y = (recv.x.astype(jnp.float32) * 1.5).astype(dtype)
             out = jax_ep.combine(group, y, recv)
             return jnp.sum(out.astype(jnp.float32) ** 2), (recv, out)
@@ -95,6 +118,10 @@ def run_case(
         (_, (recv, out)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, weights)
         plan = recv.plan
         extra = (plan.num_dropped[None], plan.overflow[None])
+        if placed:
+            rows = jnp.arange(3 * 5, dtype=f32).reshape(3, 5) + 100 * jax.lax.axis_index("ep")
+            extra += (jax_ep.eplb.move(group, rows, old, new),)
+            grads += (jax_ep.eplb.reduce_gradients(group, rows / 7, new),)
         return recv.x, recv.weights, plan.recv_src, plan.group_sizes, extra, out, grads
 
     spec = P("ep")
@@ -117,7 +144,9 @@ def run_case(
 
 f32, bf16, f16 = jnp.float32, jnp.bfloat16, jnp.float16
 CASES = {
-    "ht-f32": dict(tokens=37, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ht"),
+    "ht-f32": dict(
+        tokens=37, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ht", placed=True
+    ),
     "ht-bf16": dict(
         tokens=64,
         top_k=4,
@@ -145,7 +174,13 @@ CASES = {
         tokens=8, top_k=2, hidden=136, dtype=f32, layout="expert_major", mode="ll", is_view=True
     ),
     "ll-batched": dict(
-        tokens=16, top_k=4, hidden=64, dtype=bf16, layout="expert_batched", mode="ll"
+        tokens=16,
+        top_k=4,
+        hidden=64,
+        dtype=bf16,
+        layout="expert_batched",
+        mode="ll",
+        placed=True,
     ),
     "ht-fp8": dict(
         tokens=33,

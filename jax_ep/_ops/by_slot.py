@@ -1,0 +1,40 @@
+"""combine with Config.batch_invariant: a token's rows are added in the order of its slots.
+
+The tree over ranks that a combine adds along depends on which ranks a token's experts are on. So
+each slot is combined alone, which adds nothing, and the results are added here.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_ep._ops import vjp
+from jax_ep._ops.call import Call
+from jax_ep._types import PlanArrays, Route
+
+
+def combine(
+    call: Call, rows: jax.Array, row_weights: jax.Array | None, arrays: PlanArrays
+) -> jax.Array:
+    """[T, H]: rows [R, H], times f32[R] if given, to their tokens."""
+    total = jnp.zeros((), jnp.float32)
+    for slot in range(call.top_k):
+        route = _only(call, arrays.route(), slot)
+        if row_weights is None:
+            part, _ = vjp.combine(call, rows, None, route)
+        else:
+            part, _ = vjp.combine_weighted(call, rows, row_weights, None, route)
+        assert part is not None
+        total = total + part.astype(jnp.float32) if slot else part.astype(jnp.float32)
+    return total.astype(call.dtype)
+
+
+def _only(call: Call, route: Route, slot: int) -> Route:
+    """The route of the pairs of one slot."""
+    slots = lax.broadcasted_iota(jnp.int32, route.send_slot.shape, 1)
+    return route._replace(
+        send_slot=jnp.where(slots == slot, route.send_slot, -1),
+        recv_src=jnp.where(route.recv_src % call.top_k == slot, route.recv_src, -1),
+    )
