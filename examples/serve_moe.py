@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
+from jax_ep import eplb
 
 try:
     from moe_lm import checkpoint
@@ -80,8 +81,6 @@ def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | 
     """Places by EPLB's policies, or None: experts stay where they are."""
     if not options.eplb_every:
         return None
-    from jax_ep import eplb
-
     slots, ranks = group.config.physical_experts, group.num_ranks
 
     def place(load: np.ndarray) -> np.ndarray:

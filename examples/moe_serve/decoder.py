@@ -65,7 +65,9 @@ class Decoder:
         self._group, self._everywhere = group, NamedSharding(mesh, P())
         with nnx.use_eager_sharding(False):
             model = Transformer(size, group, np.random.default_rng(0))
-        self._graph, self.experts, self.dense = nnx.split(model, ExpertParam, nnx.Param)
+        self._graph, in_slots, self.dense = nnx.split(model, ExpertParam, nnx.Param)
+        # As a checkpoint has them: slot e of a new layer has expert e, replicas follow.
+        self.experts = jax.tree.map(lambda leaf: leaf[: size.num_experts], in_slots)
         self._by_rank = NamedSharding(mesh, P(AXIS))
         # Typed as the state that goes in, or the second step would compile again.
         self.step = jax.jit(self._step, donate_argnums=3, out_shardings=self._by_rank)
@@ -145,7 +147,7 @@ class Decoder:
             rows: jax.Array,
         ) -> tuple[State, jax.Array]:
             model = nnx.merge(self._graph, experts, dense)
-            forward = Forward(model, self._group, placements, self._size, self._shape, self._window)
+            forward = Forward(model, placements, self._size, self._shape, self._window)
             work = self._shape.split(rows[0])
             work = work._replace(temperature=work.temperature.view(jnp.float32))
             state = jax.tree.map(lambda leaf: leaf[0], state)

@@ -7,7 +7,7 @@ sees the W before it, as many as in training.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from jax import lax
 from moe_lm.model import Block, ModelSize, Transformer, rotate
 
 import jax_ep
-from jax_ep.flax import ragged_ffn
 from moe_serve.work import NUM_RECENT, Shape, Work
 
 MASKED = -1e30  # a score that no byte gets
@@ -37,7 +36,6 @@ class Forward(NamedTuple):
     """The model inside shard_map, with this rank's experts."""
 
     model: Transformer
-    group: jax_ep.Group
     placements: jax_ep.Placement  # of all layers, stacked
     size: ModelSize
     shape: Shape
@@ -125,31 +123,11 @@ class Forward(NamedTuple):
             state, out = _attend(block, layer, state, x, heads, attend)
             x = x + out
             placement = jax.tree.map(lambda leaf, at=layer: leaf[at], self.placements)
-            out, load = self._experts(block, block.moe_norm(x), mask, mode, placement)
+            out, stats = block.moe(block.moe_norm(x), mask=mask, mode=mode, placement=placement)
             x = x + out
-            loads.append(load)
+            loads.append(stats.load)
         state = state._replace(load=state.load + jnp.stack(loads))
         return state, model.norm(x) @ model.head[...]
-
-    def _experts(
-        self,
-        block: Block,
-        x: jax.Array,
-        mask: jax.Array,
-        mode: Any,
-        placement: jax_ep.Placement,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The layer's output [T, H], and i32[E], the pairs that chose each expert."""
-        size, weights = self.size, block.moe
-        logits = jnp.dot(x, weights.router[...], precision=lax.Precision.HIGHEST)
-        ids, gates = jax_ep.routing.topk_softmax(logits, size.top_k, mask=mask)
-
-        def ffn(parameters: Any, rows: jax.Array, group_sizes: jax.Array) -> jax.Array:
-            return ragged_ffn(rows, group_sizes, None, *parameters, activation=jax.nn.silu)
-
-        parameters = (weights.w_up[...], weights.w_down[...])
-        out = jax_ep.moe(self.group, x, ids, gates, ffn, parameters, mode=mode, placement=placement)
-        return out, jax_ep.routing.expert_load(ids, size.num_experts)
 
 
 def _attend(

@@ -30,12 +30,11 @@ class World:
         self.decoder = Decoder(mesh, self.group, SIZE, self.shape, WINDOW)
         rng = np.random.default_rng(1)
 
-        def draw(leaf):  # the head of an untrained model is zero
-            return leaf if leaf.any() else rng.standard_normal(leaf.shape).astype(leaf.dtype)
+        def draw(leaf):  # also the head, which is zero before a training
+            scale = leaf.shape[-2] ** -0.5 if leaf.ndim > 1 else 1.0
+            return (rng.standard_normal(leaf.shape) * scale).astype(leaf.dtype)
 
-        self.dense, self.experts = jax.tree.map(
-            lambda leaf: draw(np.asarray(leaf)), (self.decoder.dense, self.decoder.experts)
-        )
+        self.dense, self.experts = jax.tree.map(draw, (self.decoder.dense, self.decoder.experts))
         self.ranks = Ranks(self.decoder, self.group, self.dense, self.experts)
 
     def complete(self, asked, arrivals, before_step=lambda step: None):
