@@ -1,7 +1,7 @@
 """Serves a trained model on two CPU ranks under load; writes results/serve_cpu.json and .png.
 
     python -m jax_ep launch -n 4 examples/train_moe_lm.py
-    python benchmarks/run_serve.py [--model moe_lm_out/model] [--rates 2 8 16]
+    python benchmarks/run_serve.py [--model moe_lm_out/model] [--rates 4 16 32]
 
 The package must be installed with the extra `serve`. For each rate examples/serve_load.py asks a
 server of its own, which shares the cores with it.
@@ -80,13 +80,13 @@ def main():
     )
     add = parser.add_argument
     add("--model", type=pathlib.Path, default=pathlib.Path("moe_lm_out/model"))
-    add("--rates", type=float, nargs="+", default=[2, 8, 16], help="requests per second")
+    add("--rates", type=float, nargs="+", default=[4, 16, 32], help="requests per second")
     add("--requests", type=int, default=100)
     add("--out", type=pathlib.Path, default=HERE / "results")
     args = parser.parse_args()
     report = stamp()
     cases = [(rate, []) for rate in args.rates]
-    cases.append((args.rates[0], ["--redundant", "2", "--eplb-every", "100"]))
+    cases.append((args.rates[len(args.rates) // 2], ["--redundant", "2", "--eplb-every", "100"]))
     report["results"] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
