@@ -185,6 +185,7 @@ def skews(results, path):
         ratios = [result["layer_over_balanced"][side] for result in results]
         bars = axes.barh(rows, ratios, 0.36, color=colour, label=label)
         axes.bar_label(bars, fmt=" %.2f", fontsize=8)
+    axes.margins(x=0.08)
     axes.axvline(1, color="0.3", linewidth=0.8)
     axes.set_yticks(
         [row + 0.19 for row in range(len(results))], [result["workload"] for result in results]

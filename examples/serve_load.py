@@ -26,6 +26,7 @@ try:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    import matplotlib.ticker
     from moe_lm import text_data
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing; this example needs: pip install '.[serve]'")
@@ -163,6 +164,7 @@ def draw(answers: list[Answer], figures: dict[str, Any], path: Path) -> None:
         for percentile, ms in figures[name].items():
             axis.axvline(ms, color="0.7", linewidth=0.8)
             axis.text(ms, 0.02, f" {percentile} {ms:.1f}", rotation=90, fontsize=8, color="0.4")
+        axis.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
         axis.set(title=title, xlabel="ms", ylabel="share of all", xscale="log", ylim=(0, 1.02))
     for row, answer in enumerate(good):
         axes[2].plot([answer.arrival_s, answer.arrival_s + answer.first_s], [row] * 2, "tab:orange")
