@@ -75,7 +75,8 @@ class RankStats(_Counts):
         last_overflow: 1 if rows of the newest plan did not fit (of any rank), else 0.
         bytes_pulled: bytes of rows read from ranks of the node.
         pairs_per_expert: by local expert of the group, the pairs (token, k) that plans have given
-            it; those of views (`Group.view`) count at their own local index.
+            it; those of views (`Group.view`) count at their own local index, and with a `Placement`
+            those of slots.
         rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
             counts once for each node. CPUs only.
         wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. CPUs only.

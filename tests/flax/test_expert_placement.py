@@ -90,6 +90,7 @@ def test_a_layer_with_replicas_trains_as_a_dense_one() -> None:
         assert_close(gradients.router[...], wanted_gradients["router"], "router")
 
 
+@pytest.mark.ci
 def test_linen_takes_a_placement_and_starts_with_equal_replicas() -> None:
     group = group_of(MIXTRAL, mesh_of((4,)), physical_experts=SLOTS)
     x, first = tokens_of(SHAPE), jax_ep.Placement.identity(8, SLOTS)

@@ -34,6 +34,12 @@ CASE = Case(
 )
 PLAIN = dataclasses.replace(CASE, batch_invariant=False)
 NO_REPLICAS = dataclasses.replace(PLAIN, experts=12, slots=None)
+
+
+def in_ci(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.ci)
+
+
 SCALES = np.linspace(0.3, 1.7, 12).astype(np.float32)
 
 
@@ -78,8 +84,9 @@ def insert(into: tuple[Any, Any, Any], rows: tuple[Any, Any, Any], at: Any) -> A
 TRACKED = (1, 2)  # rank and token of the row that is watched
 
 
-@pytest.mark.parametrize("case", [CASE, PLAIN], ids=["by slot", "plain"])
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize(
+    ("case", "mode"), [(CASE, "ll"), (PLAIN, "ht"), in_ci(CASE, "ht"), in_ci(PLAIN, "ll")]
+)
 def test_batch_mates_do_not_change_a_row(case: Case, mode: Any, implementation: str) -> None:
     case = dataclasses.replace(case, mode=mode)
     placement = placement_of(case, 1)
@@ -93,8 +100,10 @@ def test_batch_mates_do_not_change_a_row(case: Case, mode: Any, implementation: 
         assert_same_bits(run(case, implementation, placement, *mates)[TRACKED], wanted)
 
 
-@pytest.mark.parametrize("case", [CASE, NO_REPLICAS], ids=["by slot", "plain"])
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [(CASE, "ht"), in_ci(CASE, "ll"), in_ci(NO_REPLICAS, "ht"), in_ci(NO_REPLICAS, "ll")],
+)
 def test_neither_t_nor_the_place_in_the_batch_changes_a_row(
     case: Case, mode: Any, implementation: str
 ) -> None:
@@ -146,7 +155,7 @@ def test_the_number_of_ranks_does_not_change_a_row(implementation: str) -> None:
     assert_same_bits(got.reshape(wanted.shape), wanted)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [in_ci("float32"), "bfloat16"])
 def test_implementations_and_partials_give_the_same_bits(native: str, dtype: str) -> None:
     placement = placement_of(CASE, 0)
     for mode, partials in (("ht", "dtype"), ("ll", "float32")):

@@ -22,12 +22,16 @@ from harness import (
     expert_outputs,
     group_of,
     inputs_of,
-    more_sizes,
     param,
 )
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+
+
+def in_ci(case: Case) -> Any:
+    return param(case, marks=pytest.mark.ci)
+
 
 # 7 experts in 12 slots: more experts than ranks' multiples, several replicas, odd T.
 CASE = Case(ranks=4, tokens=7, experts=7, slots=12, top_k=3)
@@ -36,9 +40,9 @@ CASES = [
     param(dataclasses.replace(CASE, mode="ll")),
     param(dataclasses.replace(CASE, mode="ht", layout="rank_major", node_size=2)),
     param(dataclasses.replace(CASE, mode="ll", layout="expert_batched", node_size=2)),
-    more_sizes(dataclasses.replace(CASE, mode="ll", layout="rank_major")),
-    more_sizes(dataclasses.replace(CASE, mode="ht", layout="expert_batched", capacity_factor=1.0)),
-    more_sizes(dataclasses.replace(CASE, mode="ht", capacity_factor=0.6, node_size=1)),
+    in_ci(dataclasses.replace(CASE, mode="ll", layout="rank_major")),
+    in_ci(dataclasses.replace(CASE, mode="ht", layout="expert_batched", capacity_factor=1.0)),
+    in_ci(dataclasses.replace(CASE, mode="ht", capacity_factor=0.6, node_size=1)),
 ]
 
 
@@ -119,7 +123,7 @@ def test_a_permutation_needs_no_physical_experts(implementation: str) -> None:
     assert_plan(got, oracle.plan(case.spec, slots, "ll", "expert_major"))
 
 
-@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize("mode", ["ht", pytest.param("ll", marks=pytest.mark.ci)])
 def test_gradients_with_replicas_equal_those_of_a_dense_layer(
     mode: Any, implementation: str
 ) -> None:
@@ -231,6 +235,8 @@ def test_sizes_of_slots_are_checked() -> None:
         ValueError, match=r"got physical_experts=12, expected a multiple .* 5 ranks"
     ):
         config.memory(5, platform="xla")
+    plain = dataclasses.replace(config, num_experts=12, physical_experts=None)
+    assert config.memory(4) == plain.memory(4)
     whole = group_of(CASE, "xla")
     assert whole.experts_per_rank == 3
     view = whole.view(num_experts=5, physical_experts=8)
@@ -284,3 +290,23 @@ def test_debug_mode_refuses_placements_that_differ_between_ranks(implementation:
     for shard in shards:
         assert shard.startswith("failed ")
         assert "placement on rank(s) [1] that differs from that of rank 0" in shard
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sizes(seed: int, implementation: str) -> None:
+    """Odd sizes of everything, drawn; placements with many replicas or none."""
+    rng = np.random.default_rng([seed, 11])
+    ranks, experts = int(rng.choice([1, 2, 3, 4, 8])), int(rng.integers(3, 20))
+    case = Case(
+        ranks=ranks,
+        tokens=int(rng.integers(1, 40)),
+        top_k=int(rng.integers(1, min(experts, 6) + 1)),
+        experts=experts,
+        slots=-(-experts // ranks) * ranks + ranks * int(rng.integers(0, 4)),
+        layout=str(rng.choice(["expert_major", "expert_batched", "rank_major"])),
+        mode=str(rng.choice(["ht", "ll"])),
+        align=int(rng.choice([1, 4, 8])),
+        hidden=int(rng.integers(1, 30)),
+    )
+    test_every_result_equals_the_oracle_and_a_new_placement_compiles_nothing(case, implementation)
