@@ -25,7 +25,8 @@ def _hot_count(experts, top_k=8):
 
 def _hot_set(experts, ranks, rng, step):
     """Neighbours, all on one rank."""
-    count, local = _hot_count(experts), experts // ranks
+    local = experts // ranks
+    count = min(_hot_count(experts), local)
     begin = rng.integers(ranks) * local + rng.integers(local - count + 1)
     return _with_hot(experts, np.arange(begin, begin + count))
 

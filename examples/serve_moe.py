@@ -146,7 +146,15 @@ def main() -> int:
             return 0
         hub, balancer = Hub(options.control_host), balancer_of(options, group)
         engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
-        asyncio.run(serve(options, engine, group))
+        try:
+            asyncio.run(serve(options, engine, group))
+        except OSError as error:
+            where = f"{options.host}:{options.port}"
+            print(f"cannot listen at {where}: {error}; pass another --port", file=sys.stderr)
+            return 1
+        finally:
+            engine.drain(0.0)  # if it could not listen, the others must end, too
+            hub.close()
         print(engine.counters.sentence())
         if engine.failure is not None:
             print(f"failed: {engine.failure}", file=sys.stderr)

@@ -6,6 +6,10 @@ import itertools
 import jax
 import numpy as np
 import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
+
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from moe_lm import checkpoint

@@ -9,6 +9,7 @@ import pytest
 from fake_model import ENDLESS, FakeRanks, completion
 
 pytest.importorskip("aiohttp")
+pytest.importorskip("flax")
 
 from aiohttp.test_utils import TestClient, TestServer
 from moe_serve import front_end

@@ -12,11 +12,16 @@ from pathlib import Path
 import children
 import jax
 import pytest
+
+pytest.importorskip("aiohttp")
+pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
+pytest.importorskip("matplotlib")
+
 from moe_lm import checkpoint
 from tiny_world import PROMPTS, SIZE, WINDOW, World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.ci]
-pytest.importorskip("aiohttp")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 120
@@ -112,3 +117,15 @@ def test_a_killed_process_ends_the_server_with_its_name(server, model):
     code, text = server.end()
     assert code != 0
     assert re.search(r"process 1|rank 1", text), text
+
+
+def test_a_port_that_is_taken_ends_all_processes(server, model):
+    port = server.url.rpartition(":")[2]
+    command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2"]
+    command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model[0]), "--port", port]
+    command += ["--chunk", "8"]
+    environment = {**children.quick(), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
+    )
+    assert done.returncode != 0 and "address already in use" in done.stdout + done.stderr
