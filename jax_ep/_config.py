@@ -74,7 +74,7 @@ class Config:
             Sizes that speak of E_l local experts then have P / N. None: num_experts.
         batch_invariant: True: combine adds a token's rows in the order of its slots, so that the
             sum does not depend on where the experts are: not on ranks, nodes or replicas. It takes
-            top_k exchanges instead of one, and expert_major (docs/placement.md).
+            top_k exchanges instead of one, and no rank_major (docs/placement.md).
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.

@@ -92,9 +92,9 @@ def move(group: Group, tree: Any, old: Placement, new: Placement) -> Any:
         >>> new = jax_ep.Placement.from_physical(old.physical_to_logical[::-1], old.num_experts)
         >>> kernels = jax_ep.eplb.move(group, kernels, old, new)
     """
-    _check_slots(group, "eplb.move", tree, old, new)
+    _check_slots(group, "eplb.move", tree)
     per_rank = group.experts_per_rank
-    old, new = _as_i32(old), _as_i32(new)
+    old, new = (placing.checked(group, "eplb.move", placement) for placement in (old, new))
     slot = lax.iota(jnp.int32, new.physical_experts)
     replicas = old.logical_to_physical[new.physical_to_logical]  # [P, X]
     # On the slot's own rank if there is one (it may stay where it is), else spread over all.
@@ -128,8 +128,8 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
         >>> placement = jax_ep.Placement.identity(group.config.num_experts)
         >>> gradients = jax_ep.eplb.reduce_gradients(group, kernels, placement)
     """
-    _check_slots(group, "eplb.reduce_gradients", gradients, placement)
-    placement = _as_i32(placement)
+    _check_slots(group, "eplb.reduce_gradients", gradients)
+    placement = placing.checked(group, "eplb.reduce_gradients", placement)
     slot = lax.iota(jnp.int32, placement.physical_experts)
     replicas = placement.logical_to_physical[placement.physical_to_logical]  # [P, X]
     counts = placement.replica_counts[placement.physical_to_logical]
@@ -157,15 +157,8 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
     return _slots.fetch(group, rounded, home)
 
 
-def _as_i32(placement: Placement) -> Placement:
-    as_i32: Placement = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.int32), placement)
-    return as_i32
-
-
-def _check_slots(group: Group, operation: str, tree: Any, *placements: Placement) -> None:
+def _check_slots(group: Group, operation: str, tree: Any) -> None:
     sharding.check_call(group, operation)
-    for placement in placements:
-        placing.check(group, operation, placement)
     for leaf in jax.tree.leaves(tree):
         if jnp.ndim(leaf) == 0 or leaf.shape[0] != group.experts_per_rank:
             raise ValueError(

@@ -6,6 +6,8 @@ each slot is combined alone, which adds nothing, and the results are added here.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,6 +21,7 @@ def combine(
     call: Call, rows: jax.Array, row_weights: jax.Array | None, arrays: PlanArrays
 ) -> jax.Array:
     """[T, H]: rows [R, H], times f32[R] if given, to their tokens."""
+    call = _of_any_rows(call)
     total = jnp.zeros((), jnp.float32)
     for slot in range(call.top_k):
         route = _only(call, arrays.route(), slot)
@@ -29,6 +32,17 @@ def combine(
         assert part is not None
         total = total + part.astype(jnp.float32) if slot else part.astype(jnp.float32)
     return total.astype(call.dtype)
+
+
+def _of_any_rows(call: Call) -> Call:
+    """`call` with as many rows, of which any may be unused.
+
+    In expert_batched kernels take the first unused row for the last of its expert.
+    """
+    if call.layout == "expert_major" or call.rows == 0:
+        return call
+    view = call.group.view(align=1, recv_rows=call.rows)
+    return dataclasses.replace(call, group=view, layout="expert_major")
 
 
 def _only(call: Call, route: Route, slot: int) -> Route:

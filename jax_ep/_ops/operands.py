@@ -247,13 +247,13 @@ def combine_operands(
     tokens = plan.send_slot.shape[0]
     call = make_call(group, operation, tokens, plan.mode, plan.layout, "zero").for_cotangents
     _check_plan(call, operation, plan)
-    if group.config.batch_invariant and call.layout != "expert_major":
+    if group.config.batch_invariant and call.layout == "rank_major":
         raise fail(
             operation,
             f"layout {call.layout!r}",
             "in a group of Config.batch_invariant",
-            "'expert_major', whose rows are those of one pair each and may be added in any order",
-            "leave layout out, or batch_invariant",
+            "a layout with a row for each pair, which combine can add in the order of slots",
+            "use 'expert_major' or 'expert_batched', or leave batch_invariant out",
         )
     _check_float_rows(group, operation, "y", y)
     if y.shape != call.recv_shape:

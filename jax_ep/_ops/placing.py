@@ -29,10 +29,8 @@ def place(call: Call, operation: str, ids: jax.Array, placement: Placement | Non
     if placement is None:
         _require_none_needed(call.group, operation)
         return ids
-    check(call.group, operation, placement)
-    placement = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.int32), placement)
     with jax.named_scope("jax_ep.place"):
-        return _slots(call, _refuse_differing(call, ids, placement), placement)
+        return _slots(call, ids, checked(call.group, operation, placement))
 
 
 def _slots(call: Call, ids: jax.Array, placement: Placement) -> jax.Array:
@@ -58,8 +56,18 @@ def _require_none_needed(group: Group, operation: str) -> None:
         )
 
 
-def check(group: Group, operation: str, placement: Any) -> None:
-    """Raises unless `placement` is one for layers of `group`; looks at types alone."""
+def checked(group: Group, operation: str, placement: Any) -> Placement:
+    """`placement` in i32; raises unless it is one for layers of `group`, by its types alone.
+
+    With JAX_EP_DEBUG it is there only once it is certain that all ranks have the same.
+    """
+    _check_types(group, operation, placement)
+    placement = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.int32), placement)
+    call = Call(group, "ht", "expert_major", 1)
+    return _refuse_differing(call, placement) if invalid_ids.may_look(call) else placement
+
+
+def _check_types(group: Group, operation: str, placement: Any) -> None:
     if not isinstance(placement, Placement):
         raise ValueError(
             f"jax_ep.{operation}: got placement of type {type(placement).__name__}, expected a "
@@ -88,10 +96,8 @@ def check(group: Group, operation: str, placement: Any) -> None:
             )
 
 
-def _refuse_differing(call: Call, ids: jax.Array, placement: Placement) -> jax.Array:
-    """`ids`, with JAX_EP_DEBUG once it is certain that all ranks have the same placement."""
-    if call.num_tokens == 0 or not invalid_ids.may_look(call):
-        return ids
+def _refuse_differing(call: Call, placement: Placement) -> Placement:
+    """`placement`, once it is certain that all ranks have the same."""
     group = call.group
 
     def look(digests: Any) -> Any:
@@ -109,7 +115,8 @@ def _refuse_differing(call: Call, ids: jax.Array, placement: Placement) -> jax.A
     digests = collectives.gather(call, digest).reshape(-1)
     of_zero = _jax_compat.result_type(digests, (), jnp.int32)
     zero: jax.Array = jax.pure_callback(look, of_zero, digests, vmap_method="sequential")
-    return ids + zero
+    agreed: Placement = jax.tree.map(lambda leaf: leaf + zero, placement)
+    return agreed
 
 
 def _digest(placement: Placement) -> jax.Array:

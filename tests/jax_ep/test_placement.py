@@ -258,12 +258,17 @@ def step(x, ids, placement):
     placement = jax.tree.map(lambda a: a[0], placement)
     recv = jax_ep.dispatch(group, x, ids, placement=placement)
     return jax_ep.combine(group, recv.x, recv)
+def move(rows, placement):
+    placement = jax.tree.map(lambda a: a[0], placement)
+    return jax_ep.eplb.move(group, rows, placement, placement)
+move = jax.jit(jax.shard_map(move, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 x, ids = np.ones((4, 8), np.float32), np.array([[0], [2], [1], [-1]], np.int32)
 one, other = (jax_ep.Placement.from_physical(s, 3) for s in ([0, 1, 2, 0], [1, 0, 2, 0]))
 stack = lambda *each: jax.tree.map(lambda *a: np.stack(a), *each)
 print(step(x, ids, stack(one, one))[:, 0].tolist())
-for shard in step(x, ids, stack(one, other)).addressable_shards:
+results = step(x, ids, stack(one, other)), move(x, stack(one, other))
+for shard in [shard for result in results for shard in result.addressable_shards]:
     try:
         jax.block_until_ready(shard.data)
         print("passed")
@@ -286,7 +291,7 @@ def test_debug_mode_refuses_placements_that_differ_between_ranks(implementation:
     assert done.returncode == 0, done.stderr[-3000:]
     valid, *shards, again = done.stdout.splitlines()
     assert valid == again == "[1.0, 1.0, 1.0, 0.0]"
-    assert len(shards) == 2
+    assert len(shards) == 4
     for shard in shards:
         assert shard.startswith("failed ")
         assert "placement on rank(s) [1] that differs from that of rank 0" in shard

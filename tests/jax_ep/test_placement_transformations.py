@@ -88,7 +88,7 @@ def test_vmap_over_placements(check_vma: bool, implementation: str) -> None:
         np.testing.assert_allclose(outs[:, i], expected_layer(data), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("kind", [pytest.param("Auto", marks=pytest.mark.ci), "Explicit"])
 def test_a_rank_is_counted_in_its_team(kind: str, implementation: str) -> None:
     """Two teams of two; the replica of a pair depends on the rank in the team alone."""
     case = dataclasses.replace(CASE, ranks=2, slots=10)
