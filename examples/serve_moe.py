@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -116,7 +117,8 @@ async def serve(options: argparse.Namespace, engine: Engine, group: jax_ep.Group
 
     async def drain() -> None:
         while not until.is_set() and engine.failure is None:
-            await asyncio.wait([asyncio.ensure_future(until.wait())], timeout=0.2)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), 0.2)
         await asyncio.to_thread(engine.drain, options.drain_s)
         end.set()
 
