@@ -172,3 +172,26 @@ def pyplot():
     import matplotlib.pyplot as plt
 
     return plt
+
+
+def skews(results, path):
+    """Bars for each workload: the layer without and with EPLB over the balanced one without."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7.5, 0.9 + 0.42 * len(results)), layout="constrained")
+    for shift, (side, label, colour) in enumerate(
+        [("plain", "an expert's rank is fixed", "0.6"), ("eplb", "with EPLB", "tab:green")]
+    ):
+        rows = [row + 0.38 * shift for row in range(len(results))]
+        ratios = [result["layer_over_balanced"][side] for result in results]
+        bars = axes.barh(rows, ratios, 0.36, color=colour, label=label)
+        axes.bar_label(bars, fmt=" %.2f", fontsize=8)
+    axes.margins(x=0.08)
+    axes.axvline(1, color="0.3", linewidth=0.8)
+    axes.set_yticks(
+        [row + 0.19 for row in range(len(results))], [result["workload"] for result in results]
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("time of the layer, as a multiple of the balanced one without EPLB")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

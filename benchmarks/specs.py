@@ -32,6 +32,10 @@ SPECS = {
     "qwen3-235b": Spec(
         tokens=4096, hidden=4096, top_k=8, num_experts=128, dtype="bfloat16", expert_hidden=1536
     ),
+    # Small enough that two CPU cores compute its layer often, large enough that rows decide.
+    "skew": Spec(
+        tokens=1024, hidden=256, top_k=4, num_experts=64, capacity_factor=None, expert_hidden=512
+    ),
     "smoke": Spec(tokens=32, hidden=64, top_k=2, num_experts=16, expert_hidden=32),
 }
 

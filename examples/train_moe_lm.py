@@ -23,7 +23,7 @@ import jax_ep
 try:
     import orbax.checkpoint as ocp
     from jax.experimental import multihost_utils
-    from moe_lm import report, text_data
+    from moe_lm import checkpoint, report, text_data
     from moe_lm.model import ModelSize
     from moe_lm.training import AXIS, Trainer, TrainOptions, TrainState
 except ModuleNotFoundError as error:
@@ -60,7 +60,7 @@ def parse_options() -> argparse.Namespace:
     add("--wire", choices=tuple(WIRES), default="dtype", help="what dispatched rows travel as")
     add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
     add("--compare", type=Path, metavar="FILE", help="results.json of a run that must agree")
-    add("--out", type=Path, default=Path("moe_lm_out"), help="folder for results and plots")
+    add("--out", type=Path, default=Path("moe_lm_out"), help="folder for results, plots, model")
     add("--checkpoint-dir", type=Path, help="save the state here, at the end and now and then")
     add("--resume", action="store_true", help="go on from the newest checkpoint")
     add("--log-every", type=int, default=20)
@@ -102,7 +102,7 @@ class Run:
         self.console = report.Console(jax.process_index() == 0, options.steps)
         self.console.say("reading the standard library, making the model")
         self.corpus = text_data.load_standard_library()
-        size = ModelSize(
+        self.size = ModelSize(
             width=options.width,
             layers=options.layers,
             heads=options.heads,
@@ -111,7 +111,10 @@ class Run:
             top_k=options.top_k,
         )
         self.trainer = Trainer(
-            mesh, group, size, TrainOptions(options.steps, options.learning_rate, options.seed)
+            mesh,
+            group,
+            self.size,
+            TrainOptions(options.steps, options.learning_rate, options.seed),
         )
         windows = text_data.held_out_windows(self.corpus, HELD_OUT_WINDOWS, options.length)
         self.held_out = np.split(windows, range(options.batch, len(windows), options.batch))
@@ -246,6 +249,12 @@ class Run:
         if self.checkpoints is not None:
             self.checkpoints.wait_until_finished()
             self.checkpoints.close()
+        checkpoint.save(
+            options.out / "model",
+            checkpoint.Trained(self.size, options.length),
+            state.dense,
+            state.experts,
+        )
         if options.write:
             self.write(state)
         return loss
@@ -293,8 +302,8 @@ def main() -> int:
             report.draw(run.results, options.out)
             print(
                 f"{run.results.tokens_per_second:,.0f} tokens/s, "
-                f"{run.share_dropped():.2%} of pairs dropped; results.json, loss.png and "
-                f"expert_load.png are in {options.out}"
+                f"{run.share_dropped():.2%} of pairs dropped; results.json, loss.png, "
+                f"expert_load.png and model are in {options.out}"
             )
             if options.compare is not None:
                 is_equal, sentence = report.compare(

@@ -76,16 +76,17 @@ class Attention(nnx.Module):
         """[B, S, H] -> [B, S, H]."""
         batch, length, width = x.shape
         qkv = (x @ self.qkv[...]).reshape(batch, length, 3, self.heads, width // self.heads)
-        query, key = _rotate(qkv[:, :, 0]), _rotate(qkv[:, :, 1])
+        positions = jnp.arange(length)
+        query, key = rotate(qkv[:, :, 0], positions), rotate(qkv[:, :, 1], positions)
         mixed = jax.nn.dot_product_attention(query, key, qkv[:, :, 2], is_causal=True)
         return mixed.reshape(batch, length, width) @ self.out[...]
 
 
-def _rotate(x: jax.Array) -> jax.Array:
-    """Rotary position embedding of [B, S, heads, D]."""
+def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotary position embedding of [..., S, heads, D] at i32[S]."""
     half = x.shape[-1] // 2
     frequency = ROPE_BASE ** (-jnp.arange(half) / half)
-    angle = jnp.arange(x.shape[1])[:, None] * frequency
+    angle = positions[:, None].astype(frequency.dtype) * frequency
     sin, cos = jnp.sin(angle)[:, None], jnp.cos(angle)[:, None]
     left, right = x[..., :half], x[..., half:]
     return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)

@@ -19,6 +19,7 @@ PUBLIC_MODULES = (
     "jax_ep.flax",
     "jax_ep.flax.linen",
     "jax_ep.flax.presets",
+    "jax_ep.eplb",
     "jax_ep.fp8",
     "jax_ep.pallas",
     "jax_ep.routing",

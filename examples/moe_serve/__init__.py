@@ -1,0 +1,1 @@
+"""Parts of examples/serve_moe.py: requests, slots, the decoder's step, processes, HTTP."""

@@ -1,0 +1,168 @@
+"""Serves the model that examples/train_moe_lm.py has trained, over HTTP, with expert parallelism.
+
+    python -m jax_ep launch -n 2 examples/serve_moe.py
+    curl -s localhost:8000/v1/completions -d '{"prompt": "def read", "max_tokens": 60}'
+
+Ranks are devices: several processes, several devices of one, or one.  Process 0 takes requests and
+says what each step does; all processes run the same steps.  At SIGTERM the requests at hand are
+finished first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+import jax_ep
+from jax_ep import eplb
+
+try:
+    from moe_lm import checkpoint
+    from moe_serve import front_end
+    from moe_serve.decoder import AXIS, Decoder, group_config
+    from moe_serve.engine import Balancer, Engine, Ranks, follow
+    from moe_serve.processes import Hub, Member
+    from moe_serve.work import Shape
+except ModuleNotFoundError as error:
+    sys.exit(f"{error.name} is missing; this example needs: pip install '.[serve]'")
+
+
+def parse_options() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=Path("moe_lm_out/model"), help="folder (default %(default)s)")
+    add("--host", default="127.0.0.1", help="address to listen at (default %(default)s)")
+    add("--port", type=int, default=8000, help="0: any free one (default %(default)s)")
+    add("--slots", type=int, default=8, help="requests of a rank at a time (default %(default)s)")
+    add("--chunk", type=int, default=64, help="bytes of a prompt per step (default %(default)s)")
+    add("--window", type=int, help="bytes that a byte sees (default: as in training)")
+    add("--max-waiting", type=int, default=64, help="requests in the queue; more get status 429")
+    add("--drain-s", type=float, default=30.0, help="what SIGTERM leaves the requests at hand")
+    add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
+    add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
+    add("--eplb-every", type=int, default=0, help="steps, after which experts are placed by load")
+    add("--node-size", type=int, help="ranks per (virtual) node")
+    add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")
+    add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
+    return parser.parse_args()
+
+
+def load(
+    options: argparse.Namespace, mesh: Mesh, trained: checkpoint.Trained, shape: Shape
+) -> tuple[jax_ep.Group, Ranks]:
+    """The group, and this process's ranks with the model's parameters."""
+    size = trained.size
+    config = group_config(
+        size,
+        shape,
+        options.redundant,
+        node_size=options.node_size,
+        transport=options.transport,
+    )
+    implementation = "xla" if options.oracle else None
+    group = jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
+    decoder = Decoder(mesh, group, size, shape, options.window or trained.length)
+    parameters = checkpoint.load_parameters(options.model, decoder.dense, decoder.experts)
+    return group, Ranks(decoder, group, *parameters)
+
+
+def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | None:
+    """Places by EPLB's policies, or None: experts stay where they are."""
+    if not options.eplb_every:
+        return None
+    slots, ranks = group.config.physical_experts, group.num_ranks
+
+    def place(load: np.ndarray) -> np.ndarray:
+        # One more each: nothing is known of an expert that nobody chose.
+        placements = eplb.rebalance(load + 1, slots, num_groups=1, num_nodes=1, num_gpus=ranks)
+        return np.stack([placement.physical_to_logical for placement in placements])
+
+    return Balancer(options.eplb_every, place)
+
+
+def metrics_of(group: jax_ep.Group) -> Any:
+    """A function that gives the group's metrics as Prometheus reads them; None: not installed."""
+    try:
+        import prometheus_client
+    except ModuleNotFoundError:
+        return None
+    import jax_ep.metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    jax_ep.metrics.register(group, registry)
+    return lambda: prometheus_client.generate_latest(registry)
+
+
+async def serve(options: argparse.Namespace, engine: Engine, group: jax_ep.Group) -> None:
+    """Takes requests until a signal comes or the engine fails."""
+    until, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, until.set)
+    end = asyncio.Event()
+
+    def ready(port: int) -> None:
+        print(f"ready: http://{options.host}:{port}/v1/completions", flush=True)
+
+    async def drain() -> None:
+        while not until.is_set() and engine.failure is None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(until.wait(), 0.2)
+        await asyncio.to_thread(engine.drain, options.drain_s)
+        end.set()
+
+    app = front_end.FrontEnd(engine, metrics_of(group)).app()
+    draining = asyncio.create_task(drain())
+    await front_end.run(app, options.host, options.port, end, ready)
+    await draining
+
+
+def main() -> int:
+    """Runs the server; the exit code is 1 if it failed."""
+    options = parse_options()
+    if not jax.distributed.is_initialized():
+        jax_ep.initialize()
+    is_first = jax.process_index() == 0
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    shape = Shape(mesh.size, options.slots, options.chunk)
+    trained = checkpoint.load_sizes(options.model)
+    if is_first:
+        print(f"loading {options.model}, compiling the step for {mesh.size} ranks", flush=True)
+    group, ranks = load(options, mesh, trained, shape)
+    with group:
+        if not is_first:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
+            follow(ranks, Member(options.control_host), trained.size.layers)
+            return 0
+        hub, balancer = Hub(options.control_host), balancer_of(options, group)
+        engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
+        try:
+            asyncio.run(serve(options, engine, group))
+        except OSError as error:
+            where = f"{options.host}:{options.port}"
+            print(f"cannot listen at {where}: {error}; pass another --port", file=sys.stderr)
+            return 1
+        finally:
+            engine.drain(0.0)  # if it could not listen, the others must end, too
+            hub.close()
+        print(engine.counters.sentence())
+        if engine.failure is not None:
+            print(f"failed: {engine.failure}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
