@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -77,6 +78,9 @@ struct Rank {
     uint64_t combine_started = 0, combine_done = 0;
     uint64_t ll_dispatch_started = 0, ll_dispatch_done = 0;
     uint64_t ll_combine_started = 0, ll_combine_done = 0;
+    // Rounds made, of the kinds that are split (Rounds).
+    uint64_t dispatch_rounds = 0, combine_rounds = 0;
+    uint64_t ll_dispatch_rounds = 0, ll_combine_rounds = 0;
   } epochs;
 
   // Who holds each slot set of a kind. A call takes a set that no open start holds, so whole calls
@@ -88,6 +92,9 @@ struct Rank {
     uint64_t epoch = 0;     // newest call that used the set
     uint64_t done_seq = 0;  // its number among the dones
     bool open = false;      // begun, not yet done
+    // What the start of a split kind was given: its done makes the whole call.
+    std::unique_ptr<std::byte[]> rows;
+    std::vector<float> weights, pair_scalars;
   };
   using SlotSets = std::array<SlotSet, kMaxDepth>;
   SlotSets dispatch_sets, combine_sets, ll_dispatch_sets, ll_combine_sets;

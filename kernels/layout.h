@@ -34,9 +34,10 @@ struct GroupShape {
   uint64_t max_tokens = 0;  // T of the largest HT call
   uint64_t ll_tokens = 0;   // T of the largest LL call; 0: no LL areas
   ElemType elem_type = ElemType::kF32;
-  bool f32_partials = true;  // Config.partials == "float32"
-  bool has_ht = true;        // false: no HT areas
-  uint32_t depth = 2;        // Config.max_in_flight: slot sets of every area (epoch modulo depth)
+  bool f32_partials = true;   // Config.partials == "float32"
+  bool has_ht = true;         // false: no HT areas
+  uint32_t depth = 2;         // Config.max_in_flight: slot sets of every area (epoch modulo depth)
+  uint64_t round_tokens = 0;  // for tests: no round has more tokens; 0: as many as fit
 
   constexpr uint32_t num_nodes() const { return num_ranks / node_size; }
   constexpr uint32_t experts_per_rank() const { return num_experts / num_ranks; }
@@ -96,6 +97,16 @@ struct PublishedBuffers {
   std::atomic<uint32_t> state;  // who reads them, and whether one may: cpu/published.h
 };
 
+// Memory is bounded in the number of ranks. A call whose rows would not fit is made in rounds, each
+// of the next tokens of every rank: so many that the blocks [peer] of an area hold together the
+// rows of this many whole calls.
+//   ht combine, [N] blocks: a rank has at most K partials of a token, so up to 8 ranks nothing is
+//   lost. ht between nodes, [M] blocks of rows for dispatch. ll, [N] blocks, in rows: 64 ranks of
+//   128 tokens.
+inline constexpr uint64_t kCombineBlocks = 8;
+inline constexpr uint64_t kDispatchBlocks = 4;
+inline constexpr uint64_t kLlRows = 8192;
+
 // Commands count in units of 16 bytes, so everything that may travel is a multiple of that.
 inline constexpr uint64_t kWireUnitBytes = 16;
 // Areas start on their own cache lines.
@@ -132,14 +143,39 @@ struct HeapArea {
   }
 };
 
+// How a kind of call is cut: round r has tokens [r * tokens, (r + 1) * tokens) of every rank.
+struct Rounds {
+  uint64_t tokens = 0;    // of one round
+  bool is_split = false;  // the largest call takes several rounds: then every call of the kind runs
+                          // whole, in set 0, and its rounds are numbered on for ever
+
+  // For blocks that have room for `num_rows` together. `limit`: GroupShape::round_tokens.
+  static constexpr Rounds Make(uint64_t max_tokens, uint64_t num_rows, uint64_t num_blocks,
+                               uint64_t limit) {
+    uint64_t tokens = num_rows / num_blocks;
+    if (limit != 0 && limit < tokens) tokens = limit;
+    if (tokens == 0) tokens = 1;
+    return tokens < max_tokens ? Rounds{tokens, true} : Rounds{max_tokens, false};
+  }
+  // Sets of an area that only the rounds of calls use.
+  constexpr uint64_t num_sets(uint64_t depth) const { return is_split ? 1 : depth; }
+};
+
 // Where everything is in a heap, in bytes from its start: plain data, the same on every rank.
-// "[peer]" is a rank where it says N, a node where it says M. Rows inside a block are packed with
-// the pitch of the call at hand (no room for a part that the call does not carry), never more than
-// the block has. Blocks named *_send are the local source of commands, *_recv and ll_disp, ll_comb
-// their targets.
+// "[peer]" is a rank where it says N, a node where it says M. T is that of a round, where it says
+// C. Rows inside a block are packed with the pitch of the call at hand (no room for a part that the
+// call does not carry), never more than the block has. Blocks named *_send are the local source of
+// commands, *_recv and ll_disp, ll_comb their targets.
+//
+// Who writes: each rank its own heap, but for *_recv and ll_* (the peer that the block names, by a
+// command or, of ll, by store inside the node). Who reads: node-mates read plan_send, stage,
+// reduce_stage and net_recv of each other; all else is its owner's.
 struct HeapLayout {
   uint64_t total_bytes = 0;
   uint32_t num_ranks = 0;
+  Rounds dispatch_rounds, combine_rounds;  // ht
+  Rounds ll_rounds;
+  uint32_t ll_slots = 0;           // min(N, K): partials of a token (LlSlot)
   uint64_t flags_offset = 0;       // u64 [kNumChannels][N]
   uint64_t farewells_offset = 0;   // Farewell [N]
   HeapArea dispatch_published;     // PublishedBuffers
@@ -147,20 +183,21 @@ struct HeapLayout {
   uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
   // HT
   HeapArea plan_send;      // plan_counts, then i32 codes by destination, segments at 16 bytes
-  HeapArea plan_recv;      // [N] plan_counts, then the codes for this rank
+  HeapArea plan_recv;      // [N] plan_counts, then the codes for this rank: any source may send it
+                           // all of its pairs, and 4 bytes for each are not worth an exchange
   HeapArea stage;          // rows [T]: row, weights [K]
-  HeapArea send_stage;     // [M] i32 map [T] (token -> packed row, -1), then packed rows
+  HeapArea send_stage;     // [M] i32 map [C] (token -> packed row, -1), then packed rows
   HeapArea net_recv;       // [M] the same, from the rank of equal local index in that node
-  HeapArea reduce_stage;   // [N] presence u8 [T], then rows [T]: rank partial, pair scalars [K]
-  HeapArea comb_send;      // [M] packed rows: node partial, pair scalars [node_size][K]
+  HeapArea reduce_stage;   // [N] presence u8 [C], then rows [C]: rank partial, pair scalars [K]
+  HeapArea comb_send;      // [M] packed rows [C]: node partial, pair scalars [node_size][K]
   HeapArea comb_recv;      // [M] the same
   uint64_t map_bytes = 0;  // of the map above
   uint64_t presence_bytes = 0;  // of the presence above
   // LL
-  HeapArea ll_disp;            // [N] meta, then rows [T]
-  HeapArea ll_disp_send;       // the same
-  HeapArea ll_comb;            // [N] rows [T]: rank partial, pair scalars [K]
-  HeapArea ll_comb_send;       // [N] the same
+  HeapArea ll_disp;            // [N] meta, then rows [C]
+  HeapArea ll_disp_send;       // meta, then rows [T]
+  HeapArea ll_comb;            // rows [T][ll_slots]: rank partial, pair scalars [K]
+  HeapArea ll_comb_send;       // [N] such rows [C]
   uint64_t ll_topk_bytes = 0;  // of i32 topk_idx [T * K]
   uint64_t ll_meta_bytes = 0;  // {i32 T, 3 * i32 unused}, topk_idx, then f32 weights [T * K]
 
@@ -214,37 +251,53 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
   layout.plan_counts_bytes =
       AlignUp((ints_per_unit + shape.num_experts) * int_bytes, kWireUnitBytes);
 
+  layout.ll_slots = shape.num_ranks < shape.top_k ? shape.num_ranks : shape.top_k;
+
   if (shape.has_ht) {
     const uint64_t tokens = shape.max_tokens;
+    layout.dispatch_rounds = Rounds::Make(tokens, kDispatchBlocks * tokens, num_nodes,
+                                          num_nodes > 1 ? shape.round_tokens : 0);
+    layout.combine_rounds =
+        Rounds::Make(tokens, kCombineBlocks * tokens, num_ranks, shape.round_tokens);
+    const uint64_t sent_tokens = layout.dispatch_rounds.tokens;
+    const uint64_t summed_tokens = layout.combine_rounds.tokens;
     const uint64_t code_bytes = tokens * shape.top_k * int_bytes;
-    layout.map_bytes = AlignUp(tokens * int_bytes, kWireUnitBytes);
-    layout.presence_bytes = AlignUp(tokens, kWireUnitBytes);
+    layout.map_bytes = AlignUp(sent_tokens * int_bytes, kWireUnitBytes);
+    layout.presence_bytes = AlignUp(summed_tokens, kWireUnitBytes);
     layout.plan_send =
         take_area(depth, 1, layout.plan_counts_bytes + code_bytes + num_ranks * kWireUnitBytes);
     layout.stage = take_area(depth, 1, tokens * (row_bytes + scalar_bytes));
-    layout.reduce_stage = take_area(
-        depth, num_ranks, layout.presence_bytes + tokens * (partial_bytes + scalar_bytes));
+    const uint64_t sum_sets = layout.combine_rounds.num_sets(depth);
+    layout.reduce_stage =
+        take_area(sum_sets, num_ranks,
+                  layout.presence_bytes + summed_tokens * (partial_bytes + scalar_bytes));
     if (num_nodes > 1) {
       layout.plan_recv =
           take_area(depth, num_ranks, layout.plan_counts_bytes + code_bytes + kWireUnitBytes);
-      const uint64_t rows_bytes = layout.map_bytes + tokens * (row_bytes + scalar_bytes);
-      layout.send_stage = take_area(depth, num_nodes, rows_bytes);
-      layout.net_recv = take_area(depth, num_nodes, rows_bytes);
+      const uint64_t rows_bytes = layout.map_bytes + sent_tokens * (row_bytes + scalar_bytes);
+      const uint64_t row_sets = layout.dispatch_rounds.num_sets(depth);
+      layout.send_stage = take_area(row_sets, num_nodes, rows_bytes);
+      layout.net_recv = take_area(row_sets, num_nodes, rows_bytes);
       const uint64_t node_scalar_bytes =
           ScalarBytes(static_cast<uint64_t>(shape.node_size) * shape.top_k);
-      layout.comb_send = take_area(depth, num_nodes, tokens * (partial_bytes + node_scalar_bytes));
-      layout.comb_recv = take_area(depth, num_nodes, tokens * (partial_bytes + node_scalar_bytes));
+      const uint64_t sums_bytes = summed_tokens * (partial_bytes + node_scalar_bytes);
+      layout.comb_send = take_area(sum_sets, num_nodes, sums_bytes);
+      layout.comb_recv = take_area(sum_sets, num_nodes, sums_bytes);
     }
   }
   if (shape.ll_tokens > 0) {
     const uint64_t tokens = shape.ll_tokens;
     layout.ll_topk_bytes = AlignUp(tokens * shape.top_k * int_bytes, kWireUnitBytes);
     layout.ll_meta_bytes = kWireUnitBytes + 2 * layout.ll_topk_bytes;
-    layout.ll_disp = take_area(depth, num_ranks, layout.ll_meta_bytes + tokens * row_bytes);
-    layout.ll_comb = take_area(depth, num_ranks, tokens * (partial_bytes + scalar_bytes));
+    layout.ll_rounds = Rounds::Make(tokens, kLlRows, num_ranks, shape.round_tokens);
+    const uint64_t sets = layout.ll_rounds.num_sets(depth);
+    const uint64_t round_tokens = layout.ll_rounds.tokens;
+    const uint64_t sum_bytes = partial_bytes + scalar_bytes;
+    layout.ll_disp = take_area(sets, num_ranks, layout.ll_meta_bytes + round_tokens * row_bytes);
+    layout.ll_comb = take_area(sets, 1, tokens * layout.ll_slots * sum_bytes);
     if (num_nodes > 1) {
-      layout.ll_disp_send = take_area(depth, 1, layout.ll_meta_bytes + tokens * row_bytes);
-      layout.ll_comb_send = take_area(depth, num_ranks, tokens * (partial_bytes + scalar_bytes));
+      layout.ll_disp_send = take_area(sets, 1, layout.ll_meta_bytes + tokens * row_bytes);
+      layout.ll_comb_send = take_area(sets, num_ranks, round_tokens * sum_bytes);
     }
   }
   layout.total_bytes = end;

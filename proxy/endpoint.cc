@@ -25,7 +25,7 @@ Status CheckOptions(const EndpointOptions& options) {
     return bad("got num_ranks=" + std::to_string(options.num_ranks) +
                ", expected more than this rank and at most " + std::to_string(kMaxRanks));
   }
-  constexpr uint32_t kMaxPeers = kMaxFlows / kNumChannels;
+  constexpr uint32_t kMaxPeers = 1u << kImmPeerBits;
   if (options.peers.size() > kMaxPeers) {
     return bad(std::to_string(options.peers.size()) + " peers; at most " +
                std::to_string(kMaxPeers) + " fit the flow field of an immediate");

@@ -68,20 +68,19 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
   RecvFlow& flow = recv_flows_[flow_index];
   const uint32_t peer = flow_index / kNumChannels;
   Arrival arrival = Arrival::kAccepted;
-  if (imm.kind == ImmKind::kCounted) {
+  if (imm.kind == ImmKind::kUnknown) {
+    Blame(peers_[peer].rank);
+    return BadArrival(peer, imm, "an unknown kind of message");
+  }
+  if (IsCounted(static_cast<Channel>(flow_index % kNumChannels))) {
     if (!flow.counted) {
       Blame(peers_[peer].rank);
-      return BadArrival(peer, imm, "a counted message on a sequenced channel");
+      return BadArrival(peer, imm, "an ll message in a group without ll");
     }
-    const uint32_t value = imm.payload & ~kImmCountBit;
-    arrival = (imm.payload & kImmCountBit) != 0 ? flow.counted->ArriveCount(imm.epoch, value)
-                                                : flow.counted->ArriveSlot(imm.epoch, value);
+    arrival = imm.kind == ImmKind::kCount ? flow.counted->ArriveCount(imm.epoch, imm.payload)
+                                          : flow.counted->ArriveSlot(imm.epoch, imm.payload);
     flow.duplicates.Set(flow.counted->num_duplicates());
   } else {
-    if (!flow.sequenced) {
-      Blame(peers_[peer].rank);
-      return BadArrival(peer, imm, "a sequenced message on a counted channel");
-    }
     arrival = flow.sequenced->Arrive(imm.payload, imm.kind == ImmKind::kSignal, imm.epoch);
     flow.reorders.Set(flow.sequenced->num_reorders());
     flow.max_reorder_depth.Set(flow.sequenced->max_reorder_depth());
@@ -113,7 +112,8 @@ Status Endpoint::OnMessage(uint32_t flow_index, const Imm& imm) {
 
 Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
   const uint32_t peer = flow_index / kNumChannels;
-  if (imm.epoch >= kNumImmControls) {
+  if (imm.epoch > static_cast<uint32_t>(ImmControl::kBye) &&
+      imm.epoch != static_cast<uint32_t>(ImmControl::kAck)) {
     Blame(peers_[peer].rank);
     return BadArrival(peer, imm, "an unknown control message");
   }

@@ -32,7 +32,7 @@ Status Endpoint::CheckCommand(const Command& command) const {
                            std::to_string(command.epoch) + ")");
   };
   if (static_cast<uint32_t>(command.op) >= kNumOps) return bad("unknown op");
-  if (static_cast<uint32_t>(command.channel) >= kNumChannels) return bad("unknown channel");
+  if (static_cast<uint32_t>(command.channel) >= kImmAckChannel) return bad("unknown channel");
   if (command.dst_rank >= num_ranks_ || peer_of_rank_[command.dst_rank] < 0) {
     return bad("the destination is not a rank of another node");
   }
@@ -182,8 +182,8 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
     Imm imm{.flow = flow.remote_flow,
             .epoch = static_cast<uint32_t>(command.epoch & BitMask(kImmEpochBits))};
     if (flow.is_counted) {
-      imm.kind = ImmKind::kCounted;
-      imm.payload = command.value | (is_signal ? kImmCountBit : 0);
+      imm.kind = is_signal ? ImmKind::kCount : ImmKind::kSlot;
+      imm.payload = command.value;
     } else {
       imm.kind = is_signal ? ImmKind::kSignal : ImmKind::kData;
       imm.payload = static_cast<uint32_t>(flow.window.next() & (kSequenceSpace - 1));

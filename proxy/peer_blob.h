@@ -11,7 +11,7 @@
 
 namespace jax_ep {
 
-inline constexpr uint64_t kProtocolVersion = 3;  // commands, immediates, this blob, flag meaning
+inline constexpr uint64_t kProtocolVersion = 4;  // commands, immediates, this blob, flag meaning
 
 struct PeerBlob {
   std::string group_name = {};

@@ -78,7 +78,25 @@ Result<GroupShape> ShapeOfCall(const SessionOptions& options, const char* operat
 }
 
 Status CheckReach(const SessionOptions& options, uint64_t buffer_bytes) {
-  if (options.shape.num_nodes() == 1 || buffer_bytes <= kMaxHeapBytes) return Status::Ok();
+  const GroupShape& shape = options.shape;
+  if (shape.num_nodes() == 1) return Status::Ok();
+  if (shape.num_ranks > kMaxRanks) {
+    return InvalidArgument("group " + options.name + ": got " + std::to_string(shape.num_ranks) +
+                           " ranks in several nodes, expected at most " +
+                           std::to_string(kMaxRanks) +
+                           ", the most that a message between nodes can name; use a mesh axis of " +
+                           "fewer devices, or several groups");
+  }
+  // A row of mode ll travels in one command: its arrival is one slot.
+  const ElemType partial = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
+  const uint64_t ll_bytes = RowBytes(shape.hidden, partial) + ScalarBytes(shape.top_k);
+  if (shape.ll_tokens > 0 && ll_bytes > kMaxCommandBytes) {
+    return InvalidArgument("group " + options.name + ": got rows of " + std::to_string(ll_bytes) +
+                           " bytes in combine, expected at most " +
+                           std::to_string(kMaxCommandBytes) +
+                           " in mode ll between nodes; lower hidden, or use Config.mode='ht'");
+  }
+  if (buffer_bytes <= kMaxHeapBytes) return Status::Ok();
   return InvalidArgument(
       "group " + options.name + ": got sizes that need " + Gibibytes(buffer_bytes) +
       " of exchange buffers per rank, expected at most " + Gibibytes(kMaxHeapBytes) +

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,8 +30,10 @@ class HtCombine {
         shape_(rank.shape),
         layout_(rank.layout),
         params_(params),
-        is_whole_(is_whole),
-        is_direct_(is_whole && IsNodeInProcess(rank)) {}
+        is_split_(layout_.combine_rounds.is_split),
+        keeps_inputs_(is_split_ && !is_whole),
+        is_whole_(is_whole || is_split_),
+        is_direct_(is_whole_ && IsNodeInProcess(rank)) {}
 
   Status Send(uint64_t* epoch);
   Status Receive(uint64_t epoch);
@@ -51,51 +54,62 @@ class HtCombine {
     return params_.row_weights.empty() ? nullptr : params_.row_weights.data();
   }
 
-  Status StagePartials();
-  Status SendNodePartials(uint32_t owner);
-  void WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum, std::byte* to) const;
+  Status SendRound(const Round& round);
+  Status ReceiveRound(const Round& round);
+  Status StagePartials(const Round& round);
+  Status SendNodePartials(const Round& round, uint32_t owner);
+  // `row`: the token's, from the first of the round.
+  void WriteNodePartial(uint32_t owner, uint64_t row, TokenSum& sum, std::byte* to) const;
   // Where each rank's contribution is; `readings` must live while those are read.
-  Status Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps,
-                std::vector<Reading>& readings) const;
-  Status Sum();
+  Status Locate(const Round& round, std::vector<Contribution>& contributions,
+                std::vector<int32_t>& maps, std::vector<Reading>& readings) const;
+  Status Sum(const Round& round);
+  void Keep(Rank::SlotSet& set) const;
+  void TakeKept(const Rank::SlotSet& set);
 
   Operation op_;
   Rank& rank_;
   const GroupShape& shape_;
   const HeapLayout& layout_;
-  const CombineParams& params_;
+  CombineParams params_;
+  const bool is_split_;      // the call is made in rounds, whole, by Receive
+  const bool keeps_inputs_;  // from a start to its done
   const bool is_whole_;
   const bool is_direct_;  // owners in this node read this rank's y, not its stage
   uint32_t set_ = 0;
+  std::optional<RowIndex> index_;
   PartialPitch pitch_;
   Publication publication_;
 };
 
-Status HtCombine::StagePartials() {
+Status HtCombine::StagePartials(const Round& round) {
   bool stages_any = false;
   for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
     stages_any |= IsStagedFor(source);
   }
   if (!stages_any) return Status::Ok();
   const TracePhase phase(rank_.trace, "stage partial sums");
-  JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
-                          RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
+  if (!index_.has_value()) {
+    JAX_EP_ASSIGN_OR_RETURN(index_, RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
+  }
+  const RowIndex& index = *index_;
+  const int64_t num_tokens = round.end - round.begin;
   const bool is_streamed =
-      shape_.num_ranks * static_cast<uint64_t>(params_.num_tokens) * pitch_.rank_pitch >=
-      kStreamFromBytes;
+      shape_.num_ranks * static_cast<uint64_t>(num_tokens) * pitch_.rank_pitch >= kStreamFromBytes;
   for (uint32_t step = 0; step < shape_.num_ranks; ++step) {
     const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
     if (!IsStagedFor(source)) continue;
     JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
     auto* presence = HeapAt<uint8_t>(op_.own_heap(), StageOf(source));
     std::byte* rows = op_.own_heap() + StageRowsOf(source);
-    rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
+    rank_.parallel_for(num_tokens, [&](int64_t begin, int64_t end) {
       TokenSum sum(shape_);
       std::vector<std::byte> partial(is_streamed ? pitch_.rank_pitch : 0);
-      for (int64_t token = begin; token < end; ++token) {
-        presence[token] = index.Rows(source, token).empty() ? 0 : 1;
-        if (presence[token] == 0) continue;
-        std::byte* row = rows + static_cast<uint64_t>(token) * pitch_.rank_pitch;
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t token = round.begin + i;
+        presence[i] = index.Rows(source, token).empty() ? 0 : 1;
+        if (presence[i] == 0) continue;
+        std::byte* row = rows + static_cast<uint64_t>(i) * pitch_.rank_pitch;
         WriteRankPartial(shape_, rank_.rank, params_, pitch_, index, source, token, sum,
                          is_streamed ? partial.data() : row);
         if (is_streamed) StreamCopy(row, partial.data(), partial.size());
@@ -107,14 +121,14 @@ Status HtCombine::StagePartials() {
 }
 
 // The sum over this node's ranks of a token of another node's rank, and all of their pair scalars.
-void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
+void HtCombine::WriteNodePartial(uint32_t owner, uint64_t row_index, TokenSum& sum,
                                  std::byte* to) const {
   std::array<Term, kMaxTopK> terms;
   uint32_t num_terms = 0;
   for (uint32_t local = 0; local < shape_.node_size; ++local) {
     const uint32_t mate = rank_.node_begin() + local;
-    if (HeapAt<uint8_t>(op_.heap(mate), StageOf(owner))[token] == 0) continue;
-    const std::byte* row = op_.heap(mate) + StageRowsOf(owner) + token * pitch_.rank_pitch;
+    if (HeapAt<uint8_t>(op_.heap(mate), StageOf(owner))[row_index] == 0) continue;
+    const std::byte* row = op_.heap(mate) + StageRowsOf(owner) + row_index * pitch_.rank_pitch;
     if (num_terms < kMaxTopK) {
       terms[num_terms++] = {.row = row, .rank = mate, .kind = Term::Kind::kRankPartial};
     }
@@ -126,13 +140,14 @@ void HtCombine::WriteNodePartial(uint32_t owner, uint64_t token, TokenSum& sum,
   if (params_.y != nullptr) sum.Evaluate({terms.data(), num_terms}, SumLevel::kNode, to);
 }
 
-Status HtCombine::SendNodePartials(uint32_t owner) {
+Status HtCombine::SendNodePartials(const Round& round, uint32_t owner) {
   const TracePhase phase(rank_.trace, "pack partial sums", owner);
   const uint32_t owner_node = owner / shape_.node_size;
-  PackedStream stream(op_, Channel::kCombine, owner, layout_.comb_send.At(set_, owner_node),
+  PackedStream stream(op_, Channel::kCombine, round.signal, owner,
+                      layout_.comb_send.At(set_, owner_node),
                       layout_.comb_recv.At(set_, rank_.node()));
   std::vector<uint64_t> tokens;  // that have a partial in this node; the owner knows the same
-  for (uint64_t token = 0; token < static_cast<uint64_t>(params_.num_tokens); ++token) {
+  for (uint64_t token = 0; token < static_cast<uint64_t>(round.end - round.begin); ++token) {
     bool is_present = false;
     for (uint32_t local = 0; local < shape_.node_size; ++local) {
       std::byte* heap = op_.heap(rank_.node_begin() + local);
@@ -164,38 +179,67 @@ Status HtCombine::Send(uint64_t* epoch) {
     return op_.Invalid(wrong);
   }
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kCombineKind));
-  set_ = slot.set;
   *epoch = op_.epoch();
-  pitch_ = PartialPitch::Make(shape_, params_.y != nullptr, !params_.pair_scalars.empty());
-  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, slot.reusable_at));
-  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombineDone, slot.reusable_at));
+  if (is_split_) {
+    if (keeps_inputs_) Keep(rank_.combine_sets[slot.set]);
+    return Status::Ok();
+  }
+  return SendRound(
+      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+}
 
-  if (is_direct_) {
+// A copy of the rows that hold something: the caller's buffers may go.
+void HtCombine::Keep(Rank::SlotSet& set) const {
+  KeepRows(
+      params_.y, shape_.hidden * ElemBytes(shape_.elem_type), params_.recv_src.size(),
+      [&](uint64_t row) { return params_.recv_src[row] >= 0; }, set.rows);
+  set.weights.assign(params_.row_weights.begin(), params_.row_weights.end());
+  set.pair_scalars.assign(params_.pair_scalars.begin(), params_.pair_scalars.end());
+}
+
+void HtCombine::TakeKept(const Rank::SlotSet& set) {
+  params_.y = set.rows.get();
+  params_.row_weights = set.weights;
+  params_.pair_scalars = set.pair_scalars;
+}
+
+Status HtCombine::SendRound(const Round& round) {
+  set_ = round.set;
+  pitch_ = PartialPitch::Make(shape_, params_.y != nullptr, !params_.pair_scalars.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, round.free_at));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombineDone, round.free_at));
+
+  if (is_direct_ && round.is_first) {
     publication_.Open(PublishedBy(rank_.rank), params_.y, RowWeights(),
                       params_.pair_scalars.data());
   }
-  if (is_direct_ && shape_.num_nodes() == 1) return op_.SignalMates(Channel::kReduce, *epoch);
-  JAX_EP_RETURN_IF_ERROR(StagePartials());
-  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduce, *epoch));
+  if (is_direct_ && shape_.num_nodes() == 1) {
+    return op_.SignalMates(Channel::kReduce, round.signal);
+  }
+  JAX_EP_RETURN_IF_ERROR(StagePartials(round));
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduce, round.signal));
   if (shape_.num_nodes() == 1) return Status::Ok();
-  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, *epoch));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, round.signal));
   for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
     const uint32_t node = (rank_.node() + step) % shape_.num_nodes();
-    JAX_EP_RETURN_IF_ERROR(SendNodePartials(node * shape_.node_size + rank_.local_rank()));
+    JAX_EP_RETURN_IF_ERROR(SendNodePartials(round, node * shape_.node_size + rank_.local_rank()));
   }
   return Status::Ok();
 }
 
-// `maps` [M * T] gets, for each other node, the packed row of each token that it has a part of.
-Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<int32_t>& maps,
-                         std::vector<Reading>& readings) const {
-  const auto tokens = static_cast<uint64_t>(params_.num_tokens);
+// `maps` [M * tokens] gets, for each other node, the packed row of each token of the round that it
+// has a part of.
+Status HtCombine::Locate(const Round& round, std::vector<Contribution>& contributions,
+                         std::vector<int32_t>& maps, std::vector<Reading>& readings) const {
+  const auto tokens = static_cast<uint64_t>(round.end - round.begin);
+  const auto first_token = static_cast<uint64_t>(round.begin);
   const auto rows_per_rank = static_cast<uint64_t>(params_.recv_rows);
   if (shape_.num_nodes() > 1) {
     maps.assign(shape_.num_nodes() * tokens, -1);
     std::vector<int32_t> num_rows(shape_.num_nodes(), 0);
-    for (uint64_t cell = 0; cell < params_.send_slot.size(); ++cell) {
-      const int32_t slot = params_.send_slot[cell];
+    const auto slots = params_.send_slot.subspan(first_token * shape_.top_k, tokens * shape_.top_k);
+    for (uint64_t cell = 0; cell < slots.size(); ++cell) {
+      const int32_t slot = slots[cell];
       if (slot < 0) continue;
       const uint64_t node = static_cast<uint64_t>(slot) / rows_per_rank / shape_.node_size;
       int32_t& packed = maps[node * tokens + cell / shape_.top_k];
@@ -204,6 +248,7 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<i
   }
   for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
     Contribution& from = contributions[peer];
+    from.first_token = first_token;
     if (!op_.is_mate(peer)) {
       const uint32_t node = peer / shape_.node_size;
       from.kind = Term::Kind::kNodePartial;
@@ -228,48 +273,67 @@ Status HtCombine::Locate(std::vector<Contribution>& contributions, std::vector<i
       from = {.kind = Term::Kind::kRankPartial,
               .rows = op_.heap(peer) + StageRowsOf(rank_.rank),
               .pitch = pitch_.rank_pitch,
+              .first_token = first_token,
               .scalars_offset = pitch_.scalars_offset};
     }
   }
   return Status::Ok();
 }
 
-Status HtCombine::Sum() {
+Status HtCombine::Sum(const Round& round) {
   const TracePhase phase(rank_.trace, "sum rows");
   std::vector<Contribution> contributions(shape_.num_ranks);
   std::vector<int32_t> maps;
   std::vector<Reading> readings;
-  JAX_EP_RETURN_IF_ERROR(Locate(contributions, maps, readings));
-  SumTokens(rank_, params_, static_cast<uint64_t>(params_.recv_rows), contributions);
+  JAX_EP_RETURN_IF_ERROR(Locate(round, contributions, maps, readings));
+  SumTokens(rank_, params_, round.begin, round.end, static_cast<uint64_t>(params_.recv_rows),
+            contributions);
   return Status::Ok();
 }
 
 Status HtCombine::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kCombineKind, epoch));
-  set_ = slot.set;
   if (const std::string wrong = CheckCombineReceive(shape_, params_); !wrong.empty()) {
     return op_.Invalid(wrong);
   }
   JAX_EP_RETURN_IF_ERROR(
       CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
-  pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.pair_scalars_out.empty());
-  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, epoch));
-  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombine, epoch));
-
   if (rank_.uses_huge_pages) {
     PreferHugePages(params_.out, static_cast<uint64_t>(params_.num_tokens) * shape_.hidden *
                                      ElemBytes(shape_.elem_type));
   }
-  JAX_EP_RETURN_IF_ERROR(Sum());
-
-  const uint64_t done_seq = NextDoneSeq(op_, kCombineKind);
-  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduceDone, done_seq));
-  JAX_EP_RETURN_IF_ERROR(op_.SignalRails(Channel::kCombineDone, done_seq));
-  // Direct: XLA may reuse y when this call returns.
-  if (is_direct_) JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduceDone, done_seq));
-  EndCall(op_, kCombineKind, set_);
+  if (is_split_) {
+    if (keeps_inputs_) TakeKept(rank_.combine_sets[slot.set]);
+    // Nothing limits a round of which no rank writes anything.
+    const bool is_in_place = is_direct_ && shape_.num_nodes() == 1;
+    const uint64_t tokens = is_in_place ? shape_.max_tokens : layout_.combine_rounds.tokens;
+    JAX_EP_RETURN_IF_ERROR(
+        MakeRounds(op_, kCombineKind, tokens, params_.num_tokens, [&](const Round& round) {
+          JAX_EP_RETURN_IF_ERROR(SendRound(round));
+          return ReceiveRound(round);
+        }));
+  } else {
+    JAX_EP_RETURN_IF_ERROR(ReceiveRound({.set = slot.set,
+                                         .end = params_.num_tokens,
+                                         .signal = epoch,
+                                         .done = NextDoneSeq(op_, kCombineKind)}));
+  }
+  EndCall(op_, kCombineKind, slot.set);
   CountCombine(rank_);
+  return Status::Ok();
+}
+
+Status HtCombine::ReceiveRound(const Round& round) {
+  set_ = round.set;
+  pitch_ = PartialPitch::Make(shape_, params_.out != nullptr, !params_.pair_scalars_out.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, round.signal));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kCombine, round.signal));
+  JAX_EP_RETURN_IF_ERROR(Sum(round));
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kReduceDone, round.done));
+  JAX_EP_RETURN_IF_ERROR(op_.SignalRails(Channel::kCombineDone, round.done));
+  // Direct: XLA may reuse y when this call returns.
+  if (is_direct_ && round.is_last) return op_.WaitMates(Channel::kReduceDone, round.done);
   return Status::Ok();
 }
 

@@ -28,8 +28,10 @@ class HtDispatch {
         shape_(rank.shape),
         layout_(rank.layout),
         params_(params),
-        is_whole_(is_whole),
-        is_direct_(is_whole && IsNodeInProcess(rank)) {}
+        is_split_(layout_.dispatch_rounds.is_split),
+        keeps_inputs_(is_split_ && !is_whole),
+        is_whole_(is_whole || is_split_),
+        is_direct_(is_whole_ && IsNodeInProcess(rank)) {}
 
   Status Send(uint64_t* epoch);
   Status Receive(uint64_t epoch);
@@ -41,12 +43,16 @@ class HtDispatch {
     const std::byte* weights = nullptr;
     uint64_t row_pitch = 0;
     uint64_t weights_pitch = 0;
-    const int32_t* map = nullptr;  // token -> packed row; null: the token itself
+    const int32_t* map = nullptr;  // token of the round -> packed row; null: the token itself
   };
 
   uint64_t elem_row_bytes() const { return shape_.hidden * ElemBytes(shape_.elem_type); }
+  Status SendRound(const Round& round);
+  Status ReceiveRound(const Round& round, const RowUnpacker& unpacker);
   Status StageRows();
-  Status SendToNode(uint32_t node);
+  Status SendToNode(const Round& round, uint32_t node);
+  void Keep(Rank::SlotSet& set) const;
+  void TakeKept(const Rank::SlotSet& set);
   // Copies row and weights of a token of this rank.
   void Pack(std::byte* to, int64_t token) const;
   // Heap and source of the flag that says that the rows of `source` can be read.
@@ -60,14 +66,17 @@ class HtDispatch {
   bool IsPublished(uint32_t source) const {
     return is_direct_ && source != rank_.rank && op_.is_mate(source);
   }
-  Source Locate(uint32_t source) const;
-  Status Pull(const RowUnpacker& unpacker, uint32_t source);
+  Source Locate(uint32_t source, int64_t num_tokens) const;
+  // Tokens [first, last) of `source`.
+  Status Pull(const RowUnpacker& unpacker, uint32_t source, int64_t first, int64_t last);
 
   Operation op_;
   Rank& rank_;
   const GroupShape& shape_;
   const HeapLayout& layout_;
-  const DispatchParams& params_;
+  DispatchParams params_;
+  const bool is_split_;      // the call is made in rounds, whole, by Receive
+  const bool keeps_inputs_;  // from a start to its done
   const bool is_whole_;
   const bool is_direct_;  // node-mates read this rank's buffers, not its stage
   uint32_t set_ = 0;
@@ -106,28 +115,30 @@ Status HtDispatch::StageRows() {
   return op_.CheckLatch();
 }
 
-Status HtDispatch::SendToNode(uint32_t node) {
+Status HtDispatch::SendToNode(const Round& round, uint32_t node) {
   const TracePhase phase(rank_.trace, "pack rows for node",
                          node * shape_.node_size + rank_.local_rank());
   const uint64_t rows_per_node = static_cast<uint64_t>(params_.recv_rows) * shape_.node_size;
   const uint32_t rail = node * shape_.node_size + rank_.local_rank();
   const uint64_t local_offset = layout_.send_stage.At(set_, node);
   int32_t* map = HeapAt<int32_t>(op_.own_heap(), local_offset);
-  const auto tokens = static_cast<uint64_t>(params_.num_tokens);
+  const auto first = static_cast<uint64_t>(round.begin);
+  const auto tokens = static_cast<uint64_t>(round.end - round.begin);
   int32_t num_rows = 0;
   for (uint64_t token = 0; token < tokens; ++token) {
     bool is_needed = false;
-    for (const int32_t slot : params_.send_slot.subspan(token * shape_.top_k, shape_.top_k)) {
+    for (const int32_t slot :
+         params_.send_slot.subspan((first + token) * shape_.top_k, shape_.top_k)) {
       is_needed |= slot >= 0 && static_cast<uint64_t>(slot) / rows_per_node == node;
     }
     map[token] = is_needed ? num_rows++ : -1;
   }
-  PackedStream stream(op_, Channel::kDispatch, rail, local_offset,
+  PackedStream stream(op_, Channel::kDispatch, round.signal, rail, local_offset,
                       layout_.net_recv.At(set_, rank_.node()));
   JAX_EP_RETURN_IF_ERROR(stream.Advance(AlignUp(tokens * sizeof(int32_t), kWireUnitBytes)));
   for (uint64_t token = 0; token < tokens; ++token) {
     if (map[token] < 0 || pitch_.pitch == 0) continue;
-    Pack(stream.end(), static_cast<int64_t>(token));
+    Pack(stream.end(), static_cast<int64_t>(first + token));
     JAX_EP_RETURN_IF_ERROR(stream.Advance(pitch_.pitch));
   }
   CountSent(rank_, static_cast<uint64_t>(num_rows), stream.num_bytes());
@@ -142,26 +153,49 @@ Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(
       CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kDispatchKind));
-  set_ = slot.set;
   *epoch = op_.epoch();
-  pitch_ = DispatchPitch::Make(shape_, params_.x != nullptr, !params_.weights.empty());
-  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, slot.reusable_at));
-  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kDispatchDone, slot.reusable_at));
-
-  if (is_direct_) {
-    publication_.Open(PublishedBy(rank_.rank), params_.x, params_.weights.data(),
-                      /*pair_scalars=*/nullptr);
-  } else {
-    JAX_EP_RETURN_IF_ERROR(StageRows());
+  if (is_split_) {
+    if (keeps_inputs_) Keep(rank_.dispatch_sets[slot.set]);
+    return Status::Ok();
   }
-  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatch, op_.epoch()));
+  return SendRound(
+      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+}
+
+void HtDispatch::Keep(Rank::SlotSet& set) const {
+  KeepRows(
+      params_.x, elem_row_bytes(), static_cast<uint64_t>(params_.num_tokens),
+      [](uint64_t) { return true; }, set.rows);
+  set.weights.assign(params_.weights.begin(), params_.weights.end());
+}
+
+void HtDispatch::TakeKept(const Rank::SlotSet& set) {
+  params_.x = set.rows.get();
+  params_.weights = set.weights;
+}
+
+Status HtDispatch::SendRound(const Round& round) {
+  set_ = round.set;
+  pitch_ = DispatchPitch::Make(shape_, params_.x != nullptr, !params_.weights.empty());
+  JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, round.free_at));
+  JAX_EP_RETURN_IF_ERROR(op_.WaitRails(Channel::kDispatchDone, round.free_at));
+
+  if (round.is_first) {  // node-mates take the whole call
+    if (is_direct_) {
+      publication_.Open(PublishedBy(rank_.rank), params_.x, params_.weights.data(),
+                        /*pair_scalars=*/nullptr);
+    } else {
+      JAX_EP_RETURN_IF_ERROR(StageRows());
+    }
+  }
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatch, round.signal));
   for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
-    JAX_EP_RETURN_IF_ERROR(SendToNode((rank_.node() + step) % shape_.num_nodes()));
+    JAX_EP_RETURN_IF_ERROR(SendToNode(round, (rank_.node() + step) % shape_.num_nodes()));
   }
   return Status::Ok();
 }
 
-HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
+HtDispatch::Source HtDispatch::Locate(uint32_t source, int64_t num_tokens) const {
   Source from{.row_pitch = elem_row_bytes(), .weights_pitch = shape_.top_k * sizeof(float)};
   if (source == rank_.rank && is_whole_) {
     from.rows = params_.x;
@@ -181,15 +215,14 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source) const {
     const uint64_t block = layout_.net_recv.At(set_, source / shape_.node_size);
     std::byte* rail_heap = op_.heap(FlagHeap(source));
     from.map = HeapAt<int32_t>(rail_heap, block);
-    from.rows =
-        rail_heap + block +
-        AlignUp(static_cast<uint64_t>(params_.num_tokens) * sizeof(int32_t), kWireUnitBytes);
+    from.rows = rail_heap + block +
+                AlignUp(static_cast<uint64_t>(num_tokens) * sizeof(int32_t), kWireUnitBytes);
   }
   from.weights = from.rows + pitch_.weights_offset;
   return from;
 }
 
-Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
+Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source, int64_t first, int64_t last) {
   const TracePhase phase(rank_.trace, "pull rows", source);
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   std::optional<Reading> reading;  // until this returns
@@ -197,22 +230,24 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
     reading.emplace(PublishedBy(source));
     if (!reading->is_open()) return op_.OwnerLeft(source);
   }
-  const Source from = Locate(source);
+  const Source from = Locate(source, last - first);
   const bool has_rows = params_.recv_x != nullptr;
   const bool has_weights = !params_.recv_weights.empty();
   std::atomic<int64_t> missing{-1};
   std::atomic<uint64_t> num_pulled{0};
-  rank_.parallel_for(params_.num_tokens, [&](int64_t begin, int64_t end) {
+  rank_.parallel_for(last - first, [&](int64_t begin, int64_t end) {
+    begin += first;
+    end += first;
     uint64_t num_tokens = 0;
     const auto packed_row = [&](int64_t token) {
-      return from.map == nullptr ? token : from.map[token];
+      return from.map == nullptr ? token : from.map[token - first];
     };
     int64_t next = unpacker.NextToken(source, begin, end);
     while (next < end) {
       const int64_t token = next;
       next = unpacker.NextToken(source, token + 1, end);
       const int64_t row = packed_row(token);
-      if (row < 0 || row >= params_.num_tokens) {
+      if (row < 0 || row >= last) {
         missing.store(token, std::memory_order_relaxed);
         continue;
       }
@@ -244,50 +279,72 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source) {
 Status HtDispatch::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kDispatchKind, epoch));
-  set_ = slot.set;
   if (const std::string wrong = CheckDispatchReceive(shape_, params_); !wrong.empty()) {
     return op_.Invalid(wrong);
   }
-  pitch_ = DispatchPitch::Make(shape_, params_.recv_x != nullptr, !params_.recv_weights.empty());
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
   const RowUnpacker unpacker(shape_, params_, index);
   if (rank_.uses_huge_pages) {
     PreferHugePages(params_.recv_x, static_cast<uint64_t>(params_.recv_rows) * elem_row_bytes());
   }
+  if (is_split_) {
+    if (keeps_inputs_) TakeKept(rank_.dispatch_sets[slot.set]);
+    JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kDispatchKind, layout_.dispatch_rounds.tokens,
+                                      params_.num_tokens, [&](const Round& round) {
+                                        JAX_EP_RETURN_IF_ERROR(SendRound(round));
+                                        return ReceiveRound(round, unpacker);
+                                      }));
+  } else {
+    const Round round{.set = slot.set,
+                      .end = params_.num_tokens,
+                      .signal = epoch,
+                      .done = NextDoneSeq(op_, kDispatchKind)};
+    JAX_EP_RETURN_IF_ERROR(ReceiveRound(round, unpacker));
+  }
+  EndCall(op_, kDispatchKind, slot.set);
+  CountDispatch(rank_, index.num_rows());
+  return Status::Ok();
+}
+
+Status HtDispatch::ReceiveRound(const Round& round, const RowUnpacker& unpacker) {
+  set_ = round.set;
+  pitch_ = DispatchPitch::Make(shape_, params_.recv_x != nullptr, !params_.recv_weights.empty());
   // What needs no peer comes first, then whoever is ready; positions do not depend on the order.
-  JAX_EP_RETURN_IF_ERROR(Pull(unpacker, rank_.rank));
-  unpacker.ZeroPadding(rank_.parallel_for);
+  if (round.is_first) {
+    JAX_EP_RETURN_IF_ERROR(Pull(unpacker, rank_.rank, 0, params_.num_tokens));
+    unpacker.ZeroPadding(rank_.parallel_for);
+  }
   std::vector<uint32_t> pending;
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
-    pending.push_back((rank_.rank + step) % shape_.num_ranks);
+    const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
+    if (round.is_first || !op_.is_mate(source)) pending.push_back(source);
   }
   while (!pending.empty()) {
     auto next = pending.begin();
     for (auto source = pending.begin(); source != pending.end(); ++source) {
-      if (op_.ReadFlag(FlagHeap(*source), Channel::kDispatch, *source) >= epoch) {
+      if (op_.ReadFlag(FlagHeap(*source), Channel::kDispatch, *source) >= round.signal) {
         next = source;
         break;
       }
     }
     const uint32_t source = *next;
     pending.erase(next);
-    JAX_EP_RETURN_IF_ERROR(op_.WaitFlag(FlagHeap(source), Channel::kDispatch, source, epoch));
-    JAX_EP_RETURN_IF_ERROR(Pull(unpacker, source));
+    JAX_EP_RETURN_IF_ERROR(
+        op_.WaitFlag(FlagHeap(source), Channel::kDispatch, source, round.signal));
+    const bool is_mate = op_.is_mate(source);
+    JAX_EP_RETURN_IF_ERROR(Pull(unpacker, source, is_mate ? 0 : round.begin,
+                                is_mate ? params_.num_tokens : round.end));
   }
 
-  const uint64_t done_seq = NextDoneSeq(op_, kDispatchKind);
-  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatchDone, done_seq));
+  JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatchDone, round.done));
   const bool is_multi_node = shape_.num_nodes() > 1;
   // Direct: XLA may reuse x when this call returns. Several nodes: mates read this rank's net_recv,
   // so its senders may go on only when all of the node is through.
   if (is_direct_ || is_multi_node) {
-    JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, done_seq));
+    JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kDispatchDone, round.done));
   }
-  JAX_EP_RETURN_IF_ERROR(op_.SignalRails(Channel::kDispatchDone, done_seq));
-  EndCall(op_, kDispatchKind, set_);
-  CountDispatch(rank_, index.num_rows());
-  return Status::Ok();
+  return op_.SignalRails(Channel::kDispatchDone, round.done);
 }
 
 }  // namespace

@@ -4,14 +4,14 @@
 
 namespace jax_ep {
 
-PackedStream::PackedStream(Operation& op, Channel channel, uint32_t dst_rank, uint64_t local_offset,
-                           uint64_t remote_offset)
+PackedStream::PackedStream(Operation& op, Channel channel, uint64_t signal, uint32_t dst_rank,
+                           uint64_t local_offset, uint64_t remote_offset)
     : op_(op) {
   command_.dst_rank = dst_rank;
   command_.local_offset = local_offset;
   command_.remote_offset = remote_offset;
   command_.channel = channel;
-  command_.epoch = op.epoch();
+  command_.epoch = signal;
 }
 
 Status PackedStream::PushPending(uint64_t num_bytes, Op op) {
@@ -40,7 +40,7 @@ Status PackedStream::Finish() {
   if (pending_bytes_ > 0) {
     JAX_EP_RETURN_IF_ERROR(PushPending(pending_bytes_, Op::kWriteSignal));
   } else {
-    JAX_EP_RETURN_IF_ERROR(op_.Signal(command_.dst_rank, command_.channel, op_.epoch()));
+    JAX_EP_RETURN_IF_ERROR(op_.Signal(command_.dst_rank, command_.channel, command_.epoch));
   }
   op_.KickProxy();
   return Status::Ok();

@@ -16,8 +16,9 @@ inline constexpr uint64_t kWriteChunkBytes = 256 * 1024;
 class PackedStream {
  public:
   // The block is at `local_offset` of this rank's heap and goes to `remote_offset` of `dst_rank`'s.
-  PackedStream(Operation& op, Channel channel, uint32_t dst_rank, uint64_t local_offset,
-               uint64_t remote_offset);
+  // `signal`: what the flag there gets.
+  PackedStream(Operation& op, Channel channel, uint64_t signal, uint32_t dst_rank,
+               uint64_t local_offset, uint64_t remote_offset);
 
   // Where the next bytes are to be written.
   std::byte* end() const { return op_.own_heap() + command_.local_offset + pending_bytes_; }

@@ -1,10 +1,11 @@
-// LL dispatch: every rank writes its rows straight into the slot [source][token] of each
-// destination's heap, once per destination rank: by store inside the node, by one WRITE per row
-// outside it. With routing aboard, each rank gets all expert ids and makes the plan from them.
+// LL dispatch: every rank writes its rows straight into the slot [source][token of the round] of
+// each destination's heap, once per destination rank: by store inside the node, by one WRITE per
+// row outside it. With routing aboard, each rank gets all expert ids and makes the plan from them.
 #include "kernels/cpu/ll_dispatch.h"
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -30,13 +31,15 @@ static_assert(sizeof(RoutedHeader) == kWireUnitBytes);
 class LlDispatch {
  public:
   LlDispatch(Rank& rank, std::string_view name, const PlanParams* plan,
-             const DispatchParams& params)
+             const DispatchParams& params, bool is_whole)
       : op_(rank, name),
         rank_(rank),
         shape_(rank.shape),
         layout_(rank.layout),
         plan_(plan),
         params_(params),
+        is_split_(layout_.ll_rounds.is_split),
+        keeps_inputs_(is_split_ && !is_whole),
         num_tokens_(static_cast<uint64_t>(params.num_tokens)),
         row_pitch_(RowBytes(shape_.hidden, shape_.elem_type)),
         cells_bytes_(AlignUp(num_tokens_ * shape_.top_k * sizeof(int32_t), kWireUnitBytes)) {}
@@ -45,11 +48,10 @@ class LlDispatch {
   Status Receive(uint64_t epoch);
 
  private:
-  // A block of ll_disp or ll_disp_send: meta (header and expert ids if routed, then weights), then
-  // rows.
-  std::byte* RowAt(std::byte* block, uint64_t token) const {
-    return block + layout_.ll_meta_bytes + token * row_pitch_;
-  }
+  // A block of ll_disp or ll_disp_send: meta (header and expert ids if routed, then weights), which
+  // comes in the first round, then rows: of ll_disp by the token of the round, of ll_disp_send by
+  // the token.
+  uint64_t RowOffset(uint64_t row) const { return layout_.ll_meta_bytes + row * row_pitch_; }
   const int32_t* IdsOf(uint32_t source) const {
     return HeapAt<int32_t>(op_.own_heap(), layout_.ll_disp.At(set_, source) + sizeof(RoutedHeader));
   }
@@ -57,13 +59,19 @@ class LlDispatch {
     return plan_ != nullptr ? sizeof(RoutedHeader) + cells_bytes_ : 0;
   }
 
+  std::string CheckRoutedSend() const;
+  Status CheckPlannedSend();
+  Status SendRound(const Round& round);
+  Status ReceiveRound(const Round& round, const DispatchParams& params);
+  void Keep(Rank::SlotSet& set) const;
+  void TakeKept(const Rank::SlotSet& set);
   // The destination ranks of each token, without repeats.
   void FindTargets();
   template <typename Visit>
-  void ForTokensOf(uint32_t target, Visit&& visit) const;
+  void ForTokensOf(const Round& round, uint32_t target, Visit&& visit) const;
   void WriteMeta(std::byte* block) const;
-  void WriteRow(std::byte* block, uint64_t token) const;
-  Status SendToRemotes(uint64_t meta_bytes);
+  void WriteRow(std::byte* row, uint64_t token) const;
+  Status SendToRemotes(const Round& round);
   Status CheckHeaders();
   void MakePlan();
 
@@ -72,12 +80,15 @@ class LlDispatch {
   const GroupShape& shape_;
   const HeapLayout& layout_;
   const PlanParams* plan_;
-  const DispatchParams& params_;
+  DispatchParams params_;
+  const bool is_split_;      // the call is made in rounds, whole, by Receive
+  const bool keeps_inputs_;  // from a start to its done
   const uint64_t num_tokens_;
   const uint64_t row_pitch_;
   const uint64_t cells_bytes_;  // of [T, K] ids or weights
   uint32_t set_ = 0;
   std::vector<int32_t> targets_;  // [T * K] ranks, -1 for none or a repeat
+  std::optional<RowIndex> index_;
 };
 
 void LlDispatch::FindTargets() {
@@ -102,10 +113,11 @@ void LlDispatch::FindTargets() {
 }
 
 template <typename Visit>
-void LlDispatch::ForTokensOf(uint32_t target, Visit&& visit) const {
+void LlDispatch::ForTokensOf(const Round& round, uint32_t target, Visit&& visit) const {
   if (params_.x == nullptr) return;
   const auto wanted = static_cast<int32_t>(target);
-  for (uint64_t cell = 0; cell < targets_.size(); ++cell) {
+  const uint64_t end = static_cast<uint64_t>(round.end) * shape_.top_k;
+  for (uint64_t cell = static_cast<uint64_t>(round.begin) * shape_.top_k; cell < end; ++cell) {
     if (targets_[cell] == wanted) visit(cell / shape_.top_k);
   }
 }
@@ -120,19 +132,21 @@ void LlDispatch::WriteMeta(std::byte* block) const {
   std::copy(params_.weights.begin(), params_.weights.end(), HeapAt<float>(block, weights_offset()));
 }
 
-void LlDispatch::WriteRow(std::byte* block, uint64_t token) const {
+void LlDispatch::WriteRow(std::byte* row, uint64_t token) const {
   const uint64_t row_bytes = shape_.hidden * ElemBytes(shape_.elem_type);
-  std::memcpy(RowAt(block, token), params_.x + token * row_bytes, row_bytes);
+  std::memcpy(row, params_.x + token * row_bytes, row_bytes);
 }
 
 // One copy of every row that leaves the node, then one command per (row, rank). The slot of a row
 // is its token, that of the meta block T; the count message ends the epoch for the receiver.
-Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
+Status LlDispatch::SendToRemotes(const Round& round) {
   const TracePhase phase(rank_.trace, "send rows to other nodes");
+  const uint64_t weights_bytes = params_.weights.empty() ? 0 : cells_bytes_;
+  const uint64_t meta_bytes = round.is_first ? weights_offset() + weights_bytes : 0;
   const uint64_t local_block = layout_.ll_disp_send.At(set_);
   const uint64_t remote_block = layout_.ll_disp.At(set_, rank_.rank);
   std::byte* stage = op_.own_heap() + local_block;
-  WriteMeta(stage);
+  if (round.is_first) WriteMeta(stage);
   std::vector<bool> is_staged(num_tokens_, false);
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
     const uint32_t peer = (rank_.rank + step) % shape_.num_ranks;
@@ -141,7 +155,7 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
     command.op = Op::kWrite;
     command.dst_rank = peer;
     command.channel = Channel::kLlDispatch;
-    command.epoch = op_.epoch();
+    command.epoch = round.signal;
     uint32_t num_slots = 0;
     Status status;
     if (meta_bytes > 0) {
@@ -153,13 +167,12 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
       ++num_slots;
     }
     command.length_bytes = row_pitch_;
-    ForTokensOf(peer, [&](uint64_t token) {
+    ForTokensOf(round, peer, [&](uint64_t token) {
       if (!status.ok()) return;
-      if (!is_staged[token]) WriteRow(stage, token);
+      if (!is_staged[token]) WriteRow(stage + RowOffset(token), token);
       is_staged[token] = true;
-      const uint64_t row_offset = layout_.ll_meta_bytes + token * row_pitch_;
-      command.local_offset = local_block + row_offset;
-      command.remote_offset = remote_block + row_offset;
+      command.local_offset = local_block + RowOffset(token);
+      command.remote_offset = remote_block + RowOffset(token - static_cast<uint64_t>(round.begin));
       command.value = static_cast<uint32_t>(token);
       status = op_.Push(command);
       ++num_slots;
@@ -176,39 +189,70 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
   return Status::Ok();
 }
 
+std::string LlDispatch::CheckRoutedSend() const {
+  if (std::string wrong = CheckTokens(shape_, Mode::kLl, params_.num_tokens); !wrong.empty()) {
+    return wrong;
+  }
+  const uint64_t cells = num_tokens_ * shape_.top_k;
+  if (params_.num_tokens != plan_->num_tokens || plan_->topk_idx.size() != cells ||
+      (!params_.weights.empty() && params_.weights.size() != cells)) {
+    return "topk_idx or weights do not have T * K = " + std::to_string(cells) + " elements";
+  }
+  return "";
+}
+
+Status LlDispatch::CheckPlannedSend() {
+  if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
+    return op_.Invalid(wrong);
+  }
+  return CheckSlots(op_, params_.send_slot, shape_.num_ranks * num_tokens_);
+}
+
 Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
-  if (plan_ != nullptr) {
-    std::string wrong = CheckTokens(shape_, Mode::kLl, params_.num_tokens);
-    const uint64_t cells = num_tokens_ * shape_.top_k;
-    if (params_.num_tokens != plan_->num_tokens || plan_->topk_idx.size() != cells ||
-        (!params_.weights.empty() && params_.weights.size() != cells)) {
-      wrong = "topk_idx or weights do not have T * K = " + std::to_string(cells) + " elements";
-    }
-    if (!wrong.empty()) return op_.Invalid(wrong);
-  } else {
-    if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
-      return op_.Invalid(wrong);
-    }
-    JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, shape_.num_ranks * num_tokens_));
+  if (plan_ == nullptr) {
+    JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
+  } else if (const std::string wrong = CheckRoutedSend(); !wrong.empty()) {
+    return op_.Invalid(wrong);
   }
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
-  set_ = slot.set;
   *epoch = op_.epoch();
   if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op_, plan_->topk_idx));
-  FindTargets();
-  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, slot.reusable_at));
+  if (is_split_) {
+    if (keeps_inputs_) Keep(rank_.ll_dispatch_sets[slot.set]);
+    return Status::Ok();
+  }
+  return SendRound(
+      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+}
 
-  const uint64_t meta_bytes = weights_offset() + (params_.weights.empty() ? 0 : cells_bytes_);
-  if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(meta_bytes));
+void LlDispatch::Keep(Rank::SlotSet& set) const {
+  KeepRows(
+      params_.x, shape_.hidden * ElemBytes(shape_.elem_type), num_tokens_,
+      [](uint64_t) { return true; }, set.rows);
+  set.weights.assign(params_.weights.begin(), params_.weights.end());
+}
+
+void LlDispatch::TakeKept(const Rank::SlotSet& set) {
+  params_.x = set.rows.get();
+  params_.weights = set.weights;
+}
+
+Status LlDispatch::SendRound(const Round& round) {
+  set_ = round.set;
+  if (round.is_first) FindTargets();
+  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, round.free_at));
+  if (shape_.num_nodes() > 1) JAX_EP_RETURN_IF_ERROR(SendToRemotes(round));
   const TracePhase phase(rank_.trace, "write rows");
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
-    WriteMeta(block);
-    ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });
+    if (round.is_first) WriteMeta(block);
+    ForTokensOf(round, mate, [&](uint64_t token) {
+      WriteRow(block + RowOffset(token - static_cast<uint64_t>(round.begin)), token);
+    });
     if (mate != rank_.rank) {
-      JAX_EP_RETURN_IF_ERROR(op_.Signal(mate, Channel::kLlDispatch, op_.epoch()));
+      JAX_EP_RETURN_IF_ERROR(op_.Signal(mate, Channel::kLlDispatch, round.signal));
     }
   }
   return Status::Ok();
@@ -259,7 +303,10 @@ void LlDispatch::MakePlan() {
 Status LlDispatch::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlDispatchKind, epoch));
-  set_ = slot.set;
+  if (keeps_inputs_) {
+    TakeKept(rank_.ll_dispatch_sets[slot.set]);
+    if (plan_ == nullptr) JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
+  }
   DispatchParams params = params_;
   if (plan_ != nullptr) {
     if (const std::string wrong = CheckPlanParams(shape_, *plan_); !wrong.empty()) {
@@ -273,34 +320,52 @@ Status LlDispatch::Receive(uint64_t epoch) {
   if (const std::string wrong = CheckDispatchReceive(shape_, params); !wrong.empty()) {
     return op_.Invalid(wrong);
   }
-  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatch, epoch));
-  if (plan_ != nullptr) {
-    JAX_EP_RETURN_IF_ERROR(CheckHeaders());
-    MakePlan();
+  if (is_split_) {
+    JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kLlDispatchKind, layout_.ll_rounds.tokens,
+                                      params_.num_tokens, [&](const Round& round) {
+                                        JAX_EP_RETURN_IF_ERROR(SendRound(round));
+                                        return ReceiveRound(round, params);
+                                      }));
+  } else {
+    const Round round{.set = slot.set,
+                      .end = params_.num_tokens,
+                      .signal = epoch,
+                      .done = NextDoneSeq(op_, kLlDispatchKind)};
+    JAX_EP_RETURN_IF_ERROR(ReceiveRound(round, params));
   }
+  EndCall(op_, kLlDispatchKind, slot.set);
+  CountDispatch(rank_, index_->num_rows());
+  return Status::Ok();
+}
 
-  JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
-                          RowIndex::Build(op_, params.num_tokens, params.recv_src));
+// `params`: those of the call, with what its plan says.
+Status LlDispatch::ReceiveRound(const Round& round, const DispatchParams& params) {
+  set_ = round.set;
+  JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatch, round.signal));
+  if (round.is_first) {
+    if (plan_ != nullptr) {
+      JAX_EP_RETURN_IF_ERROR(CheckHeaders());
+      MakePlan();
+    }
+    JAX_EP_ASSIGN_OR_RETURN(index_, RowIndex::Build(op_, params.num_tokens, params.recv_src));
+  }
   if (params.recv_x != nullptr || !params.recv_weights.empty()) {
     const TracePhase phase(rank_.trace, "unpack rows");
-    const RowUnpacker unpacker(shape_, params, index);
-    unpacker.ZeroPadding(rank_.parallel_for);
+    const RowUnpacker unpacker(shape_, params, *index_);
+    if (round.is_first) unpacker.ZeroPadding(rank_.parallel_for);
     for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
       std::byte* block = op_.own_heap() + layout_.ll_disp.At(set_, source);
       const auto* weights = HeapAt<float>(block, weights_offset());
-      rank_.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
-        for (int64_t token = begin; token < end; ++token) {
-          const auto row = static_cast<uint64_t>(token);
-          unpacker.Place(source, token, RowAt(block, row), weights + row * shape_.top_k);
+      rank_.parallel_for(round.end - round.begin, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t token = round.begin + row;
+          unpacker.Place(source, token, block + RowOffset(static_cast<uint64_t>(row)),
+                         weights + static_cast<uint64_t>(token) * shape_.top_k);
         }
       });
     }
   }
-  JAX_EP_RETURN_IF_ERROR(
-      op_.SignalAll(Channel::kLlDispatchDone, NextDoneSeq(op_, kLlDispatchKind)));
-  EndCall(op_, kLlDispatchKind, set_);
-  CountDispatch(rank_, index.num_rows());
-  return Status::Ok();
+  return op_.SignalAll(Channel::kLlDispatchDone, round.done);
 }
 
 }  // namespace
@@ -310,31 +375,34 @@ Status RunLlPlan(Rank& rank, const PlanParams& params) {
   no_rows.mode = Mode::kLl;
   no_rows.layout = params.layout;
   no_rows.num_tokens = params.num_tokens;
-  return RunBothHalves(LlDispatch(rank, "ll plan", &params, no_rows));
+  return RunBothHalves(LlDispatch(rank, "ll plan", &params, no_rows, /*is_whole=*/true));
 }
 
 Status RunLlPlannedDispatch(Rank& rank, const DispatchParams& params) {
-  return RunBothHalves(LlDispatch(rank, "ll dispatch", nullptr, params));
+  return RunBothHalves(LlDispatch(rank, "ll dispatch", nullptr, params, /*is_whole=*/true));
 }
 
 Status StartLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_t* epoch) {
-  return LlDispatch(rank, "ll dispatch start", nullptr, params).Send(epoch);
+  return LlDispatch(rank, "ll dispatch start", nullptr, params, /*is_whole=*/false).Send(epoch);
 }
 
 Status FinishLlPlannedDispatch(Rank& rank, const DispatchParams& params, uint64_t epoch) {
-  return LlDispatch(rank, "ll dispatch done", nullptr, params).Receive(epoch);
+  return LlDispatch(rank, "ll dispatch done", nullptr, params, /*is_whole=*/false).Receive(epoch);
 }
 
 Status RunLlDispatch(Rank& rank, const LlDispatchParams& params) {
-  return RunBothHalves(LlDispatch(rank, "ll dispatch", &params.plan, params.dispatch));
+  return RunBothHalves(
+      LlDispatch(rank, "ll dispatch", &params.plan, params.dispatch, /*is_whole=*/true));
 }
 
 Status StartLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t* epoch) {
-  return LlDispatch(rank, "ll dispatch start", &params.plan, params.dispatch).Send(epoch);
+  return LlDispatch(rank, "ll dispatch start", &params.plan, params.dispatch, /*is_whole=*/false)
+      .Send(epoch);
 }
 
 Status FinishLlDispatch(Rank& rank, const LlDispatchParams& params, uint64_t epoch) {
-  return LlDispatch(rank, "ll dispatch done", &params.plan, params.dispatch).Receive(epoch);
+  return LlDispatch(rank, "ll dispatch done", &params.plan, params.dispatch, /*is_whole=*/false)
+      .Receive(epoch);
 }
 
 }  // namespace jax_ep

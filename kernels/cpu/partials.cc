@@ -25,8 +25,16 @@ class SortedSlots {
   uint32_t count_ = 0;
 };
 
-uint64_t PackedIndex(const Contribution& from, uint64_t token) {
-  return from.map == nullptr ? token : static_cast<uint64_t>(from.map[token]);
+// Which row of `from`, the contribution of `rank`, is that of `token`.
+uint64_t PackedIndex(const GroupShape& shape, const CombineParams& params, uint64_t rows_per_rank,
+                     const Contribution& from, uint32_t rank, uint64_t token) {
+  const uint64_t row = token - from.first_token;
+  if (from.map != nullptr) return static_cast<uint64_t>(from.map[row]);
+  if (from.num_slots == 0) return row;
+  const int32_t* slots = params.send_slot.data() + token * shape.top_k;
+  uint32_t k = 0;
+  while (slots[k] < 0 || static_cast<uint64_t>(slots[k]) / rows_per_rank != rank) ++k;
+  return row * from.num_slots + LlSlot(shape, from.num_slots, rank, k);
 }
 
 // One token's terms in the order of TokenSum.
@@ -56,7 +64,8 @@ void FindTerms(const GroupShape& shape, const CombineParams& params, uint64_t ro
         const uint32_t last = result.terms[result.count - 1].rank;
         if (is_node ? last / shape.node_size == rank / shape.node_size : last == rank) continue;
       }
-      term.row = from.rows + PackedIndex(from, token) * from.pitch;
+      term.row =
+          from.rows + PackedIndex(shape, params, rows_per_rank, from, rank, token) * from.pitch;
     }
     result.terms[result.count++] = term;
   }
@@ -73,14 +82,15 @@ void FetchPairScalars(const GroupShape& shape, const CombineParams& params, uint
       continue;
     }
     const uint64_t row = static_cast<uint64_t>(slot) % rows_per_rank;
-    const Contribution& from = contributions[static_cast<uint64_t>(slot) / rows_per_rank];
+    const auto rank = static_cast<uint32_t>(static_cast<uint64_t>(slot) / rows_per_rank);
+    const Contribution& from = contributions[rank];
     const float* pair_scalars = nullptr;
     if (from.kind == Term::Kind::kRow) {
       pair_scalars = from.pair_scalars + (is_rank_major ? row * shape.top_k + k : row);
     } else {
-      pair_scalars = reinterpret_cast<const float*>(
-                         from.rows + PackedIndex(from, token) * from.pitch + from.scalars_offset) +
-                     k;
+      const uint64_t packed = PackedIndex(shape, params, rows_per_rank, from, rank, token);
+      pair_scalars =
+          reinterpret_cast<const float*>(from.rows + packed * from.pitch + from.scalars_offset) + k;
     }
     std::memcpy(&params.pair_scalars_out[cell], pair_scalars, sizeof(float));
   }
@@ -166,11 +176,13 @@ void WriteRankPartial(const GroupShape& shape, uint32_t rank, const CombineParam
   }
 }
 
-void SumTokens(Rank& rank, const CombineParams& params, uint64_t rows_per_rank,
-               const std::vector<Contribution>& contributions) {
+void SumTokens(Rank& rank, const CombineParams& params, int64_t first, int64_t last,
+               uint64_t rows_per_rank, const std::vector<Contribution>& contributions) {
   const GroupShape& shape = rank.shape;
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
-  rank.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
+  rank.parallel_for(last - first, [&](int64_t begin, int64_t end) {
+    begin += first;
+    end += first;
     TokenSum sum(shape);
     std::array<TokenTerms, 2> found;  // of this token and the next, by token modulo 2
     const auto find = [&](int64_t token) {

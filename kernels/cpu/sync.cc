@@ -235,13 +235,13 @@ void Operation::KickProxy() {
 }
 
 const SlotKind kDispatchKind{&Rank::Epochs::dispatch_started, &Rank::Epochs::dispatch_done,
-                             &Rank::dispatch_sets};
+                             &Rank::dispatch_sets, &Rank::Epochs::dispatch_rounds};
 const SlotKind kCombineKind{&Rank::Epochs::combine_started, &Rank::Epochs::combine_done,
-                            &Rank::combine_sets};
+                            &Rank::combine_sets, &Rank::Epochs::combine_rounds};
 const SlotKind kLlDispatchKind{&Rank::Epochs::ll_dispatch_started, &Rank::Epochs::ll_dispatch_done,
-                               &Rank::ll_dispatch_sets};
+                               &Rank::ll_dispatch_sets, &Rank::Epochs::ll_dispatch_rounds};
 const SlotKind kLlCombineKind{&Rank::Epochs::ll_combine_started, &Rank::Epochs::ll_combine_done,
-                              &Rank::ll_combine_sets};
+                              &Rank::ll_combine_sets, &Rank::Epochs::ll_combine_rounds};
 
 Result<CallSlot> BeginCall(Operation& op, const SlotKind& kind) {
   Rank& rank = op.rank();
@@ -286,6 +286,9 @@ void EndCall(Operation& op, const SlotKind& kind, uint32_t set) {
   Rank::SlotSet& held = (rank.*kind.sets)[set];
   held.done_seq = ++(rank.epochs.*kind.done);
   held.open = false;
+  held.rows.reset();
+  held.weights.clear();
+  held.pair_scalars.clear();
 }
 
 void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes) {

@@ -85,8 +85,9 @@ std::string CheckConfig(const RankConfig& config) {
            " (weights travel in one command); lower max_tokens";
   }
   if (shape.num_ranks > kMaxNodeRanks) {
-    return "got " + std::to_string(shape.num_ranks) + " ranks, at most " +
-           std::to_string(kMaxNodeRanks);
+    return "got " + std::to_string(shape.num_ranks) + " ranks, expected at most " +
+           std::to_string(kMaxNodeRanks) +
+           " on GPUs, the size of the kernels' tables; use a mesh axis of fewer devices";
   }
   if (shape.top_k > kMaxTopK) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);

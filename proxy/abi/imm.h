@@ -12,39 +12,51 @@ namespace jax_ep {
 enum class ImmKind : uint8_t {
   kData = 0,     // sequenced channel: payload = sequence of the message
   kSignal = 1,   // the same, and the flag is bumped when it commits
-  kCounted = 2,  // counted channel: payload = slot, or count with kImmCountBit
-  kControl = 3,  // between proxies: `epoch` holds an ImmControl
+  kSlot = 2,     // counted channel: payload = slot
+  kCount = 3,    // counted channel: payload = how many slots the epoch has
+  kControl = 4,  // between proxies: `epoch` holds an ImmControl
+  kUnknown = 5,  // bits that nobody sends
 };
 
-// Control immediates. `flow` names the peer (any of its flows) or, for kAck, the channel that is
-// acknowledged; payload as said.
+// Control immediates. `flow` names the peer or, for kAck, the channel that is acknowledged; payload
+// as said.
 enum class ImmControl : uint8_t {
-  kAck = 0,        // low bits of the cumulative acknowledgement of (peer, channel)
-  kHeartbeat = 1,  // 0
-  kFailed = 2,     // 0, or 1 + the rank that the sender blames, or kImmOtherTeam
-  kBye = 3,        // 0: the sender has left after draining; it is not dead
+  kHeartbeat = 0,  // 0
+  kFailed = 1,     // 0, or 1 + the rank that the sender blames, or kImmOtherTeam
+  kBye = 2,        // 0: the sender has left after draining; it is not dead
+  kAck = 16,       // low bits of the cumulative acknowledgement of (peer, channel)
 };
-inline constexpr uint32_t kNumImmControls = 4;
 
-inline constexpr int kImmKindBits = 2;
-inline constexpr int kImmFlowBits = 13;
+// On the wire, from bit 0: payload, epoch, flow (channel, then peer), mark. The mark tells kSignal
+// from kData and kCount from kSlot; which pair it is, the channel says. Control messages have two
+// channels that no flow uses: one for acknowledgements, whose epoch bits are the channel that is
+// acknowledged, one for all others, whose epoch bits are the ImmControl. Their mark is clear.
+inline constexpr int kImmMarkBits = 1;
+inline constexpr int kImmPeerBits = 10;
+inline constexpr int kImmChannelBits = 4;
+inline constexpr int kImmFlowBits = kImmPeerBits + kImmChannelBits;
 inline constexpr int kImmEpochBits = 4;
 inline constexpr int kImmPayloadBits = 13;
-static_assert(kImmKindBits + kImmFlowBits + kImmEpochBits + kImmPayloadBits == 32,
+static_assert(kImmMarkBits + kImmFlowBits + kImmEpochBits + kImmPayloadBits == 32,
               "an immediate is 32 bits, the least that every network carries");
 static_assert(kImmEpochBits == kCommandEpochBits, "the epoch travels unchanged");
+static_assert(kNumChannels == 1u << kImmChannelBits, "a channel fits its bits");
+static_assert(kImmChannelBits == kImmEpochBits, "an acknowledgement names its channel");
+static_assert(kMaxRanks <= 1u << kImmPeerBits, "every other rank of a group may be a peer");
 
 inline constexpr int kImmEpochShift = kImmPayloadBits;
 inline constexpr int kImmFlowShift = kImmEpochShift + kImmEpochBits;
-inline constexpr int kImmKindShift = kImmFlowShift + kImmFlowBits;
+inline constexpr int kImmMarkShift = kImmFlowShift + kImmFlowBits;
+
+inline constexpr uint32_t kImmAckChannel = kNumChannels - 2;
+inline constexpr uint32_t kImmControlChannel = kNumChannels - 1;
+static_assert(static_cast<uint32_t>(Channel::kBarrier) < kImmAckChannel,
+              "no flow uses the channels of control messages");
 
 // Payload of kFailed: the rank that the sender blames is one of another team.
 inline constexpr uint32_t kImmOtherTeam = (1u << kImmPayloadBits) - 1;
 static_assert(kMaxRanks < kImmOtherTeam, "1 + a rank is none of it");
-
-// Distinguishes the count message of a counted channel from its slots.
-inline constexpr uint32_t kImmCountBit = 1u << (kImmPayloadBits - 1);
-static_assert(kMaxCommandValue < kImmCountBit, "slots and counts fit beside the count bit");
+static_assert(kMaxCommandValue < 1u << kImmPayloadBits, "slots and counts fit");
 
 inline constexpr uint32_t kMaxFlows = 1u << kImmFlowBits;
 inline constexpr uint64_t kSequenceSpace = uint64_t{1} << kImmPayloadBits;
@@ -58,22 +70,51 @@ struct Imm {
   uint32_t payload = 0;  // sequence | slot | count | credit
 };
 
-// nullopt if a field does not fit.
+// nullopt if a field does not fit, or a message of this kind does not go to this flow.
 constexpr std::optional<uint32_t> TryEncodeImm(const Imm& imm) {
-  if (static_cast<uint32_t>(imm.kind) > BitMask(kImmKindBits) || imm.flow >= kMaxFlows ||
-      imm.epoch > BitMask(kImmEpochBits) || imm.payload > BitMask(kImmPayloadBits)) {
+  uint32_t channel = imm.flow % kNumChannels;
+  uint32_t epoch = imm.epoch;
+  bool is_marked = false;
+  if (imm.kind == ImmKind::kControl) {
+    const bool is_ack = epoch == static_cast<uint32_t>(ImmControl::kAck);
+    if (is_ack) epoch = channel;
+    channel = is_ack ? kImmAckChannel : kImmControlChannel;
+  } else {
+    const bool is_counted = imm.kind == ImmKind::kSlot || imm.kind == ImmKind::kCount;
+    if (imm.kind == ImmKind::kUnknown || channel >= kImmAckChannel ||
+        is_counted != IsCounted(static_cast<Channel>(channel))) {
+      return std::nullopt;
+    }
+    is_marked = imm.kind == ImmKind::kSignal || imm.kind == ImmKind::kCount;
+  }
+  if (imm.flow >= kMaxFlows || epoch > BitMask(kImmEpochBits) ||
+      imm.payload > BitMask(kImmPayloadBits)) {
     return std::nullopt;
   }
-  return (static_cast<uint32_t>(imm.kind) << kImmKindShift) | (imm.flow << kImmFlowShift) |
-         (imm.epoch << kImmEpochShift) | imm.payload;
+  const uint32_t flow = imm.flow / kNumChannels * kNumChannels + channel;
+  return (uint32_t{is_marked} << kImmMarkShift) | (flow << kImmFlowShift) |
+         (epoch << kImmEpochShift) | imm.payload;
 }
 
-// Total: every 32-bit value decodes.
+// Total: every 32-bit value decodes, those that nobody sends to kUnknown.
 constexpr Imm DecodeImm(uint32_t bits) {
-  return Imm{.kind = static_cast<ImmKind>(bits >> kImmKindShift),
-             .flow = (bits >> kImmFlowShift) & static_cast<uint32_t>(BitMask(kImmFlowBits)),
-             .epoch = (bits >> kImmEpochShift) & static_cast<uint32_t>(BitMask(kImmEpochBits)),
-             .payload = bits & static_cast<uint32_t>(BitMask(kImmPayloadBits))};
+  Imm imm{.flow = (bits >> kImmFlowShift) & static_cast<uint32_t>(BitMask(kImmFlowBits)),
+          .epoch = (bits >> kImmEpochShift) & static_cast<uint32_t>(BitMask(kImmEpochBits)),
+          .payload = bits & static_cast<uint32_t>(BitMask(kImmPayloadBits))};
+  const bool is_marked = (bits >> kImmMarkShift) != 0;
+  const uint32_t channel = imm.flow % kNumChannels;
+  if (channel >= kImmAckChannel) {
+    imm.kind = is_marked ? ImmKind::kUnknown : ImmKind::kControl;
+    if (channel == kImmAckChannel) {
+      imm.flow += imm.epoch - channel;
+      imm.epoch = static_cast<uint32_t>(ImmControl::kAck);
+    }
+  } else if (IsCounted(static_cast<Channel>(channel))) {
+    imm.kind = is_marked ? ImmKind::kCount : ImmKind::kSlot;
+  } else {
+    imm.kind = is_marked ? ImmKind::kSignal : ImmKind::kData;
+  }
+  return imm;
 }
 
 // The 64-bit value nearest to `reference` whose low `bits` are `low`. Of two equally near, the

@@ -59,6 +59,55 @@ def test_teams_have_a_heap_per_rank(native: str) -> None:
         assert allocated(said.heap_bytes) * 4 == group.heap_bytes
 
 
+def formula(config: jax_ep.Config, ranks: int, node: int) -> int:
+    """docs/tuning.md, "Memory of a rank"."""
+    nodes, slots, depth = ranks // node, config.top_k, config.max_in_flight
+    bf16 = config.dtype.itemsize * config.hidden
+    total = 0
+
+    def cut(tokens: int, fits: int) -> tuple[int, int]:
+        size = min(tokens, max(1, fits))
+        return size, depth if size == tokens else 1
+
+    row = bf16 + 4 * slots
+    partial = (bf16 if config.partials == "dtype" else 4 * config.hidden) + 4 * slots
+    if config.mode != "ll":
+        tokens = config.max_tokens
+        plan = 4 * (config.num_experts + tokens * slots)
+        summed, sum_sets = cut(tokens, 8 * tokens // ranks)
+        sent, row_sets = cut(tokens, 4 * tokens // nodes)
+        total += depth * (tokens * row + plan) + sum_sets * ranks * summed * partial
+        if nodes > 1:
+            total += depth * ranks * plan + 2 * row_sets * nodes * sent * row
+            total += 2 * sum_sets * nodes * summed * (partial + 4 * slots * (node - 1))
+    if config.mode != "ht":
+        tokens = min(config.max_tokens, 128)
+        size, sets = cut(tokens, 8192 // ranks)
+        total += sets * ranks * (size * row + 8 * tokens * slots)
+        total += sets * tokens * min(ranks, slots) * partial
+        if nodes > 1:
+            total += sets * (tokens * (row + 8 * slots) + ranks * size * partial)
+    return total
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 256, 1024])
+@pytest.mark.parametrize("options", [{}, {"partials": "dtype"}, {"mode": "auto"}, {"mode": "ll"}])
+def test_the_formula_of_tuning_holds(ranks: int, options: dict[str, Any], native: str) -> None:
+    config = jax_ep.Config(
+        num_experts=max(256, ranks),
+        top_k=8,
+        hidden=7168,
+        max_tokens=128 if options.get("mode") == "ll" else 4096,
+        capacity_factor=1.25,
+        **{"mode": "ht", **options},
+    )
+    for node in (8, min(ranks, 64)):
+        heap = config.memory(ranks, node).heap_bytes
+        assert heap is not None
+        assert heap == pytest.approx(formula(config, ranks, node), rel=0.005, abs=1 << 20)
+        assert heap < (1 << 30 if config.mode == "ll" else 5 << 29)
+
+
 @pytest.mark.parametrize("layout", ["expert_major", "expert_batched", "rank_major"])
 @pytest.mark.parametrize("tokens", [16, 5])
 def test_the_rows_are_those_of_a_dispatch(layout: str, tokens: int) -> None:

@@ -503,7 +503,9 @@ std::string Scenario::Name() const {
        << " " << capacities[static_cast<int>(capacity)] << " " << DrawName(draw)
        << (mode == Mode::kLl ? " ll" : " ht") << (shape.f32_partials ? "" : " dtype_partials")
        << (in_process ? "" : " staged") << (in_halves ? " halves" : "")
-       << (is_view ? " view " : " ") << faulty_spec << " seed" << seed << " after " << first_epoch;
+       << (is_view ? " view " : " ");
+  if (shape.round_tokens != 0) name << "rounds of " << shape.round_tokens << " ";
+  name << faulty_spec << " seed" << seed << " after " << first_epoch;
   return name.str();
 }
 

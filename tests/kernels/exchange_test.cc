@@ -36,6 +36,7 @@ Scenario DrawScenario(uint32_t seed, bool is_multi_node) {
   scenario.shape.align = Pick<uint32_t>(random, {1, 4, 24});
   scenario.shape.f32_partials = random() % 2 == 0;
   scenario.shape.depth = Pick<uint32_t>(random, {2, 2, 3});
+  scenario.shape.round_tokens = Pick<uint64_t>(random, {0, 0, 1, 5, 32});
   scenario.in_process = random() % 2 == 0;
   scenario.threads_per_rank = random() % 4 == 0 ? 2 : 1;
   scenario.mode = Pick(random, {Mode::kHt, Mode::kLl});
@@ -190,6 +191,48 @@ TEST(Exchange, AnUnorderedNetworkChangesNothing) {
       scenario.faulty_spec = "seed=" + std::to_string(seed) +
                              ",reorder=16,duplicate=10,split=10,delay=4,again=5,payload_late=1";
       EXPECT_TRUE(expected == RunScenario(scenario)) << scenario.Name();
+    }
+  }
+}
+
+// As in groups of hundreds of ranks: calls of many rounds, whole and in halves, next to calls of
+// one.
+TEST(Exchange, RoundsChangeNothing) {
+  for (const uint32_t node_size : {6u, 2u}) {
+    for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+      for (const bool in_halves : {false, true}) {
+        Scenario scenario;
+        scenario.shape = MakeShape(6, node_size, 12, 3, 24, 17, ElemType::kBf16);
+        scenario.shape.f32_partials = false;
+        scenario.num_tokens = 17;
+        scenario.draw = Draw::kMessy;
+        scenario.mode = mode;
+        scenario.in_halves = in_halves;
+        const auto expected = RunScenario(scenario);
+        ASSERT_FALSE(expected.empty());
+        for (const uint64_t round_tokens : {1u, 6u}) {
+          scenario.shape.round_tokens = round_tokens;
+          scenario.in_process = round_tokens == 1;
+          if (node_size == 2 && round_tokens == 6) {
+            scenario.faulty_spec = "seed=3,reorder=16,duplicate=10,split=10,delay=4,payload_late=1";
+          }
+          EXPECT_TRUE(expected == RunScenario(scenario)) << scenario.Name();
+        }
+      }
+    }
+  }
+}
+
+// Far more ranks than slots of a token.
+TEST(Exchange, FortyRanksAgreeWithTheOracle) {
+  for (const uint32_t node_size : {40u, 4u}) {
+    for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+      Scenario scenario;
+      scenario.shape = MakeShape(40, node_size, 80, 3, 24, 21, ElemType::kBf16);
+      scenario.num_tokens = 21;
+      scenario.mode = mode;
+      scenario.in_process = node_size == 4;
+      RunScenario(scenario);
     }
   }
 }

@@ -59,7 +59,8 @@ Team::~Team() = default;
 
 void Team::PretendCalls(Rank& rank) {
   const uint64_t first = options_.first_epoch;
-  rank.epochs = {first, first, first, first, first, first, first, first, first};
+  rank.epochs = {first, first, first, first, first, first, first,
+                 first, first, first, first, first, first};
   for (Rank::SlotSets* sets :
        {&rank.dispatch_sets, &rank.combine_sets, &rank.ll_dispatch_sets, &rank.ll_combine_sets}) {
     for (Rank::SlotSet& set : *sets) set = {.epoch = first, .done_seq = first};

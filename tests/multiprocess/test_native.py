@@ -81,6 +81,24 @@ def test_sixteen_independent_layers_a_thousand_times(processes, devices):
         assert done.value(process, "executions") == "1000"
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("processes", "devices", "node_size", "tokens", "most_heap"),
+    [
+        (1, 72, 8, 192, 7_000_000),  # 28 million with a block of T rows per peer
+        (8, 16, 128, 96, 3_500_000),  # one node of several processes: 21 million
+        (8, 16, 32, 96, 7_000_000),  # nodes of two processes: 30 million
+        (8, 16, 8, 96, 7_000_000),  # two nodes in each process: 32 million
+    ],
+)
+def test_many_ranks_in_bounded_memory(processes, devices, node_size, tokens, most_heap):
+    options = ("--node-size", node_size, "--tokens", tokens)
+    done = launch("many_ranks.py", *options, processes=processes, devices_per_process=devices)
+    assert done.returncode == 0, done.text[-6000:]
+    for process in range(processes):
+        assert 0 < int(done.value(process, "heap")) < most_heap
+
+
 def test_programs_that_are_compiled_at_once():
     done = launch("compile_at_once.py", processes=2, devices_per_process=2)
     assert done.returncode == 0, done.text[-6000:]

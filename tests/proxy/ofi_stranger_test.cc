@@ -146,7 +146,7 @@ TEST_P(OfiStranger, moves_no_flag_and_ends_no_group) {
   const Imm signal{
       .kind = ImmKind::kSignal, .flow = static_cast<uint32_t>(Channel::kDispatch), .epoch = 1};
   const Imm failed{.kind = ImmKind::kControl, .epoch = static_cast<uint32_t>(ImmControl::kFailed)};
-  const Imm unknown{.kind = ImmKind::kSignal, .flow = kMaxFlows - 1, .epoch = 1};
+  const Imm unknown{.kind = ImmKind::kSignal, .flow = kMaxFlows - kNumChannels, .epoch = 1};
   for (const Imm& imm : {signal, failed, unknown}) {
     EXPECT_TRUE(stranger.Write(*TryEncodeImm(imm)));
     EXPECT_TRUE(stranger.Write(uint64_t{0xbad} << 32 | *TryEncodeImm(imm)));

@@ -168,9 +168,10 @@ TEST(EndpointOptions, impossible_peers_are_refused) {
   EXPECT_TRUE(refused([](auto& o) { o.ll_slots = 4097; }));
   EXPECT_TRUE(refused([](auto& o) { o.heap = {}; }));
   EXPECT_TRUE(refused([](auto& o) { o.ring_slots = 100; }));
-  EXPECT_TRUE(refused([](auto& o) {
+  EXPECT_TRUE(refused([](auto& o) { o.num_ranks = 1025; }));
+  EXPECT_FALSE(refused([](auto& o) {
     o.peers.clear();
-    for (uint32_t i = 1; i <= 513; ++i) o.peers.push_back(i);
+    for (uint32_t i = 1; i < 1024; ++i) o.peers.push_back(i);
   }));
 }
 
@@ -264,24 +265,22 @@ TEST(BadArrival, is_an_error_with_the_peers_name) {
   const Imm bad[] = {
       {.kind = ImmKind::kSignal, .flow = flow(Channel::kPlan), .epoch = 1, .payload = 300},
       {.kind = ImmKind::kSignal, .flow = flow(Channel::kPlan), .epoch = 2, .payload = 0},
-      {.kind = ImmKind::kSignal, .flow = flow(Channel::kLlDispatch), .epoch = 1},
-      {.kind = ImmKind::kCounted, .flow = flow(Channel::kPlan), .epoch = 1},
-      {.kind = ImmKind::kCounted, .flow = flow(Channel::kLlDispatch), .epoch = 1, .payload = 16},
-      {.kind = ImmKind::kCounted,
-       .flow = flow(Channel::kLlDispatch),
-       .epoch = 1,
-       .payload = kImmCountBit | 17},
+      {.kind = ImmKind::kSlot, .flow = flow(Channel::kLlDispatch), .epoch = 1, .payload = 16},
+      {.kind = ImmKind::kCount, .flow = flow(Channel::kLlDispatch), .epoch = 1, .payload = 17},
       {.kind = ImmKind::kControl,
        .flow = 0,
-       .epoch = 0,
+       .epoch = static_cast<uint32_t>(ImmControl::kAck),
        .payload = 1},  // acknowledges nothing sent
       {.kind = ImmKind::kControl, .flow = 0, .epoch = 9},
   };
-  for (const Imm& imm : bad) {
+  std::vector<uint32_t> all;
+  for (const Imm& imm : bad) all.push_back(*TryEncodeImm(imm));
+  all.push_back((1u << kImmMarkShift) | (kImmControlChannel << kImmFlowShift));  // no kind
+  for (const uint32_t bits : all) {
     auto gate = std::make_shared<Gate>();
     ProxyWorld world(Gated(gate, 0));
     world.Start();
-    gate->Inject(*TryEncodeImm(imm));
+    gate->Inject(bits);
     world.proxy(0).Kick();
     const std::string message = AwaitFailure(world, 0);
     EXPECT_TRUE(Contains(message, "rank 1 sent a message that breaks the protocol")) << message;
@@ -291,7 +290,7 @@ TEST(BadArrival, is_an_error_with_the_peers_name) {
 }
 
 TEST(BadArrival, of_an_unknown_flow_is_an_error) {
-  for (const uint32_t flow : {16u, 8191u}) {
+  for (const uint32_t flow : {16u, kMaxFlows - kNumChannels}) {
     auto gate = std::make_shared<Gate>();
     ProxyWorld world(Gated(gate, 0));
     world.Start();

@@ -93,6 +93,36 @@ TEST(ShapeOfCall, takes_what_the_group_has_room_for) {
   }
 }
 
+TEST(CheckReach, refuses_more_ranks_than_a_message_can_name) {
+  SessionOptions options;
+  options.name = "g";
+  options.shape = {.num_ranks = 1032, .node_size = 8};
+  EXPECT_EQ(CheckReach(options, 1).message(),
+            "group g: got 1032 ranks in several nodes, expected at most 1024, the most that a "
+            "message between nodes can name; use a mesh axis of fewer devices, or several groups");
+  options.shape.node_size = 1032;
+  EXPECT_TRUE(CheckReach(options, 1).ok());
+  options.shape = {.num_ranks = 1024, .node_size = 8};
+  EXPECT_TRUE(CheckReach(options, 1).ok());
+}
+
+TEST(CheckReach, refuses_ll_rows_that_no_command_carries) {
+  SessionOptions options;
+  options.name = "g";
+  // 16 MiB with the scalars of K = 1.
+  options.shape = {.num_ranks = 16, .node_size = 8, .hidden = (uint64_t{1} << 22) - 4};
+  options.shape.ll_tokens = 1;
+  EXPECT_TRUE(CheckReach(options, 1).ok());
+  options.shape.hidden += 1;
+  EXPECT_NE(CheckReach(options, 1)
+                .message()
+                .find("got rows of 16777232 bytes in combine, expected "
+                      "at most 16777216 in mode ll between nodes"),
+            std::string::npos);
+  options.shape.ll_tokens = 0;
+  EXPECT_TRUE(CheckReach(options, 1).ok());
+}
+
 TEST(CheckReach, takes_any_size_in_one_node) {
   const SessionOptions huge = HugeGroup(8);
   EXPECT_TRUE(CheckReach(huge, uint64_t{1} << 41).ok());
