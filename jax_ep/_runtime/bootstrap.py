@@ -44,16 +44,16 @@ def host_id() -> str:
 
 
 class _Calls:
-    """How often this process has called create_group on each set of devices."""
+    """How often a process has called create_group on each set of devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: Counter[tuple[str, int]] = Counter()
 
-    def next(self, devices: str) -> int:
+    def next(self, devices: str, process: int) -> int:
         with self._lock:
-            self._counts[devices] += 1
-            return self._counts[devices]
+            self._counts[devices, process] += 1
+            return self._counts[devices, process]
 
 
 _calls = _Calls()
@@ -95,7 +95,7 @@ class Exchange:
         self.me = me
         self.processes = sorted({int(device.process_index) for device in devices})
         self.alone = len(self.processes) == 1
-        self.number = _calls.next(key)  # of this call on these devices, from 1
+        self.number = _calls.next(key, me)  # of this call on these devices, from 1
         self._call = f"jax_ep/{key}.{self.number}"
         self._left = f"jax_ep/{key}.{self.number - 1}"  # the folder that all have left
         self._round = 0
