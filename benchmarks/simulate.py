@@ -83,7 +83,7 @@ def main():
     asked.add_argument("--latency-us", type=float, required=True)
     asked.add_argument("--post-us", type=float, required=True, help="of one message and thread")
     asked.add_argument("--gpu-direct", action="store_true", help="no pinned stage")
-    asked.add_argument("--rows-per-message", type=int, default=1)
+    asked.add_argument("--rows-per-message", type=int, default=0, help="0: as it is today")
     asked.add_argument("--pieces", type=int, default=8)
     asked.add_argument("--proxy-threads", type=int, default=1)
     asked.add_argument("--late-us", type=float, default=0.0, help="how late a rank may be")

@@ -16,6 +16,8 @@ from simulator.costs import CpuCosts, GpuCosts
 from simulator.networks import Network
 from simulator.traffic import Traffic
 
+# kernels/gpu/network: neighbours among so many tokens that go to one node share a write.
+RUN_TOKENS = 8
 CPU_MESSAGE_BYTES = 256 << 10  # kernels/cpu send rows of one node in messages of this size
 
 
@@ -27,7 +29,8 @@ class Options:
         row_bytes: of one token.
         experts: of the whole group.
         pieces: that a call is cut into.
-        rows_per_message: rows of one node side by side in one write.
+        rows_per_message: rows of one node side by side in one write; 0: as GPUs do it today, runs
+            of neighbours that go to the same node.
         once_per: a row goes once to each "node" that wants it, over the rail, and node-mates read
             it there (mode ht); or straight to each "rank", or for each "pair" (token, k).
         pinned: rows pass through pinned host memory (else the NIC reads and writes the GPU's).
@@ -38,7 +41,7 @@ class Options:
     row_bytes: int
     experts: int
     pieces: int = 8
-    rows_per_message: int = 1
+    rows_per_message: int = 0
     once_per: str = "node"
     pinned: bool = True
     proxy_threads: int = 1
@@ -70,30 +73,30 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     by_unit = {"node": traffic.to_node, "rank": traffic.to_rank, "pair": traffic.pairs}
     rows = traffic.away(by_unit[options.once_per])
     over_rails = options.once_per == "node"
-    sent = rows.sum(1)
-    received = _received_over_rail(traffic, rows) if over_rails else rows.sum(0)
+    writes = _writes(rows, traffic.tokens, options.rows_per_message)
+    sent = _Rows(rows.sum(1), writes.sum(1))
+    if over_rails:
+        received = _Rows(*(_received_over_rail(traffic, counts) for counts in (rows, writes)))
+    else:
+        received = _Rows(rows.sum(0), writes.sum(0))
     others = traffic.ranks - traffic.node_size
     flows = traffic.nodes - 1 if over_rails else others
     start = np.random.default_rng(options.seed).uniform(0, options.late_us, traffic.ranks)
 
-    def exchange(out: np.ndarray, into: np.ndarray, before_us: np.ndarray, after_us: np.ndarray):
-        """Rows that leave and enter; the work on the GPU before and after the network."""
-        stage, unstage = (
-            [
-                count * size / (rate * 1e3)
-                for count, rate in zip((out, into), costs.stage_gb_s, strict=True)
-            ]
-            if options.pinned
-            else (0.0 * out, 0.0 * into)
+    def exchange(
+        out: _Rows, into: _Rows, stored: np.ndarray, before_us: np.ndarray, after_us: np.ndarray
+    ) -> np.ndarray:
+        """When ranks are done. `stored`: rows that they put into the pinned stage for `out`."""
+        to_stage, from_stage = (
+            rows * size / (rate * 1e3) * options.pinned
+            for rows, rate in zip((stored, into.number), costs.stage_gb_s, strict=True)
         )
         wire = network.gb_s * network.efficiency * 1e3
         post_us = (costs.command_us + network.post_us) / options.proxy_threads
-        messages_out = out / options.rows_per_message + flows * pieces
-        messages_in = into / options.rows_per_message + flows * pieces
-        # One thread posts what leaves and notices what arrives.
-        proxy_us = (messages_out + messages_in) * post_us / 2 / pieces
-        wire_us = out * size / wire / pieces
-        ends = _run([(before_us + stage) / pieces, proxy_us, wire_us], start, pieces)
+        # One thread posts what leaves and notices what arrives, each with a signal for every piece.
+        proxy_us = ((out.writes + into.writes) / 2 + flows * pieces) * post_us / pieces
+        wire_us = out.number * size / wire / pieces
+        ends = _run([(before_us + to_stage) / pieces, proxy_us, wire_us], start, pieces)
 
         def from_mates(moments: np.ndarray) -> np.ndarray:
             latest = moments.reshape(pieces, traffic.nodes, traffic.node_size).max(1)
@@ -102,18 +105,21 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
             return np.tile(latest, traffic.nodes) + network.latency_us + costs.signal_us
 
         # A piece enters a NIC while it leaves the others.
-        entered = _receive(from_mates(ends - wire_us), [into * size / wire / pieces])
+        entered = _receive(from_mates(ends - wire_us), [into.number * size / wire / pieces])
         arrivals = np.maximum(entered, from_mates(ends))
-        through = _receive(arrivals, [proxy_us, unstage / pieces])
+        through = _receive(arrivals, [proxy_us, from_stage / pieces])
         # Node-mates read what came over each other's rails.
         by_node = through.reshape(pieces, traffic.nodes, traffic.node_size).max(2)
         return _receive(np.repeat(by_node, traffic.node_size, axis=1), [after_us / pieces])[-1]
 
     zero = np.zeros(traffic.ranks)
     local = traffic.received * size
-    dispatch = exchange(sent, received, zero, local * costs.dispatch_us_per_byte)
+    # Dispatch stores a row once, for whatever nodes want it.
+    stored = np.minimum(sent.number, traffic.tokens)
+    dispatch = exchange(sent, received, stored, zero, local * costs.dispatch_us_per_byte)
     # Partials of a node first, then, for each token, one row of each node.
-    back = exchange(received, sent, local * costs.combine_us_per_byte, zero)
+    summed = local * costs.combine_us_per_byte
+    back = exchange(received, sent, received.number, summed, zero)
     # Counts and pairs go to each rank of other nodes, whatever the rails are.
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
     plan_bytes = others * 4 * (options.experts + 1) + 4 * traffic.pairs.sum(1).max()
@@ -128,11 +134,29 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
         "plan_us": float(plan),
         "dispatch_us": float(dispatch.max() - latest),
         "combine_us": float(back.max() - latest),
-        "sent_bytes": float(sent.mean() * size),
+        "sent_bytes": float(sent.number.mean() * size),
         "wire_share": float(
-            (sent.mean() * size) / (network.gb_s * 1e3) / (dispatch.max() - latest)
+            (sent.number.mean() * size) / (network.gb_s * 1e3) / (dispatch.max() - latest)
         ),
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows of each rank that leave or enter, and the writes that carry them: [ranks]."""
+
+    number: np.ndarray
+    writes: np.ndarray
+
+
+def _writes(rows: np.ndarray, tokens: int, rows_per_message: int) -> np.ndarray:
+    """How many writes carry `rows`, those of a rank to one node or rank, of `tokens` tokens."""
+    if rows_per_message > 0:
+        return rows / rows_per_message
+    # Runs in a chunk of neighbours, each of which goes there with this probability.
+    share = np.minimum(rows / tokens, 1.0)
+    runs = share + (RUN_TOKENS - 1) * share * (1 - share)
+    return np.maximum(runs * tokens / RUN_TOKENS, rows / RUN_TOKENS)
 
 
 def _received_over_rail(traffic: Traffic, rows: np.ndarray) -> np.ndarray:

@@ -15,19 +15,20 @@ RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 NODE_SIZE, TOKENS, LL_TOKENS, HIDDEN, TOP_K, EXPERTS = 8, 4096, 128, 7168, 8, 256
 AT = (64, 256)  # ranks of the comparison of settings; the plot shows the first
 
-# Rows through pinned memory, one write each, as GPUs do today; and side by side from device memory.
+# Through pinned memory in runs of neighbours, as GPUs do today; and packed, from device memory.
 PATHS: dict[str, dict[str, Any]] = {
-    "pinned": {"pinned": True, "rows_per_message": 1},
+    "pinned": {"pinned": True, "rows_per_message": 0},
     "direct": {"pinned": False, "rows_per_message": 64},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "direct, 64 rows a write, 8 pieces": {},
+    "runs of neighbours": {"rows_per_message": 0},
     "one row a write": {"rows_per_message": 1},
     "one row a write, 4 proxy threads": {"rows_per_message": 1, "proxy_threads": 4},
     "one piece": {"pieces": 1},
     "32 pieces": {"pieces": 32},
     "pinned stage": {"pinned": True},
-    "pinned stage, one row a write (today)": {"pinned": True, "rows_per_message": 1},
+    "pinned stage, runs of neighbours (today)": {"pinned": True, "rows_per_message": 0},
     "a row for each rank, no rails": {"once_per": "rank"},
     "a row for each (token, k), no rails": {"once_per": "pair"},
     "ranks up to 500 us late": {"late_us": 500.0},

@@ -75,6 +75,7 @@ def test_a_call_takes_at_least_what_its_slowest_part_takes():
 def test_what_should_help_helps():
     setup = _setup()
     today = _dispatch_us(setup)
+    assert today <= _dispatch_us(setup, rows_per_message=1)
     assert _dispatch_us(setup, pieces=1) > today
     assert _dispatch_us(setup, pinned=False) < today
     assert _dispatch_us(setup, pinned=False, rows_per_message=64) < _dispatch_us(
