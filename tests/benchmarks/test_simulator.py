@@ -1,6 +1,7 @@
 """The simulator: it counts what real exchanges send, obeys bounds, and is near real times."""
 
 import dataclasses
+import json
 import pathlib
 
 import numpy as np
@@ -98,6 +99,20 @@ def test_more_nodes_take_longer_until_each_row_goes_everywhere_that_it_can():
     assert times == sorted(times)
     # A token has eight experts: from 8 to 16 nodes its rows cannot double.
     assert times[1] > 2 * times[0] and times[4] < 1.5 * times[3]
+
+
+def test_the_table_of_memory_is_what_config_memory_says(tmp_path):
+    from simulator import memory
+
+    found = json.loads((BENCHMARKS / "results" / "memory_cpu.json").read_text())["gib_per_rank"]
+    page = BENCHMARKS.parent / "docs" / "scale.md"
+    copy = tmp_path / "scale.md"
+    copy.write_text(page.read_text())
+    memory.write(copy, found)
+    assert copy.read_text() == page.read_text()
+    for now, then in zip(memory.rows(), found, strict=True):
+        same = {key: then[key] for key in now if now[key] is not None}
+        assert {key: now[key] for key in same} == same, "run python benchmarks/simulate.py memory"
 
 
 @pytest.mark.ci
