@@ -120,11 +120,12 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
 }
 
 Status Endpoint::DrawSecrets() {
-  for (Peer& peer : peers_) {
-    if (getrandom(&peer.own_secret, sizeof(peer.own_secret), 0) != sizeof(peer.own_secret)) {
-      return Internal(Where() + ": getrandom: " + strerror(errno));
-    }
+  SipKey key;
+  if (getrandom(key.data(), sizeof(key), 0) != sizeof(key)) {
+    return Internal(Where() + ": getrandom: " + strerror(errno));
   }
+  for (Peer& peer : peers_) peer.own_secret = SecretOf(key, peer.rank);
+  secret_key_ = key;
   return Status::Ok();
 }
 
@@ -135,11 +136,9 @@ std::string Endpoint::LocalBlob() const {
                 .window_messages = window_messages_,
                 .ll_slots = ll_slots_,
                 .transport_address = transport_->LocalAddress(),
-                .heap_key = heap_region_.key};
-  for (const Peer& peer : peers_) {
-    blob.peers.push_back(peer.rank);
-    if (uses_secrets_) blob.secrets.push_back(peer.own_secret);
-  }
+                .heap_key = heap_region_.key,
+                .secret_key = secret_key_};
+  for (const Peer& peer : peers_) blob.peers.push_back(peer.rank);
   return blob.Encode();
 }
 
@@ -174,7 +173,7 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
     return InvalidArgument(what + "it does not expect " + NameOf(rank_) +
                            " as a peer; node_size differs between the two");
   }
-  if (blob.secrets.empty() == uses_secrets_) {
+  if (blob.secret_key.has_value() != uses_secrets_) {
     return differs("immediate", uses_secrets_ ? "32 bits" : "64 bits",
                    uses_secrets_ ? "64 bits" : "32 bits");
   }
@@ -188,7 +187,7 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
   peer.handle = *handle;
   peer.heap_region = *region;
   peer.first_flow = static_cast<uint32_t>(self - blob.peers.begin()) * kNumChannels;
-  if (uses_secrets_) peer.its_secret = blob.secrets[peer.first_flow / kNumChannels];
+  if (uses_secrets_) peer.its_secret = SecretOf(*blob.secret_key, rank_);
   peer.is_connected = true;
   const uint32_t index = static_cast<uint32_t>(peer_of_rank_[rank]);
   for (uint32_t c = 0; c < kNumChannels; ++c) {

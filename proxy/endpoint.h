@@ -15,6 +15,7 @@
 #include "proxy/abi/imm.h"
 #include "proxy/base/failure.h"
 #include "proxy/base/rank_name.h"
+#include "proxy/base/siphash.h"
 #include "proxy/command_ring.h"
 #include "proxy/flow.h"
 #include "proxy/peer_watch.h"
@@ -161,6 +162,7 @@ class Endpoint {
   std::unique_ptr<Transport> transport_;
   const TransportCaps caps_;
   const bool uses_secrets_;
+  std::optional<SipKey> secret_key_;  // of DrawSecrets
   LocalRegion heap_region_;
 
   std::vector<Peer> peers_;            // sorted by rank

@@ -19,9 +19,9 @@ std::string PeerBlob::Encode() const {
   // One bit per rank.
   std::string bits((num_ranks + 7) / 8, '\0');
   for (const uint32_t peer : peers) bits[peer / 8] |= static_cast<char>(1 << (peer % 8));
-  std::string packed(secrets.size() * sizeof(uint32_t), '\0');
-  if (!packed.empty()) std::memcpy(packed.data(), secrets.data(), packed.size());
-  return writer.Text(bits).Text(packed).Take();
+  std::string key(secret_key ? sizeof(SipKey) : 0, '\0');
+  if (secret_key) std::memcpy(key.data(), secret_key->data(), key.size());
+  return writer.Text(bits).Text(key).Take();
 }
 
 Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
@@ -46,20 +46,15 @@ Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
   blob.transport_address = reader.Text();
   blob.heap_key = reader.Text();
   const std::string_view bits = reader.Text();
-  const std::string_view packed = reader.Text();
-  if (!reader.finished() || blob.num_ranks > kMaxRanks || bits.size() != (blob.num_ranks + 7) / 8) {
+  const std::string_view key = reader.Text();
+  if (!reader.finished() || blob.num_ranks > kMaxRanks || bits.size() != (blob.num_ranks + 7) / 8 ||
+      (!key.empty() && key.size() != sizeof(SipKey))) {
     return InvalidArgument("the bootstrap record of an endpoint is damaged");
   }
   for (uint32_t rank = 0; rank < blob.num_ranks; ++rank) {
     if ((bits[rank / 8] >> (rank % 8) & 1) != 0) blob.peers.push_back(rank);
   }
-  if (!packed.empty()) {
-    if (packed.size() != blob.peers.size() * sizeof(uint32_t)) {
-      return InvalidArgument("the bootstrap record of an endpoint is damaged");
-    }
-    blob.secrets.resize(blob.peers.size());
-    std::memcpy(blob.secrets.data(), packed.data(), packed.size());
-  }
+  if (!key.empty()) std::memcpy(blob.secret_key.emplace().data(), key.data(), key.size());
   return blob;
 }
 

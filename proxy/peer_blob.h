@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "proxy/base/siphash.h"
 #include "proxy/base/status.h"
 
 namespace jax_ep {
@@ -24,13 +26,19 @@ struct PeerBlob {
   // Sorted. The flow id of (peer, channel) at this endpoint is the peer's position here times
   // kNumChannels plus the channel: so the sender can compute what the receiver assigned.
   std::vector<uint32_t> peers = {};
-  // By position in `peers`: what that peer has to present with each of its immediates. Empty where
-  // the transport has no room for it.
-  std::vector<uint32_t> secrets = {};
+  // What a peer has to present with each of its immediates follows from this and its rank
+  // (SecretOf), so that the record is as long in a group of any size. None where the transport has
+  // no room for it.
+  std::optional<SipKey> secret_key = {};
 
   std::string Encode() const;
   // \error kInvalidArgument  another protocol version, or garbage
   static Result<PeerBlob> Decode(std::string_view blob);
 };
+
+// The secret of the peer `rank` under the key of the endpoint that it sends to.
+constexpr uint32_t SecretOf(const SipKey& key, uint32_t rank) {
+  return static_cast<uint32_t>(SipHash(key, rank));
+}
 
 }  // namespace jax_ep

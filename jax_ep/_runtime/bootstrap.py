@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from jax_ep import _env, _jax_compat
-from jax_ep._runtime import seal
+from jax_ep._runtime import records, seal
+from jax_ep._runtime.store import Store
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are noticed
 
 
@@ -44,21 +44,16 @@ def host_id() -> str:
 
 
 class _Calls:
-    """How often this process has called create_group on each set of devices."""
+    """How often a process has called create_group on each set of devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
-        self._published: defaultdict[str, list[str]] = defaultdict(list)
+        self._counts: Counter[tuple[str, int]] = Counter()
 
-    def next(self, devices: str) -> int:
+    def next(self, devices: str, process: int) -> int:
         with self._lock:
-            self._counts[devices] += 1
-            return self._counts[devices]
-
-    def published(self, devices: str) -> list[str]:
-        """Keys that this process has in the store for `devices`, oldest first."""
-        return self._published[devices]
+            self._counts[devices, process] += 1
+            return self._counts[devices, process]
 
 
 _calls = _Calls()
@@ -69,8 +64,20 @@ class Exchange:
 
     The n-th call on a set of devices meets the n-th call of the other processes, so every call
     counts, also one that fails: making the Exchange counts it. In each round a process publishes
-    one record and reads everybody's; one that gives up publishes its error as its record of the
-    round that comes next, so that the others raise when they get there, at once and with its words.
+    one record and gets everybody's; one that gives up publishes its error as the outcome of the
+    round that the others are in or come to next, so that they raise at once and with its words.
+
+    A round is a folder of the store:
+
+        records/P   the record of process P, sealed for this place
+        arrived     a counter; who makes it the number of processes gathers the records
+        all         the records as they were stored, one behind the other
+        outcome     empty: `all` is there. Else the process that gave up, and its sealed words
+
+    So a round costs a process four requests, one more for each second that it waits, and the bytes
+    of one record of each process. Nobody is special: if the one that gathers dies over it, whoever
+    reaches the limit first does it instead. It also removes the folder of the round before, which
+    all have left, and in the first round that of the call before.
     """
 
     def __init__(self, devices: Iterable[Any], me: int):
@@ -88,21 +95,22 @@ class Exchange:
         self.me = me
         self.processes = sorted({int(device.process_index) for device in devices})
         self.alone = len(self.processes) == 1
-        self.number = _calls.next(key)  # of this call on these devices, from 1
-        self._prefix = f"jax_ep/{key}.{self.number}"
-        self._published = _calls.published(key)
+        self.number = _calls.next(key, me)  # of this call on these devices, from 1
+        self._call = f"jax_ep/{key}.{self.number}"
+        self._left = f"jax_ep/{key}.{self.number - 1}"  # the folder that all have left
         self._round = 0
         self._pids: dict[int, int] = {}
         self._secret = b""
-        self._client: Any = None
+        self._store: Any = None
         if self.alone:
             return
-        self._client = _jax_compat.distributed_client()
-        if self._client is None:
+        client = _jax_compat.distributed_client()
+        if client is None:
             raise BootstrapError(
                 f"{self.label}: its mesh spans {len(self.processes)} processes but jax.distributed "
                 "is not initialised; call jax_ep.initialize() (or jax.distributed.initialize) first"
             )
+        self._store = Store(client)
         try:
             self._secret = _env.job_secret()
         except ValueError as error:
@@ -119,9 +127,18 @@ class Exchange:
         """
         if self.alone:
             return {self.me: (record, blob)}
-        number = self._publish({"record": record, "blob": blob.hex()})
-        deadline = time.monotonic() + self.timeout_s
-        return {process: self._read(stage, number, process, deadline) for process in self.processes}
+        try:
+            stored = self._gather(stage, records.encode(record, blob))
+            opened = {process: self._open(process, stored[process]) for process in self.processes}
+        except BootstrapError:
+            raise
+        except Exception as error:
+            raise BootstrapError(
+                f"{self.label}: the jax.distributed store failed in stage {stage!r}: {error}"
+            ) from error
+        self._left = f"{self._call}/{self._round}"
+        self._round += 1
+        return opened
 
     def watch(self, pids: dict[int, int]) -> None:
         """From now on a process of this host that is gone ends every wait: {process: pid}."""
@@ -134,75 +151,117 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process has given up; never raises."""
-        if self._client is not None:
-            with contextlib.suppress(Exception):  # the store may be what failed
-                self._publish({"error": f"{type(error).__name__}: {error}"})
+        if self._store is None:
+            return
+        words = f"{type(error).__name__}: {error}"
+        with contextlib.suppress(Exception):  # the store may be what failed
+            # The round that this process is in may have an outcome already.
+            for number in (self._round, self._round + 1):
+                place = self._place(number, f"outcome/{self.me}")
+                sealed = seal.seal(self._secret, place, words.encode())
+                if self._store.insert(
+                    self._place(number, "outcome"), records.pack({self.me: sealed})
+                ):
+                    return
 
-    def clean_up(self) -> None:
-        """Removes what this process published before its newest record, in earlier calls too.
+    def _place(self, number: int, name: str) -> str:
+        return f"{self._call}/{number}/{name}"
 
-        Whoever entered the newest round has read the earlier ones; the newest itself may still be
-        read by others and stays (a few bytes) until the next call on the same devices.
-        """
-        for key in self._published[:-1]:
-            self._client.key_value_delete(key)
-        del self._published[:-1]
+    def _gather(self, stage: str, message: bytes) -> dict[int, bytes]:
+        """Publishes `message` in this round; what all have stored in it."""
+        deadline = time.monotonic() + self.timeout_s
+        place = self._place(self._round, f"records/{self.me}")
+        self._store.insert(place, seal.seal(self._secret, place, message))
+        if self._store.count(self._place(self._round, "arrived")) >= len(self.processes):
+            self._publish_all()
+        outcome = self._await_outcome(stage, deadline)
+        if outcome:
+            self._raise_failure(outcome)
+        stored = records.unpack(self._read(stage, "all"))
+        if sorted(stored) != self.processes:
+            raise BootstrapError(
+                f"{self.label}: got the records of {len(stored)} processes in stage {stage!r}, "
+                f"expected {len(self.processes)}; somebody else writes to the store"
+            )
+        return stored
 
-    def _publish(self, message: dict[str, Any]) -> int:
-        number = self._round
-        self._round += 1
-        key = f"{self._prefix}/{number}/{self.me}"
-        text = json.dumps(message).encode()
-        self._client.key_value_set_bytes(key, seal.seal(self._secret, key, text))
-        self._published.append(key)
-        return number
+    def _publish_all(self) -> list[int]:
+        """Gathers the records for all, unless some are not there: the processes that lack."""
+        found = self._store.folder(self._place(self._round, "records"))
+        missing = [process for process in self.processes if str(process) not in found]
+        if not missing:
+            gathered = records.pack({process: found[str(process)] for process in self.processes})
+            self._store.insert(self._place(self._round, "all"), gathered)
+            self._store.insert(self._place(self._round, "outcome"), b"")
+            self._store.remove(self._left)
+        return missing
 
-    def _read(
-        self, stage: str, number: int, process: int, deadline: float
-    ) -> tuple[dict[str, Any], bytes]:
-        key = f"{self._prefix}/{number}/{process}"
+    def _await_outcome(self, stage: str, deadline: float) -> bytes:
+        place = self._place(self._round, "outcome")
         while True:
-            slice_s = max(0.001, min(_POLL_S, deadline - time.monotonic()))
-            try:
-                stored = self._client.blocking_key_value_get_bytes(key, int(slice_s * 1000))
-                break
-            except Exception as error:
-                # The store reports an absent key as DEADLINE_EXCEEDED; anything else is fatal.
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise BootstrapError(
-                        f"{self.label}: the jax.distributed store failed in stage {stage!r} while "
-                        f"waiting for process {process}: {error}"
-                    ) from error
-            self._check_alive(stage, process)
-            if time.monotonic() >= deadline:
+            # Looked up first: who ends after the outcome is there is no concern of this round.
+            gone = [process for process, pid in self._pids.items() if _is_gone(pid)]
+            outcome = self._store.wait(place, min(_POLL_S, deadline - time.monotonic()))
+            if outcome is not None:
+                return bytes(outcome)
+            if gone:
                 raise BootstrapError(
-                    f"{self.label}: process {process} did not reach stage {stage!r} of "
-                    f"create_group within {self.timeout_s:g} s (call {self.number} on these "
-                    "devices); every process of the mesh must call create_group, with the same "
-                    "arguments and in the same order"
-                ) from None
+                    f"{self.label}: process {gone[0]} (pid {self._pids[gone[0]]}) is gone; it "
+                    f"ended in or before stage {stage!r} of create_group"
+                )
+            if time.monotonic() >= deadline:
+                break
+        missing = self._publish_all()
+        if missing:
+            raise BootstrapError(
+                f"{self.label}: {_named(missing)} did not reach stage {stage!r} of create_group "
+                f"within {self.timeout_s:g} s (call {self.number} on these devices); every process "
+                "of the mesh must call create_group, with the same arguments and in the same order"
+            )
+        return self._read(stage, "outcome")
+
+    def _read(self, stage: str, name: str) -> bytes:
+        """What is in the store already; with many processes at once it takes its time to come."""
+        value = self._store.wait(self._place(self._round, name), self.timeout_s)
+        if value is None:
+            raise BootstrapError(
+                f"{self.label}: the jax.distributed store did not give out the records of stage "
+                f"{stage!r} within {self.timeout_s:g} s; see that the host of process 0 is not "
+                "overloaded, or raise Config.timeout_s"
+            )
+        return bytes(value)
+
+    def _raise_failure(self, outcome: bytes) -> None:
+        ((process, sealed),) = records.unpack(outcome).items()
+        place = self._place(self._round, f"outcome/{process}")
+        words = self._unseal(process, place, sealed).decode(errors="replace")
+        raise BootstrapError(
+            f"{self.label}: process {process} failed: {words} (call {self.number} on these "
+            "devices; to try again, call create_group again in every process)"
+        )
+
+    def _open(self, process: int, sealed: bytes) -> tuple[dict[str, Any], bytes]:
+        place = self._place(self._round, f"records/{process}")
+        return records.decode(self._unseal(process, place, sealed))
+
+    def _unseal(self, process: int, place: str, sealed: bytes) -> bytes:
         try:
-            message = json.loads(seal.unseal(self._secret, key, stored))
+            return seal.unseal(self._secret, place, sealed)
         except seal.SealError as error:
             raise BootstrapError(
                 f"{self.label}: the record of process {process} is refused: {error}; give every "
                 f"process the same {_env.SECRET_ENV}"
             ) from None
-        if "error" in message:
-            raise BootstrapError(
-                f"{self.label}: process {process} failed: {message['error']} (call "
-                f"{self.number} on these devices; to try again, call create_group again in "
-                "every process)"
-            )
-        return message["record"], bytes.fromhex(message["blob"])
 
-    def _check_alive(self, stage: str, process: int) -> None:
-        pid = self._pids.get(process)
-        if pid is not None and _is_gone(pid):
-            raise BootstrapError(
-                f"{self.label}: process {process} (pid {pid}) is gone; it ended before stage "
-                f"{stage!r} of create_group"
-            )
+
+def _named(processes: Collection[int]) -> str:
+    """The first few of them, for a message."""
+    names = [str(process) for process in list(processes)[:8]]
+    if len(processes) > len(names):
+        names.append(f"{len(processes) - len(names)} more")
+    if len(names) == 1:
+        return f"process {names[0]}"
+    return f"processes {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _is_gone(pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -52,6 +53,26 @@ def threads_per_rank(greetings: dict[int, Any], host: str, teams: Any) -> int:
         return wanted
     here = {process for process, record in greetings.items() if record["host"] == host}
     ranks_here = sum(device.process_index in here for team in teams for device in team)
-    cores = set().union(*(greetings[process]["cpus"] for process in here))
+    cores = {
+        core
+        for process in here
+        for first, last in greetings[process]["cpus"]
+        for core in range(first, last + 1)
+    }
     share = len(cores) // max(1, ranks_here)
     return max(1, min(share, len(os.sched_getaffinity(0))))
+
+
+def ranges(numbers: Iterable[int]) -> list[list[int]]:
+    """`numbers` as [first, last] of each run, for a greeting: hosts have hundreds of cores.
+
+    >>> ranges({0, 1, 2, 8})
+    [[0, 2], [8, 8]]
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs

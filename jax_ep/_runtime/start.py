@@ -5,6 +5,7 @@ Nothing here touches arrays. The session itself is C++ (xla_ffi/session.h).
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
@@ -12,6 +13,8 @@ from jax_ep import _config, _env, _extension, _mesh
 from jax_ep._group import Group
 from jax_ep._runtime import bootstrap, cpu, gpu, topology
 from jax_ep._runtime.session import NativeSession, close_at_exit
+
+_BRIEF = 256  # characters of a text in a greeting
 
 
 def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
@@ -73,7 +76,6 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     else:
         session = cpu.start(core.Session(options), exchange)
     try:
-        exchange.clean_up()
         return NativeSession(session, name, group, layout, transport)
     except BaseException as error:
         session.abort(f"process {exchange.me} failed in create_group: {error!r}")
@@ -85,13 +87,13 @@ def _greet(group: Group, exchange: bootstrap.Exchange) -> dict[int, Any]:
     hello = {
         "version": bootstrap.PROTOCOL_VERSION,
         "mesh": repr(list(group.mesh.shape.items())),
-        "devices": repr([device.id for device in group.mesh.devices.flat]),
+        "devices": _brief(repr([device.id for device in group.mesh.devices.flat])),
         "axis": list(group.axes),
         "config": repr(group.config),
         "number": group.number.value,
         "host": bootstrap.host_id(),
         "pid": os.getpid(),
-        "cpus": sorted(os.sched_getaffinity(0)),
+        "cpus": cpu.ranges(os.sched_getaffinity(0)),
     }
     greetings = {process: record for process, (record, _) in exchange.share("hello", hello).items()}
     _check_greetings(exchange.label, greetings, exchange.me)
@@ -100,6 +102,13 @@ def _greet(group: Group, exchange: bootstrap.Exchange) -> dict[int, Any]:
         {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
     )
     return greetings
+
+
+def _brief(text: str) -> str:
+    """`text`, or of a long one its beginning and a hash: every process reads everybody's."""
+    if len(text) <= _BRIEF:
+        return text
+    return f"{text[:_BRIEF]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
 def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:

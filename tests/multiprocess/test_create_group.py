@@ -1,6 +1,7 @@
 """create_group between processes: one that fails tells the others, and the next call works."""
 
 import functools
+import os
 
 import pytest
 from launching import launch
@@ -83,3 +84,12 @@ def test_a_group_that_is_never_freed_leaves_no_complaint_at_exit():
 def test_programs_that_process_0_would_load_are_refused():
     for message in _errors("cache"):
         assert message.startswith("ValueError") and "JAX_ENABLE_COMPILATION_CACHE" in message
+
+
+@pytest.mark.ci
+def test_32_processes_create_a_group():
+    done = launch("many_processes.py", processes=32)
+    assert done.returncode == 0, done.text[-6000:]
+    seconds = [float(done.value(process, "SECONDS")) for process in range(32)]
+    print(f"create_group of 32 processes: {max(seconds):.1f} s on {os.cpu_count()} cores")
+    assert all(done.value(process, "DONE") == "yes" for process in range(32))

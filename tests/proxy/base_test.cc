@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -179,11 +180,38 @@ TEST(PeerBlob, round_trips_and_refuses_garbage) {
   for (size_t length = 0; length < text.size(); ++length) {
     EXPECT_FALSE(PeerBlob::Decode(std::string_view(text).substr(0, length)).ok());
   }
+  EXPECT_FALSE(read->secret_key.has_value());
+  PeerBlob with_key = blob;
+  with_key.secret_key = SipKey{1, uint64_t{2} << 60};
+  const Result<PeerBlob> keyed = PeerBlob::Decode(with_key.Encode());
+  ASSERT_TRUE(keyed.ok());
+  EXPECT_EQ(keyed->secret_key, with_key.secret_key);
+  EXPECT_EQ(keyed->peers, blob.peers);
+  // A key cut to half, its length said to be so.
+  std::string half = with_key.Encode();
+  half.resize(half.size() - sizeof(uint64_t));
+  half[half.size() - 2 * sizeof(uint64_t)] = sizeof(uint64_t);
+  EXPECT_FALSE(PeerBlob::Decode(half).ok());
   std::string other_version = text;
   other_version[8] = 99;
   const Result<PeerBlob> refused = PeerBlob::Decode(other_version);
   ASSERT_FALSE(refused.ok());
   EXPECT_NE(refused.status().message().find("version 99"), std::string::npos);
+}
+
+TEST(PeerBlob, is_hardly_longer_in_a_large_group) {
+  PeerBlob blob{.group_name = "g", .num_ranks = 1024, .secret_key = SipKey{1, 2}};
+  for (uint32_t rank = 8; rank < blob.num_ranks; ++rank) blob.peers.push_back(rank);
+  EXPECT_LT(blob.Encode().size(), 300u);  // a bit for each rank
+}
+
+TEST(PeerBlob, each_pair_has_a_secret_of_its_own) {
+  std::set<uint32_t> secrets;
+  for (uint32_t rank = 0; rank < 1024; ++rank) {
+    secrets.insert(SecretOf({1, 2}, rank));
+    secrets.insert(SecretOf({2, 1}, rank));
+  }
+  EXPECT_EQ(secrets.size(), 2048u);  // of 2^32: no collision among these
 }
 
 TEST(SharedMemory, both_ends_see_the_same_bytes_and_start_with_zeros) {
