@@ -156,7 +156,9 @@ Status HtDispatch::Send(uint64_t* epoch) {
   }
   JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatch, op_.epoch()));
   for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
-    JAX_EP_RETURN_IF_ERROR(SendToNode((rank_.node() + step) % shape_.num_nodes()));
+    const uint32_t node = (rank_.node() + step) % shape_.num_nodes();
+    if (!op_.is_active(node * shape_.node_size + rank_.local_rank())) continue;
+    JAX_EP_RETURN_IF_ERROR(SendToNode(node));
   }
   return Status::Ok();
 }
@@ -260,7 +262,8 @@ Status HtDispatch::Receive(uint64_t epoch) {
   unpacker.ZeroPadding(rank_.parallel_for);
   std::vector<uint32_t> pending;
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
-    pending.push_back((rank_.rank + step) % shape_.num_ranks);
+    const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
+    if (op_.is_active(source)) pending.push_back(source);
   }
   while (!pending.empty()) {
     auto next = pending.begin();

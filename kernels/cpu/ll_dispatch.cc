@@ -136,7 +136,7 @@ Status LlDispatch::SendToRemotes(uint64_t meta_bytes) {
   std::vector<bool> is_staged(num_tokens_, false);
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
     const uint32_t peer = (rank_.rank + step) % shape_.num_ranks;
-    if (op_.is_mate(peer)) continue;
+    if (op_.is_mate(peer) || !op_.is_active(peer)) continue;
     Command command{};
     command.op = Op::kWrite;
     command.dst_rank = peer;
@@ -195,7 +195,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
   set_ = slot.set;
   *epoch = op_.epoch();
-  if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op_, plan_->topk_idx));
+  if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(CheckIds(op_, plan_->topk_idx));
   FindTargets();
   JAX_EP_RETURN_IF_ERROR(op_.WaitAll(Channel::kLlDispatchDone, slot.reusable_at));
 
@@ -204,6 +204,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
   const TracePhase phase(rank_.trace, "write rows");
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
+    if (!op_.is_active(mate)) continue;
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
     WriteMeta(block);
     ForTokensOf(mate, [&](uint64_t token) { WriteRow(block, token); });
@@ -216,6 +217,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
 
 Status LlDispatch::CheckHeaders() {
   for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+    if (!op_.is_active(source)) continue;
     const auto* header = HeapAt<RoutedHeader>(op_.own_heap(), layout_.ll_disp.At(set_, source));
     if (static_cast<uint64_t>(header->num_tokens) == num_tokens_) continue;
     return op_.Fail(FailedPrecondition(
@@ -242,8 +244,9 @@ void LlDispatch::MakePlan() {
   for (uint32_t source = 0; source < num_ranks; ++source) {
     int32_t* counts = rank_.scratch.data() + source * ints_per_source;
     int32_t* codes = counts + shape_.num_experts;
+    const uint64_t num_ids = op_.is_active(source) ? cells : 0;
     const LocalDrops drops =
-        SortPairs(shape_, plan_->layout, {IdsOf(source), cells}, counts, codes);
+        SortPairs(shape_, plan_->layout, {IdsOf(source), num_ids}, counts, codes);
     sources[source] = {.counts = counts,
                        .codes = codes + SegmentStarts(shape_, counts)[rank_.rank],
                        .num_locally_dropped = drops.num_dropped};
@@ -286,6 +289,7 @@ Status LlDispatch::Receive(uint64_t epoch) {
     const RowUnpacker unpacker(shape_, params, index);
     unpacker.ZeroPadding(rank_.parallel_for);
     for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+      if (!op_.is_active(source)) continue;
       std::byte* block = op_.own_heap() + layout_.ll_disp.At(set_, source);
       const auto* weights = HeapAt<float>(block, weights_offset());
       rank_.parallel_for(params.num_tokens, [&](int64_t begin, int64_t end) {
