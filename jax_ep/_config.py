@@ -68,6 +68,8 @@ class Config:
         overlap: True: operations of mode ht run beside other work on NVIDIA GPUs, which needs jax
             0.10.2, or 0.11.1 or newer. None: as False today, since it has not paid where it was
             measured (docs/overlap.md). On other platforms nothing changes.
+        elastic: the group can go on without ranks that died (`Group.agree`, docs/failure.md). On
+            CPUs, in groups over all axes of their mesh.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -95,6 +97,7 @@ class Config:
     peer_timeout_s: float | None = None
     max_in_flight: int = 2
     overlap: bool | None = None
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
@@ -166,6 +169,8 @@ class Config:
             raise _bad(
                 "overlap", self.overlap, "None, True or False", "pass a bool or leave it out"
             )
+        if not isinstance(self.elastic, bool):
+            raise _bad("elastic", self.elastic, "True or False", "pass a bool")
         self._check_wire()
 
     def _check_wire(self) -> None:

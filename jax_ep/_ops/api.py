@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import jax
@@ -9,12 +10,26 @@ import jax
 from jax_ep import _group, _jax_compat, _warn
 from jax_ep._config import Layout, Mode, Pad
 from jax_ep._group import Group
-from jax_ep._ops import combine_arguments, ffi, operands, records, results, sharding, vjp
+from jax_ep._ops import (
+    combine_arguments,
+    ffi,
+    operands,
+    reachable,
+    records,
+    results,
+    sharding,
+    vjp,
+)
 from jax_ep._types import NOT_GIVEN, InFlight, NotGiven, Plan, Received
 
 
 def plan(
-    group: Group, topk_idx: jax.Array, *, mode: Mode | None = None, layout: Layout | None = None
+    group: Group,
+    topk_idx: jax.Array,
+    *,
+    mode: Mode | None = None,
+    layout: Layout | None = None,
+    active: jax.Array | None = None,
 ) -> Plan:
     """Plans where every (token, k) pair goes; reusable for any number of payloads.
 
@@ -23,6 +38,9 @@ def plan(
         topk_idx: integers [T, K]; negative: no expert; >= num_experts: dropped and counted.
         mode: "ht" or "ll"; None: Config.mode.
         layout: "expert_major" (default), "expert_batched" or "rank_major".
+        active: integers [N], uniform over the group: what `Group.agree` returned. Pairs whose
+            expert lives on a rank of 0 are left out and counted (`Plan.num_unreachable`). An array,
+            so another mask compiles nothing. None: all ranks take part.
 
     Returns:
         A `Plan`.
@@ -35,10 +53,14 @@ def plan(
         >>> recv = jax_ep.dispatch(group, x, plan=plan)
     """
     sharding.check_call(group, "plan")
+    num_unreachable = None
+    if active is not None:
+        topk_idx, _, num_unreachable = reachable.leave_out(group, "plan", topk_idx, None, active)
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
     (ids,) = operands.vary(call, ids)
-    return results.as_plan(call, vjp.plan(call, ids))
+    made = results.as_plan(call, vjp.plan(call, ids))
+    return dataclasses.replace(made, num_unreachable=num_unreachable)
 
 
 def dispatch(
@@ -51,6 +73,8 @@ def dispatch(
     mode: Mode | None = None,
     layout: Layout | None = None,
     pad: Pad = "zero",
+    active: jax.Array | None = None,
+    renormalize: bool = False,
 ) -> Received:
     """Sends every token to the ranks of its experts.
 
@@ -63,6 +87,9 @@ def dispatch(
         mode: "ht" or "ll"; None: Config.mode.
         layout: "expert_major" (default), "expert_batched" or "rank_major".
         pad: "zero", or "undefined" to skip zeroing unused rows (inference).
+        active: as in `plan`; not with a plan, which was made with one.
+        renormalize: with active: scale a token's weights so that those of its pairs which can be
+            reached have the sum that all of them had (0 if there are none).
 
     Returns:
         A `Received`.
@@ -75,6 +102,19 @@ def dispatch(
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv)
     """
+    num_unreachable = None if plan is None else plan.num_unreachable
+    if active is not None and plan is not None:
+        raise operands.fail(
+            "dispatch", "active", "with a plan", "one of them", "plan(..., active=active)"
+        )
+    if renormalize and active is None:
+        raise operands.fail(
+            "dispatch", "renormalize=True", "without active", "active", "pass it, or leave it out"
+        )
+    if active is not None:
+        topk_idx, topk_weights, num_unreachable = reachable.leave_out(
+            group, "dispatch", topk_idx, topk_weights, active, renormalize=renormalize
+        )
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad
     )
@@ -87,7 +127,11 @@ def dispatch(
     else:
         arrays = vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    return results.make_received(call, arrays, recv_x, recv_weights)
+    made = results.make_received(call, arrays, recv_x, recv_weights)
+    if num_unreachable is None:
+        return made
+    counted = dataclasses.replace(made.plan, num_unreachable=num_unreachable)
+    return dataclasses.replace(made, plan=counted)
 
 
 @overload

@@ -16,13 +16,19 @@ from typing import Any
 
 from jax_ep import _env, _jax_compat
 from jax_ep._runtime import seal
+from jax_ep._runtime.store import Store
 
 PROTOCOL_VERSION = 2
 _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are noticed
 
 
 class BootstrapError(RuntimeError):
-    """create_group could not agree with the other processes."""
+    """create_group could not agree with the other processes.
+
+    `process` is the one that did not come or is gone, if that was the reason.
+    """
+
+    process: int | None = None
 
 
 def host_id() -> str:
@@ -109,6 +115,35 @@ class Exchange:
             self.fail(error)
             raise
 
+    @classmethod
+    def among(
+        cls, processes: Iterable[int], me: int, store: Store | None, name: str, label: str
+    ) -> Exchange:
+        """Of those processes of a group alone; `name` is new in its `store` (None: only this)."""
+        exchange = cls.__new__(cls)
+        exchange.label = label
+        exchange.timeout_s = 0.0
+        exchange.me = me
+        exchange.processes = sorted(processes)
+        exchange.alone = store is None or len(exchange.processes) == 1
+        exchange.number = 0
+        exchange._published = []
+        exchange._round = 0
+        exchange._pids = {}
+        if store is not None:
+            exchange._prefix = f"{store.prefix}/{name}"
+            exchange._client = store.client
+            exchange._secret = store.secret
+        else:
+            exchange._client = None
+        return exchange
+
+    def store(self) -> Store | None:
+        """For what the group keeps beyond this call; None if this process is alone."""
+        if self.alone:
+            return None
+        return Store(self._client, f"{self._prefix}/elastic", self._secret)
+
     def share(self, stage: str, record: dict[str, Any], blob: bytes = b"") -> dict[int, Any]:
         """Publishes (record, blob), and returns {process: (record, blob)} of all.
 
@@ -175,12 +210,14 @@ class Exchange:
                     ) from error
             self._check_alive(stage, process)
             if time.monotonic() >= deadline:
-                raise BootstrapError(
+                late = BootstrapError(
                     f"{self.label}: process {process} did not reach stage {stage!r} of "
                     f"create_group within {self.timeout_s:g} s (call {self.number} on these "
                     "devices); every process of the mesh must call create_group, with the same "
                     "arguments and in the same order"
-                ) from None
+                )
+                late.process = process
+                raise late from None
         try:
             message = json.loads(seal.unseal(self._secret, key, stored))
         except seal.SealError as error:
@@ -198,14 +235,16 @@ class Exchange:
 
     def _check_alive(self, stage: str, process: int) -> None:
         pid = self._pids.get(process)
-        if pid is not None and _is_gone(pid):
-            raise BootstrapError(
+        if pid is not None and is_gone(pid):
+            gone = BootstrapError(
                 f"{self.label}: process {process} (pid {pid}) is gone; it ended before stage "
                 f"{stage!r} of create_group"
             )
+            gone.process = process
+            raise gone
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """Whether the process has ended, reaped by its parent or not."""
     try:
         os.kill(pid, 0)

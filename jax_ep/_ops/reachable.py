@@ -1,0 +1,95 @@
+"""Pairs whose expert lives on a rank that the group goes on without: left out, and counted.
+
+A rewrite of expert ids before the plan. What chooses among replicas of an expert comes before it,
+and gives it ids of experts as they are placed: expert e on rank e // E_l.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_ep._group import Group
+from jax_ep._ops import operands
+
+# Added to the id of an expert that cannot be reached: negative, so no expert to anyone, and native
+# kernels see by which mask it was left out (kernels/launch.h, kUnreachable).
+UNREACHABLE = np.int32(np.iinfo(np.int32).min)
+
+
+class Reachable(NamedTuple):
+    """Ids and weights [T, K] of a call, and how many of its pairs cannot be reached (i32[])."""
+
+    ids: jax.Array
+    weights: jax.Array | None
+    num_unreachable: jax.Array
+
+
+def leave_out(
+    group: Group,
+    operation: str,
+    topk_idx: Any,
+    topk_weights: Any,
+    active: Any,
+    *,
+    renormalize: bool = False,
+) -> Reachable:
+    """Leaves out the pairs of `topk_idx` [T, K] whose expert lives on a rank that is not active.
+
+    Args:
+        group: the group.
+        operation: for messages.
+        topk_idx: integers [T, K].
+        topk_weights: floats [T, K], or None.
+        active: integers or bools [N], not 0 where a rank takes part; uniform over the group.
+        renormalize: scale a token's weights so that those of its reachable pairs have the sum that
+            all had. (None of them: all are 0.)
+
+    Returns:
+        A `Reachable`.
+
+    Raises:
+        ValueError: `active` is no such array, the group is not elastic, or there is nothing to
+            renormalize.
+    """
+    if not group.config.elastic:
+        raise operands.fail(
+            operation,
+            "active",
+            "for a group of Config.elastic=False",
+            "Config(elastic=True), whose ranks agree on who takes part",
+            "create the group with it, or leave active out",
+        )
+    if not hasattr(active, "shape") or not hasattr(active, "dtype"):
+        active = np.asarray(active)
+    is_mask = jnp.issubdtype(active.dtype, jnp.integer) or active.dtype == jnp.bool_
+    if not is_mask or tuple(active.shape) != (group.num_ranks,):
+        raise operands.fail(
+            operation,
+            "active",
+            f"{active.dtype}{list(active.shape)}",
+            f"integers or bools [N={group.num_ranks}]",
+            "pass what Group.agree returned",
+        )
+    if renormalize and topk_weights is None:
+        raise operands.fail(
+            operation, "renormalize=True", "without topk_weights", "weights", "leave it out"
+        )
+    ids = operands.check_ids(group, operation, topk_idx)
+    in_range = (ids >= 0) & (ids < group.config.num_experts)
+    owner = jnp.where(in_range, ids // group.experts_per_rank, 0)
+    lost = in_range & (jnp.asarray(active)[owner] == 0)
+    weights = topk_weights
+    if renormalize:
+        weights = jnp.asarray(topk_weights)
+        reached = jnp.sum(jnp.where(lost, 0, weights), axis=1, keepdims=True)
+        everything = jnp.sum(weights, axis=1, keepdims=True)
+        factor = jnp.where(reached == 0, 0, everything / jnp.where(reached == 0, 1, reached))
+        # Exactly the weights that were given where nothing is lost.
+        weights = jnp.where(jnp.any(lost, axis=1, keepdims=True), weights * factor, weights)
+    return Reachable(
+        jnp.where(lost, UNREACHABLE + ids, ids), weights, jnp.sum(lost, dtype=jnp.int32)
+    )
