@@ -1,6 +1,6 @@
 """A group that loses ranks at every phase, goes on without them, and takes them back.
 
-    python tests/chaos/elastic.py [--kills 50] [--seed 0] [--transport memory] [--ranks 4]
+    python tests/chaos/elastic.py [--kills 50] [--seed 0] [--transport auto] [--node-size N]
 
 One job of forked ranks. Each round kills one of them somewhere (PHASES); the others must agree
 within PEER_TIMEOUT_S + 2 s and go on with exactly the right numbers. Then the rank is started again
@@ -20,15 +20,11 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
 
-import jax
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import elastic_rank  # imports JAX before the forks, which saves each rank its seconds
+from elastic_rank import PEER_TIMEOUT_S, Setup
 
-import jax_ep  # before the forks, which save each rank its seconds
-
-TOKENS, HIDDEN, TOP_K = 8, 32, 2
-EXPERTS_PER_RANK = 2
-PEER_TIMEOUT_S = 3.0
 AGREE_S = PEER_TIMEOUT_S + 2.0
 REPLY_S = 60.0
 # The channel before whose first signal the victim stands while it is killed, or what else happens.
@@ -39,207 +35,11 @@ STALLS = {
     "ll rows": "ll-dispatch",
     "ll combine": "ll-combine",
 }
-PHASES = (*STALLS, "between calls", "anywhere", "joined", "decided", "building")
-
-
-# ---- A rank -----------------------------------------------------------------------------------
-
-
-class Rank:
-    """What a forked process does on command."""
-
-    def __init__(self, index, ranks, transport):
-        import numpy as np
-        from jax.sharding import Mesh
-
-        self.index, self.ranks = index, ranks
-        self.mesh = Mesh(np.array(jax.devices()), ("ep",))
-        self.x = np.arange(ranks * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN) % 31
-        rng = np.random.default_rng(7)
-        experts = EXPERTS_PER_RANK * ranks
-        self.ids = np.stack([rng.permutation(experts)[:TOP_K] for _ in self.x]).astype(np.int32)
-        self.group = jax_ep.create_group(self.mesh, "ep", self._config(transport))
-        self.active = self.group.active
-        self.program = self._make_program()
-        self.args = [self._place(array) for array in (self.x, self.ids)]
-        self.compilations = 0
-
-    def _config(self, transport):
-        import jax.numpy as jnp
-
-        return jax_ep.Config(
-            num_experts=EXPERTS_PER_RANK * self.ranks,
-            top_k=TOP_K,
-            hidden=HIDDEN,
-            max_tokens=TOKENS,
-            dtype=jnp.float32,
-            align=1,
-            timeout_s=30.0,
-            peer_timeout_s=PEER_TIMEOUT_S,
-            node_size=None if transport == "memory" else 1,
-            transport={"memory": "auto"}.get(transport, transport),
-            elastic=True,
-        )
-
-    def _place(self, array, *axes):
-        from jax.sharding import NamedSharding
-        from jax.sharding import PartitionSpec as P
-
-        sharding = NamedSharding(self.mesh, P(*(axes or ("ep",))))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-    def _make_program(self):
-        """x to its experts, times the expert's number + 1, and back, in both modes."""
-        import jax.numpy as jnp
-        from jax.sharding import PartitionSpec as P
-
-        group = self.group
-
-        def step(x, ids, active):
-            first = jax.lax.axis_index("ep") * EXPERTS_PER_RANK
-            scale = (first + jnp.arange(EXPERTS_PER_RANK) + 1).astype(x.dtype)[:, None, None]
-            weights = jnp.full(ids.shape, 1 / TOP_K, jnp.float32)
-            outs = []
-            for mode in ("ht", "ll"):
-                recv = jax_ep.dispatch(
-                    group,
-                    x,
-                    ids,
-                    weights,
-                    mode=mode,
-                    layout="expert_batched",
-                    active=active,
-                    renormalize=True,
-                )
-                y = recv.x * scale
-                outs.append(jax_ep.combine(group, y, recv))
-                x = x + 0 * outs[-1]  # one after the other
-            return (*outs, recv.plan.num_unreachable[None])
-
-        spec = P("ep")
-        wrapped = jax.shard_map(
-            step,
-            mesh=self.mesh,
-            in_specs=(spec, spec, P()),
-            out_specs=(spec, spec, spec),
-            check_vma=False,
-        )
-        return jax.jit(wrapped)
-
-    def step(self):
-        """One call of the program; AssertionError if a bit is wrong."""
-        import numpy as np
-
-        outs = self.program(*self.args, self._place(self.active, None))
-        got = [np.asarray(out.addressable_shards[0].data) for out in outs]
-        mine = slice(self.index * TOKENS, (self.index + 1) * TOKENS)
-        ids = self.ids[mine]
-        reached = self.active[ids // EXPERTS_PER_RANK] != 0
-        count = reached.sum(1, keepdims=True)
-        weights = np.where(reached, np.float32(1) / np.maximum(count, 1), 0).astype(np.float32)
-        # Whole numbers and weights of 1 or 1/2: exact in any order.
-        want = self.x[mine] * (weights * (ids + 1)).sum(1, keepdims=True).astype(np.float32)
-        for out in got[:2]:
-            assert np.array_equal(out, want), f"wrong bits with active {self.active.tolist()}"
-        assert got[2][0] == (~reached).sum(), f"{got[2][0]} unreachable pairs"
-
-    def agree(self):
-        self.active = self.group.agree()
-        assert self.program._cache_size() <= 1, "compiled again"
-        return self.active.tolist()
-
-    # Commands: each returns what is reported.
-
-    def steps(self, count):
-        for _ in range(count):
-            self.step()
-
-    def until_it_fails(self):
-        """Steps until one fails because a rank was lost; the error."""
-        while True:
-            try:
-                self.step()
-            except (RuntimeError, ValueError) as error:
-                return str(error)
-
-    def lose(self):
-        """Goes on after a loss: the error, the mask, when it was agreed; and some right steps."""
-        error = self.until_it_fails()
-        failed_at = time.monotonic()
-        active = self.agree()
-        agreed_at = time.monotonic()
-        self.steps(2)
-        return {"error": error, "active": active, "failed_at": failed_at, "agreed_at": agreed_at}
-
-    def take_back(self, rank):
-        self.group.readmit(rank)
-        return self.agree()
-
-    def stall(self, channel):
-        """The next session of this rank stands before its first signal there."""
-        os.environ["JAX_EP_TEST_STALL"] = f"{channel}:{self.index}:60"
-
-    def die_in(self, where):
-        """Kills this process at that place of its next agree."""
-        from jax_ep._runtime import agreement, cpu
-
-        def die(*_args, **_kwargs):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if where == "building":
-            cpu.start = die
-        elif where == "decided":
-            decide = agreement.decide
-            agreement.decide = lambda *args, **kwargs: die(decide(*args, **kwargs))
-        else:
-            put = agreement.Store.put
-            agreement.Store.put = lambda *args, **kwargs: die(put(*args, **kwargs))
-
-    def held(self):
-        """Descriptors, threads and bytes of shared memory of this process."""
-        maps = pathlib.Path("/proc/self/smaps").read_text().splitlines()
-        shared, is_ours = 0, False
-        for line in maps:
-            if "-" in line.split()[0]:
-                is_ours = "memfd:" in line
-            elif is_ours and line.startswith("Size:"):
-                shared += int(line.split()[1])
-        threads = len(os.listdir("/proc/self/task"))
-        return [len(os.listdir("/proc/self/fd")), threads, shared]
-
-    def close(self):
-        self.group.close()
-
-
-def _run_rank(index, ranks, port, transport, pipes, log):
-    """In the child: never returns."""
-    commands, reports = pipes
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.environ["NPROC"] = "4"
-    os.environ["JAX_EP_SOCKET_IFNAME"] = "lo"
-    jax.config.update("jax_enable_recoverability", True)
-    jax.config.update("jax_enable_preemption_service", False)
-
-    def report(record):
-        os.write(reports, json.dumps(record).encode() + b"\n")
-
-    try:
-        address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(address, ranks, index, coordinator_bind_address=address)
-        rank = Rank(index, ranks, transport)
-        report({"made": rank.active.tolist()})
-        with os.fdopen(commands) as lines:
-            for line in lines:
-                name, *args = json.loads(line)
-                report({"did": name, "result": getattr(rank, name)(*args)})
-    except BaseException as error:
-        traceback.print_exc()
-        with contextlib.suppress(OSError):
-            report({"raised": f"{type(error).__name__}: {error}"})
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+KILLS = (*STALLS, "between calls", "anywhere", "joined", "decided", "building")
+# Of a rank that lives: it is stopped, others go on, and it finds out when it continues; or it does
+# not come to an agreement in time.
+MASKED = ("stopped", "late")
+PHASES = (*KILLS, *MASKED)
 
 
 # ---- The job ----------------------------------------------------------------------------------
@@ -289,18 +89,19 @@ class Child:
 class Job:
     """Ranks that are killed and started again."""
 
-    def __init__(self, ranks, transport, folder):
-        self.ranks, self.transport, self.folder = ranks, transport, folder
+    def __init__(self, setup, folder):
+        self.setup, self.folder = setup, folder
+        self.ranks = setup.ranks
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.children = {}
         self.starts = 0
         self.seconds = []  # from each kill to the last survivor's agreement
-        for index in range(ranks):
+        for index in range(self.ranks):
             self.start(index)
-        for index in range(ranks):
-            assert self.children[index].hear()["made"] == [1] * ranks
+        for index in range(self.ranks):
+            assert self.children[index].hear()["made"] == [1] * self.ranks
 
     def start(self, index):
         self.starts += 1
@@ -315,7 +116,7 @@ class Job:
                 os.close(child.reports)
             os.close(command_in)
             os.close(report_out)
-            _run_rank(index, self.ranks, self.port, self.transport, (command_out, report_in), fd)
+            elastic_rank.run(index, self.setup, self.port, (command_out, report_in), fd)
         for end in (command_out, report_in, fd):
             os.close(end)
         self.children[index] = Child(pid, command_in, report_out, log)
@@ -341,6 +142,8 @@ class Job:
             child.result()
             self.masks(self.all("agree"))  # all live, and a session that will stand is made
         others = [index for index in self.children if index != victim]
+        if phase in MASKED:
+            return self.mask(victim, phase, others)
         if phase in ("joined", "decided", "building"):
             child.tell("die_in", phase)
             child.result()
@@ -371,15 +174,86 @@ class Job:
             assert f"rank {victim}" in record["error"], f"rank {index}: {record['error']}"
         self.seconds.append(max(record["agreed_at"] for record in said.values()) - struck_at)
 
+    def mask(self, victim, phase, others):
+        """The others go on without `victim`, which lives and finds out."""
+        child = self.children.pop(victim)
+        if phase == "stopped":
+            child.tell("find_out")
+            time.sleep(0.1)
+            os.kill(child.pid, signal.SIGSTOP)
+            struck_at = time.monotonic()
+            said = self.all("lose")
+            for record in said.values():
+                assert f"rank {victim}" in record["error"], record["error"]
+            self.masks({index: record["active"] for index, record in said.items()})
+            self.seconds.append(max(r["agreed_at"] for r in said.values()) - struck_at)
+        else:
+            begun = time.monotonic()
+            self.masks(self.all("agree", 1.0))
+            self.seconds.append(time.monotonic() - begun)
+        for index in others:  # while its late writes come
+            self.children[index].tell("steps", 100)
+        if phase == "stopped":
+            os.kill(child.pid, signal.SIGCONT)
+        else:
+            child.tell("find_out")
+        error = child.result()
+        for index in others:
+            self.children[index].result()
+        assert "rank" in error, error
+        child.end()
+        # Who forgets the mask is told so, and the group goes on after another agreement.
+        # (Between nodes, who hears of another's mistake first only says whose it was.)
+        errors = self.all("wrong_mask").values()
+        assert any(f"an expert of rank {victim}" in error for error in errors), errors
+        self.masks(self.all("agree"))
+        self.all("steps", 2)
+
     def drop(self, victim):
         self.children.pop(victim).end()
 
-    def take_back(self, rank):
-        self.start(rank)
-        newcomer = self.children[rank]
-        said = self.all("take_back", rank, but=(rank,))
-        self.masks({**said, rank: newcomer.hear()["made"]})
+    def find_out(self):
+        """What a rank meets that the others have left out: its call's error, and agree's."""
+        error = self.until_it_fails()
+        try:
+            self.group.agree()
+        except RuntimeError as left_out:
+            assert "was left out" in str(left_out), left_out
+        else:
+            raise AssertionError("agree did not raise")
+        assert "was left out" in self.group.health().message
+        assert "closed" in self.until_it_fails()
+        self.group.close()
+        return error
+
+    def wrong_mask(self):
+        """Steps with all ranks, as if nobody was lost; the error."""
+        self.active[:] = 1
+        return self.until_it_fails()
+
+    def take_back(self, *ranks):
+        for rank in ranks:
+            self.start(rank)
+        said = self.all("take_back", ranks, but=ranks)
+        self.masks(said | {rank: self.children[rank].hear()["made"] for rank in ranks})
         self.all("steps", 3)
+
+    def lose_a_node(self, victim):
+        """Kills a rank of a node: where rows travel by rails, its mates are left out with it."""
+        size = self.setup.node_size
+        mates = [r for r in range(self.ranks) if r // size == victim // size and r != victim]
+        begun = time.monotonic()
+        self.drop(victim)
+        for mate in mates:
+            self.children[mate].tell("find_out")
+        said = self.all("lose", but=mates)
+        for mate in mates:
+            self.children[mate].result()
+            self.drop(mate)
+        self.masks({index: record["active"] for index, record in said.items()})
+        self.seconds.append(max(record["agreed_at"] for record in said.values()) - begun)
+        self.all("sweep", 2)
+        self.take_back(victim, *mates)
 
     def close(self):
         self.all("close")
@@ -387,20 +261,27 @@ class Job:
             self.drop(index)
 
 
-def play(kills, seed, transport, ranks, folder, phases=PHASES):
+def play(kills, seed, setup, folder, phases=PHASES):
     """Plays `kills` rounds; AssertionError if one goes wrong. What a kill took, in seconds."""
     rng = random.Random(seed)
-    job = Job(ranks, transport, folder)
+    job = Job(setup, folder)
     held = None
     try:
         job.all("steps", 3)
         for number in range(kills):
             phase = phases[number % len(phases)]
-            victim = rng.randrange(1, ranks)
+            by_nodes = setup.node_size not in (None, 1) and setup.mode != "ll"
+            victim = rng.randrange(setup.node_size if by_nodes else 1, setup.ranks)
             begun = time.monotonic()
             try:
-                job.lose(victim, phase, rng)
-                job.take_back(victim)
+                if by_nodes:
+                    phase = "a node"
+                    job.lose_a_node(victim)
+                else:
+                    job.lose(victim, phase, rng)
+                    if number == 0:
+                        job.all("sweep", seed)
+                    job.take_back(victim)
             except AssertionError as error:
                 raise AssertionError(f"round {number}, {phase}, rank {victim}: {error}") from error
             print(
@@ -432,7 +313,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--transport", default="memory", help="memory, shm, ofi or verbs")
+    parser.add_argument("--transport", default="auto", help="auto, shm, ofi or verbs")
+    parser.add_argument("--node-size", type=int)
+    parser.add_argument("--mode", default="auto", help="auto, or ll for calls of that mode only")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--phases", default=",".join(PHASES))
     args = parser.parse_args()
@@ -440,8 +323,7 @@ def main():
         seconds = play(
             args.kills,
             args.seed,
-            args.transport,
-            args.ranks,
+            Setup(args.ranks, args.transport, args.node_size, args.mode),
             pathlib.Path(folder),
             tuple(args.phases.split(",")),
         )
