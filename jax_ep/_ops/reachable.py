@@ -81,7 +81,7 @@ def leave_out(
     ids = operands.check_ids(group, operation, topk_idx)
     in_range = (ids >= 0) & (ids < group.config.num_experts)
     owner = jnp.where(in_range, ids // group.experts_per_rank, 0)
-    lost = in_range & (jnp.asarray(active)[owner] == 0)
+    lost = in_range & (jnp.asarray(active).astype(jnp.int32)[owner] == 0)
     weights = topk_weights
     if renormalize:
         weights = jnp.asarray(topk_weights)

@@ -75,6 +75,11 @@ def request(store: Store, me: int, member: Member) -> None:
     store.put(f"request/{me}", dataclasses.asdict(member), overwrite=True)
 
 
+def withdraw(store: Store, me: int) -> None:
+    """It takes part."""
+    store.delete(f"request/{me}")
+
+
 def requested(store: Store, process: int) -> Member | None:
     """What the newest such process asks, unless it has taken part already."""
     record = store.get(f"request/{process}")
@@ -110,6 +115,9 @@ def decide(
         deadline: by time.monotonic(): who has not joined by then is left out.
         is_gone: whether a process of this host has ended.
         usable: of processes that live, those that the group can go on with.
+
+    Returns:
+        The round's `Decision`, or a later one if the others are beyond it.
     """
     number = last.number + 1
     join = {"member": dataclasses.asdict(member), "suspects": sorted(suspects)}
@@ -117,9 +125,11 @@ def decide(
     begun = time.monotonic()
     pause = _FIRST_PAUSE_S
     while True:
-        record = store.get(f"decided/{number}")
-        if record is not None:
-            return _as_decision(number, record)
+        rounds = store.folder("decided")
+        if number in rounds:
+            return _as_decision(number, rounds[number])
+        if rounds and max(rounds) > number:  # this process stood still, and its round is forgotten
+            return _as_decision(max(rounds), rounds[max(rounds)])
         joins = store.folder(f"{number}/join")
         joined = {p: Member(**join["member"]) for p, join in joins.items()}
         admitted = {

@@ -34,6 +34,8 @@ from jax_ep._runtime.store import Store
 _LOSSES = ("is gone:", "stopped answering:")
 _MOST_BUILDS = 3  # that fail although every member lives: then another one will fail, too
 _REQUEST_POLL_S = 0.05
+# For all members to make a session, beyond peer_timeout_s: one may die meanwhile on another host.
+_BUILD_S = 60.0
 
 
 class LeftOutError(RuntimeError):
@@ -78,7 +80,7 @@ class Elastic:
         """
         if self._store is None:
             before()
-            return self._build(Decision(self._decision.number + 1, self._decision.members), 60.0)
+            return self._build(Decision(self._decision.number + 1, self._decision.members))
         lost = {self._blueprint.process_of(rank) for rank in suspects} - {self._me}
         failed = 0
         while True:
@@ -97,7 +99,7 @@ class Elastic:
             self._refuse_if_left_out(decision)
             before()
             try:
-                return self._build(decision, max(deadline - time.monotonic(), self._patience_s))
+                return self._build(decision)
             except Exception as error:
                 culprit = getattr(error, "process", None)
                 if culprit is not None and culprit != self._me:
@@ -135,9 +137,11 @@ class Elastic:
             time.sleep(_REQUEST_POLL_S)
         self._decision = seen or Decision(0, {})
         try:
-            return self._build(decision, max(deadline - time.monotonic(), self._patience_s))
+            session = self._build(decision)
         except bootstrap.BootstrapError:
-            return self.agree(deadline, (), lambda: None)
+            session = self.agree(deadline, (), lambda: None)
+        agreement.withdraw(store, self._me)
+        return session
 
     def readmit(self, rank: int, deadline: float) -> None:
         """As `Group.readmit`."""
@@ -161,11 +165,6 @@ class Elastic:
     @property
     def _label(self) -> str:
         return f"group {self._blueprint.name}"
-
-    @property
-    def _patience_s(self) -> float:
-        """For the members of a decision to build, whatever is left of the time to decide."""
-        return _config.peer_timeout_s(self._group.config)
 
     def _is_gone(self, member: Member) -> bool:
         return member.host == bootstrap.host_id() and bootstrap.is_gone(member.pid)
@@ -194,7 +193,7 @@ class Elastic:
             "and start the process again to have it readmitted (Group.readmit)"
         )
 
-    def _build(self, decision: Decision, limit_s: float) -> Any:
+    def _build(self, decision: Decision) -> Any:
         """The session of `decision`; collective over its members."""
         here = bootstrap.host_id()
         exchange = bootstrap.Exchange.among(
@@ -204,7 +203,7 @@ class Elastic:
             str(decision.number),
             self._label,
         )
-        exchange.timeout_s = limit_s
+        exchange.timeout_s = _config.peer_timeout_s(self._group.config) + _BUILD_S
         exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
         active = self._blueprint.active(decision.members)
         try:
