@@ -10,6 +10,7 @@ after the first rounds.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -103,7 +104,7 @@ class Job:
         for index in range(self.ranks):
             assert self.children[index].hear()["made"] == [1] * self.ranks
 
-    def start(self, index):
+    def start(self, index, setup=None):
         self.starts += 1
         log = self.folder / f"rank{index}.{self.starts}.log"
         command_out, command_in = os.pipe()
@@ -116,7 +117,8 @@ class Job:
                 os.close(child.reports)
             os.close(command_in)
             os.close(report_out)
-            elastic_rank.run(index, self.setup, self.port, (command_out, report_in), fd)
+            setup = setup or self.setup
+            elastic_rank.run(index, setup, self.port, (command_out, report_in), fd)
         for end in (command_out, report_in, fd):
             os.close(end)
         self.children[index] = Child(pid, command_in, report_out, log)
@@ -231,6 +233,19 @@ class Job:
         self.active[:] = 1
         return self.until_it_fails()
 
+    def refuse_another_config(self, rank):
+        """Who is started again with another Config is told so, before anything moves."""
+        self.start(rank, dataclasses.replace(self.setup, align=2))
+        try:
+            self.children[rank].hear()
+        except AssertionError as error:
+            assert "align=2" in str(error) and "the group was created with config" in str(error)
+        else:
+            raise AssertionError(f"rank {rank} was taken with another Config")
+        finally:
+            self.drop(rank)
+        self.all("steps", 1)
+
     def take_back(self, *ranks):
         for rank in ranks:
             self.start(rank)
@@ -281,6 +296,7 @@ def play(kills, seed, setup, folder, phases=PHASES):
                     job.lose(victim, phase, rng)
                     if number == 0:
                         job.all("sweep", seed)
+                        job.refuse_another_config(victim)
                     job.take_back(victim)
             except AssertionError as error:
                 raise AssertionError(f"round {number}, {phase}, rank {victim}: {error}") from error

@@ -36,6 +36,7 @@ class Setup:
     transport: str = "auto"
     node_size: int | None = None  # None: all in one node
     mode: str = "auto"  # "ll": calls of mode ll only
+    align: int = 1
 
     @property
     def modes(self):
@@ -69,7 +70,7 @@ class Rank:
             hidden=HIDDEN,
             max_tokens=TOKENS,
             dtype=jnp.float32,
-            align=1,
+            align=self.setup.align,
             timeout_s=TIMEOUT_S,
             peer_timeout_s=PEER_TIMEOUT_S,
             mode=self.setup.mode,
