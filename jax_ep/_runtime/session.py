@@ -152,19 +152,20 @@ class NativeSession:
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""
+        has_ended = False
 
         def run() -> None:
+            nonlocal has_ended
             for device in self._devices:
                 with contextlib.suppress(Exception):  # a failed execution is the caller's to see
                     device.synchronize_all_activity()
-            if self._drain is not None:
-                self._drain.run(lambda: time.monotonic() > deadline)
+            has_ended = self._drain is None or self._drain.run(lambda: time.monotonic() > deadline)
 
         # A native collective over a process that is gone never ends, nor who waits for it.
         waiter = threading.Thread(target=run, name="jax_ep-drain", daemon=True)
         waiter.start()
         waiter.join(max(0.0, deadline - time.monotonic()))
-        if waiter.is_alive():
+        if not has_ended:
             raise TimeoutError(
                 f"group {self.name}: agree: executions of this process did not end in time; "
                 "collectives of XLA over a process that is gone never do"

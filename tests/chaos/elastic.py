@@ -40,7 +40,7 @@ KILLS = (*STALLS, "between calls", "anywhere", "joined", "decided", "building")
 # Of a rank that lives: it is stopped, others go on, and it finds out when it continues; or it does
 # not come to an agreement in time.
 MASKED = ("stopped", "late")
-PHASES = (*KILLS, *MASKED)
+PHASES = (*KILLS, *MASKED, "all others")
 
 
 # ---- The job ----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Job:
             assert active == living, f"rank {index} has {active}, living are {living}"
 
     def lose(self, victim, phase, rng):
-        """Kills `victim` in that phase; the others go on."""
+        """Kills `victim` in that phase; the others go on. Who was lost."""
         child = self.children[victim]
         if phase in STALLS:
             child.tell("stall", STALLS[phase])
@@ -145,7 +145,10 @@ class Job:
             self.masks(self.all("agree"))  # all live, and a session that will stand is made
         others = [index for index in self.children if index != victim]
         if phase in MASKED:
-            return self.mask(victim, phase, others)
+            self.mask(victim, phase, others)
+            return [victim]
+        if phase == "all others":
+            return self.lose_all_others()
         if phase in ("joined", "decided", "building"):
             child.tell("die_in", phase)
             child.result()
@@ -160,7 +163,7 @@ class Job:
                 said = {i: r["active"] for i, r in self.all("lose").items()}
             self.masks(said)
             self.all("steps", 2)
-            return
+            return [victim]
         for index in others:
             self.children[index].tell("lose")
         if phase != "between calls":
@@ -175,6 +178,20 @@ class Job:
         for index, record in said.items():
             assert f"rank {victim}" in record["error"], f"rank {index}: {record['error']}"
         self.seconds.append(max(record["agreed_at"] for record in said.values()) - struck_at)
+        return [victim]
+
+    def lose_all_others(self):
+        """Kills all ranks but one, which goes on alone."""
+        victims = [index for index in self.children if index != 0]
+        self.children[0].tell("lose")
+        struck_at = time.monotonic()
+        for victim in victims:
+            self.drop(victim)
+        record = self.children[0].result()
+        while record["active"] != [1] + [0] * (self.ranks - 1):  # one died later than the others
+            record = self.all("lose")[0]
+        self.seconds.append(record["agreed_at"] - struck_at)
+        return victims
 
     def mask(self, victim, phase, others):
         """The others go on without `victim`, which lives and finds out."""
@@ -293,11 +310,11 @@ def play(kills, seed, setup, folder, phases=PHASES):
                     phase = "a node"
                     job.lose_a_node(victim)
                 else:
-                    job.lose(victim, phase, rng)
+                    lost = job.lose(victim, phase, rng)
                     if number == 0:
                         job.all("sweep", seed)
-                        job.refuse_another_config(victim)
-                    job.take_back(victim)
+                        job.refuse_another_config(lost[0])
+                    job.take_back(*lost)
             except AssertionError as error:
                 raise AssertionError(f"round {number}, {phase}, rank {victim}: {error}") from error
             print(
