@@ -175,10 +175,9 @@ void BindOptions(nb::module_& m) {
           },
           nb::kw_only(), nb::arg("session_id"), nb::arg("name"), nb::arg("shape"),
           nb::arg("team_processes"), nb::arg("local_ranks"), nb::arg("host_ranks"),
-          nb::arg("active") = std::vector<uint8_t>(), nb::arg("generation") = 0,
-          nb::arg("process_index"), nb::arg("transport"), nb::arg("timeout_s"),
-          nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"), nb::arg("huge_pages"),
-          nb::arg("debug"));
+          nb::arg("active"), nb::arg("generation"), nb::arg("process_index"), nb::arg("transport"),
+          nb::arg("timeout_s"), nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"),
+          nb::arg("huge_pages"), nb::arg("debug"));
 }
 
 class PySession : public PySessionOf<Session> {
