@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,7 @@ class Exchange:
         self._published = _calls.published(key)
         self._round = 0
         self._pids: dict[int, int] = {}
+        self._is_silent: Callable[[int], bool] = lambda _: False
         self._secret = b""
         self._client: Any = None
         if self.alone:
@@ -130,6 +131,7 @@ class Exchange:
         exchange._published = []
         exchange._round = 0
         exchange._pids = {}
+        exchange._is_silent = lambda _: False
         if store is not None:
             exchange._prefix = f"{store.prefix}/{name}"
             exchange._client = store.client
@@ -161,6 +163,10 @@ class Exchange:
     def watch(self, pids: dict[int, int]) -> None:
         """From now on a process of this host that is gone ends every wait: {process: pid}."""
         self._pids = dict(pids)
+
+    def listen(self, is_silent: Callable[[int], bool]) -> None:
+        """From now on a process of which that is true ends every wait."""
+        self._is_silent = is_silent
 
     @property
     def pids(self) -> dict[int, int]:
@@ -242,6 +248,12 @@ class Exchange:
             )
             gone.process = process
             raise gone
+        if self._is_silent(process):
+            silent = BootstrapError(
+                f"{self.label}: process {process} fell silent before stage {stage!r}"
+            )
+            silent.process = process
+            raise silent
 
 
 def is_gone(pid: int) -> bool:

@@ -28,13 +28,14 @@ from jax_ep._group import Group
 from jax_ep._runtime import agreement, bootstrap, cpu
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
+from jax_ep._runtime.pulse import Pulse
 from jax_ep._runtime.store import Store
 
 # Messages of a failure that says: that process is silent or has ended.
 _LOSSES = ("is gone:", "stopped answering:")
 _MOST_BUILDS = 3  # that fail although every member lives: then another one will fail, too
 _REQUEST_POLL_S = 0.05
-# For all members to make a session, beyond peer_timeout_s: one may die meanwhile on another host.
+# For all members to make a session, beyond peer_timeout_s, if none of them falls silent.
 _BUILD_S = 60.0
 
 
@@ -80,14 +81,25 @@ class Elastic:
         """
         if self._store is None:
             before()
-            return self._build(Decision(self._decision.number + 1, self._decision.members))
+            return self._build(Decision(self._decision.number + 1, self._decision.members), None)
+        with Pulse(self._store, self._me, self._peer_timeout_s) as pulse:
+            return self._agree(self._store, pulse, deadline, suspects, before)
+
+    def _agree(
+        self,
+        store: Store,
+        pulse: Pulse,
+        deadline: float,
+        suspects: Collection[int],
+        before: Callable[[], None],
+    ) -> Any:
         lost = {self._blueprint.process_of(rank) for rank in suspects} - {self._me}
         failed = 0
         while True:
-            last = agreement.newest(self._store) or self._decision
+            last = agreement.newest(store) or self._decision
             self._refuse_if_left_out(last)
             decision = agreement.decide(
-                self._store,
+                store,
                 last,
                 self._me,
                 self._member,
@@ -99,7 +111,7 @@ class Elastic:
             self._refuse_if_left_out(decision)
             before()
             try:
-                return self._build(decision)
+                return self._build(decision, pulse)
             except Exception as error:
                 culprit = getattr(error, "process", None)
                 if culprit is not None and culprit != self._me:
@@ -136,10 +148,11 @@ class Elastic:
                 )
             time.sleep(_REQUEST_POLL_S)
         self._decision = seen or Decision(0, {})
-        try:
-            session = self._build(decision)
-        except bootstrap.BootstrapError:
-            session = self.agree(deadline, (), lambda: None)
+        with Pulse(store, self._me, self._peer_timeout_s) as pulse:
+            try:
+                session = self._build(decision, pulse)
+            except bootstrap.BootstrapError:
+                session = self._agree(store, pulse, deadline, (), lambda: None)
         agreement.withdraw(store, self._me)
         return session
 
@@ -161,6 +174,10 @@ class Elastic:
                     "create_group in time; start it again"
                 )
             time.sleep(_REQUEST_POLL_S)
+
+    @property
+    def _peer_timeout_s(self) -> float:
+        return _config.peer_timeout_s(self._group.config)
 
     @property
     def _label(self) -> str:
@@ -193,7 +210,7 @@ class Elastic:
             "and start the process again to have it readmitted (Group.readmit)"
         )
 
-    def _build(self, decision: Decision) -> Any:
+    def _build(self, decision: Decision, pulse: Pulse | None) -> Any:
         """The session of `decision`; collective over its members."""
         here = bootstrap.host_id()
         exchange = bootstrap.Exchange.among(
@@ -203,7 +220,10 @@ class Elastic:
             str(decision.number),
             self._label,
         )
-        exchange.timeout_s = _config.peer_timeout_s(self._group.config) + _BUILD_S
+        exchange.timeout_s = self._peer_timeout_s + _BUILD_S
+        if pulse is not None:
+            pulse.watch()
+            exchange.listen(pulse.is_silent)
         exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
         active = self._blueprint.active(decision.members)
         try:

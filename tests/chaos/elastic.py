@@ -349,6 +349,7 @@ def main():
     parser.add_argument("--transport", default="auto", help="auto, shm, ofi or verbs")
     parser.add_argument("--node-size", type=int)
     parser.add_argument("--mode", default="auto", help="auto, or ll for calls of that mode only")
+    parser.add_argument("--hosts", action="store_true", help="each rank plays a host")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--phases", default=",".join(PHASES))
     args = parser.parse_args()
@@ -356,7 +357,7 @@ def main():
         seconds = play(
             args.kills,
             args.seed,
-            Setup(args.ranks, args.transport, args.node_size, args.mode),
+            Setup(args.ranks, args.transport, args.node_size, args.mode, hosts=args.hosts),
             pathlib.Path(folder),
             tuple(args.phases.split(",")),
         )

@@ -37,6 +37,7 @@ class Setup:
     node_size: int | None = None  # None: all in one node
     mode: str = "auto"  # "ll": calls of mode ll only
     align: int = 1
+    hosts: bool = False  # each rank plays a host: nobody sees another's process
 
     @property
     def modes(self):
@@ -51,6 +52,10 @@ class Rank:
 
         self.index, self.setup = index, setup
         ranks = setup.ranks
+        if setup.hosts:
+            from jax_ep._runtime import bootstrap
+
+            bootstrap.host_id = lambda: f"host {index}"
         self.mesh = Mesh(np.array(jax.devices()), ("ep",))
         self.x = np.arange(ranks * TOKENS * HIDDEN, dtype=np.float32).reshape(-1, HIDDEN) % 31
         rng = np.random.default_rng(7)

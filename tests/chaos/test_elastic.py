@@ -25,6 +25,13 @@ def _play(kills, *arguments):
     assert re.search(rf"^{kills} kills, the slowest", done.stdout, re.MULTILINE), done.stdout
 
 
+def _skip_without(transport):
+    from jax_ep import _core
+
+    if transport not in {name for name, is_usable, _ in _core.transports() if is_usable}:
+        pytest.skip(f"no transport {transport} here")
+
+
 def test_survivors_go_on_exactly_and_take_ranks_back():
     _play(3, "--phases", "ll combine,decided,late")
 
@@ -37,11 +44,15 @@ def test_fifty_kills_leave_nothing_behind():
 @pytest.mark.ci
 @pytest.mark.parametrize("transport", ["shm", "ofi"])
 def test_between_nodes(transport):
-    from jax_ep import _core
-
-    if transport not in {name for name, is_usable, _ in _core.transports() if is_usable}:
-        pytest.skip(f"no transport {transport} here")
+    _skip_without(transport)
     _play(12, "--transport", transport, "--node-size", "1")
+
+
+@pytest.mark.ci
+def test_between_hosts_that_do_not_see_each_others_processes():
+    _skip_without("ofi")
+    phases = "between calls,rows,decided,building,late,all others"
+    _play(6, "--hosts", "--transport", "ofi", "--phases", phases)
 
 
 @pytest.mark.ci

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from jax_ep._runtime import agreement
 from jax_ep._runtime.agreement import Decision, Member
+from jax_ep._runtime.pulse import Pulse
 from jax_ep._runtime.seal import SealError
 from jax_ep._runtime.store import Store
 
@@ -239,6 +241,24 @@ def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> Non
         usable=lambda living: living,
     )
     assert late == decision and not late.has(2, "life2")
+
+
+def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
+    store = World(3).store
+    limit_s = 0.3
+    with contextlib.ExitStack() as stack:
+        mine = stack.enter_context(Pulse(store, 0, limit_s))
+        with Pulse(store, 1, limit_s):
+            assert not any(mine.is_silent(process) for process in (1, 2))
+            time.sleep(0.1)
+            stack.enter_context(Pulse(store, 2, limit_s))
+            time.sleep(limit_s + 0.1)
+            assert not any(mine.is_silent(process) for process in (1, 2))
+        assert not mine.is_silent(1)
+        time.sleep(limit_s + 0.1)
+        assert mine.is_silent(1) and not mine.is_silent(2)
+        mine.watch()
+        assert not mine.is_silent(1)
 
 
 def test_records_are_under_the_jobs_secret() -> None:
