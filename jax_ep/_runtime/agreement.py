@@ -7,8 +7,8 @@ everybody reads that one: who joined and is not in it has been left out. (The st
 because one process serves it; it is the only thing that must live.)
 
 Known to be lost is: a process of this host that has ended; one whose silence or end a member has
-seen in the group (`suspects`), if it does not join within GRACE_S; and at a member's deadline
-whoever has not joined.
+seen in the group (`suspects`) or in the store, if it does not join within GRACE_S; and at a
+member's deadline whoever has not joined.
 
 A round that cannot be built, since another process died meanwhile, is followed by the next one.
 """
@@ -102,6 +102,7 @@ def decide(
     suspects: Collection[int],
     deadline: float,
     is_gone: Callable[[Member], bool],
+    is_silent: Callable[[int], bool],
     usable: Callable[[Collection[int]], Collection[int]],
 ) -> Decision:
     """Joins the round after `last`, and returns its decision.
@@ -114,6 +115,7 @@ def decide(
         suspects: processes whose silence or end this one has seen in the group.
         deadline: by time.monotonic(): who has not joined by then is left out.
         is_gone: whether a process of this host has ended.
+        is_silent: whether a process has given no sign of life (pulse.py).
         usable: of processes that live, those that the group can go on with.
 
     Returns:
@@ -145,7 +147,7 @@ def decide(
         is_late = now >= deadline
         missing = {p: m for p, m in expected.items() if p not in joined or joined[p].life != m.life}
         if all(
-            is_late or is_gone(m) or (p in suspected and now - begun > GRACE_S)
+            is_late or is_gone(m) or ((p in suspected or is_silent(p)) and now - begun > GRACE_S)
             for p, m in missing.items()
         ):
             living = {p: m for p, m in expected.items() if p not in missing and not is_gone(m)}

@@ -55,6 +55,16 @@ class Elastic:
         self._life = life
         self._decision = Decision(0, {})
         self.active = np.ones(group.num_ranks, np.int32)
+        self._pulse: Pulse | None = None  # from begin or join to close
+
+    def _begin_pulse(self) -> None:
+        if self._store is not None:
+            self._pulse = Pulse(self._store, self._me, self._peer_timeout_s)
+
+    def close(self) -> None:
+        """Ends what it runs."""
+        if self._pulse is not None:
+            self._pulse.close()
 
     @property
     def _member(self) -> Member:
@@ -66,6 +76,7 @@ class Elastic:
         if self._store is not None and self._me == min(members):
             agreement.begin(self._store, members)
             self._store.put("group", record)
+        self._begin_pulse()
 
     def agree(self, deadline: float, suspects: Collection[int], before: Callable[[], None]) -> Any:
         """Decides with the other living processes who goes on; a started `_core.Session` of them.
@@ -81,18 +92,8 @@ class Elastic:
         """
         if self._store is None:
             before()
-            return self._build(Decision(self._decision.number + 1, self._decision.members), None)
-        with Pulse(self._store, self._me, self._peer_timeout_s) as pulse:
-            return self._agree(self._store, pulse, deadline, suspects, before)
-
-    def _agree(
-        self,
-        store: Store,
-        pulse: Pulse,
-        deadline: float,
-        suspects: Collection[int],
-        before: Callable[[], None],
-    ) -> Any:
+            return self._build(Decision(self._decision.number + 1, self._decision.members))
+        store = self._store
         lost = {self._blueprint.process_of(rank) for rank in suspects} - {self._me}
         failed = 0
         while True:
@@ -106,12 +107,13 @@ class Elastic:
                 suspects=lost,
                 deadline=deadline,
                 is_gone=self._is_gone,
+                is_silent=self._is_silent,
                 usable=self._usable,
             )
             self._refuse_if_left_out(decision)
             before()
             try:
-                return self._build(decision, pulse)
+                return self._build(decision)
             except Exception as error:
                 culprit = getattr(error, "process", None)
                 if culprit is not None and culprit != self._me:
@@ -148,11 +150,15 @@ class Elastic:
                 )
             time.sleep(_REQUEST_POLL_S)
         self._decision = seen or Decision(0, {})
-        with Pulse(store, self._me, self._peer_timeout_s) as pulse:
+        self._begin_pulse()
+        try:
             try:
-                session = self._build(decision, pulse)
+                session = self._build(decision)
             except bootstrap.BootstrapError:
-                session = self._agree(store, pulse, deadline, (), lambda: None)
+                session = self.agree(deadline, (), lambda: None)
+        except BaseException:
+            self.close()
+            raise
         agreement.withdraw(store, self._me)
         return session
 
@@ -183,6 +189,9 @@ class Elastic:
     def _label(self) -> str:
         return f"group {self._blueprint.name}"
 
+    def _is_silent(self, process: int) -> bool:
+        return self._pulse is not None and self._pulse.is_silent(process)
+
     def _is_gone(self, member: Member) -> bool:
         return member.host == bootstrap.host_id() and bootstrap.is_gone(member.pid)
 
@@ -210,7 +219,7 @@ class Elastic:
             "and start the process again to have it readmitted (Group.readmit)"
         )
 
-    def _build(self, decision: Decision, pulse: Pulse | None) -> Any:
+    def _build(self, decision: Decision) -> Any:
         """The session of `decision`; collective over its members."""
         here = bootstrap.host_id()
         exchange = bootstrap.Exchange.among(
@@ -221,9 +230,8 @@ class Elastic:
             self._label,
         )
         exchange.timeout_s = self._peer_timeout_s + _BUILD_S
-        if pulse is not None:
-            pulse.watch()
-            exchange.listen(pulse.is_silent)
+        if self._pulse is not None:
+            exchange.listen(self._pulse.is_silent)
         exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
         active = self._blueprint.active(decision.members)
         try:

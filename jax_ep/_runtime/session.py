@@ -77,6 +77,8 @@ class NativeSession:
                 self._closed = True
                 self._drain_or_abort()
             self._session.close(program_ended)
+            if self._elastic is not None:
+                self._elastic.close()
             _open_sessions.pop(self, None)
 
     def _drain_or_abort(self) -> None:

@@ -86,6 +86,8 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         return NativeSession(session, name, group, layout, transport, elastic)
     except BaseException as error:
         session.abort(f"process {exchange.me} failed in create_group: {error!r}")
+        if elastic is not None:
+            elastic.close()
         raise
 
 

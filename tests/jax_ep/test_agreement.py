@@ -55,6 +55,7 @@ class World:
         self.store = Store(Client(), "group", b"secret")
         self.members = {p: Member(f"life{p}", 1000 + p, "host") for p in range(count)}
         self.gone: set[int] = set()  # pids
+        self.silent: set[int] = set()
         self.decided: dict[int, Decision] = {}
         agreement.begin(self.store, self.members)
 
@@ -75,6 +76,7 @@ class World:
             suspects=suspects,
             deadline=time.monotonic() + within_s,
             is_gone=lambda member: member.pid in self.gone,
+            is_silent=lambda process: process in self.silent,
             usable=usable,
         )
 
@@ -147,6 +149,7 @@ def test_who_joins_a_round_that_was_decided_reads_its_decision() -> None:
         suspects=(),
         deadline=time.monotonic() + 5,
         is_gone=lambda _: False,
+        is_silent=lambda _: False,
         usable=lambda living: living,
     )
     assert late == decision and not late.has(1, "life1")
@@ -238,6 +241,7 @@ def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> Non
         suspects=(),
         deadline=time.monotonic() + 20,
         is_gone=lambda _: False,
+        is_silent=lambda _: False,
         usable=lambda living: living,
     )
     assert late == decision and not late.has(2, "life2")
@@ -245,20 +249,24 @@ def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> Non
 
 def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
     store = World(3).store
-    limit_s = 0.3
+    limit_s = 0.6
     with contextlib.ExitStack() as stack:
-        mine = stack.enter_context(Pulse(store, 0, limit_s))
-        with Pulse(store, 1, limit_s):
-            assert not any(mine.is_silent(process) for process in (1, 2))
-            time.sleep(0.1)
-            stack.enter_context(Pulse(store, 2, limit_s))
-            time.sleep(limit_s + 0.1)
-            assert not any(mine.is_silent(process) for process in (1, 2))
-        assert not mine.is_silent(1)
-        time.sleep(limit_s + 0.1)
-        assert mine.is_silent(1) and not mine.is_silent(2)
-        mine.watch()
-        assert not mine.is_silent(1)
+        pulses = [Pulse(store, process, limit_s) for process in range(2)]
+        for pulse in pulses:
+            stack.callback(pulse.close)
+        time.sleep(limit_s / 2)
+        stack.callback(Pulse(store, 2, limit_s).close)
+        time.sleep(limit_s)
+        assert not any(pulses[0].is_silent(process) for process in (0, 1, 2))
+        pulses[1].close()
+        time.sleep(2 * limit_s)
+        assert [pulses[0].is_silent(process) for process in (0, 1, 2)] == [False, True, False]
+
+
+def test_who_is_silent_is_waited_for_a_moment_only() -> None:
+    world = World(3)
+    world.silent = {1, 2}
+    assert set(world.together([0, 2]).members) == {0, 2}
 
 
 def test_records_are_under_the_jobs_secret() -> None:
