@@ -75,6 +75,8 @@ class Config:
         batch_invariant: True: combine adds a token's rows in the order of its slots, so that the
             sum does not depend on where the experts are: not on ranks, nodes or replicas. It takes
             top_k exchanges instead of one, and no rank_major (docs/placement.md).
+        elastic: the group can go on without ranks that died (`Group.agree`, docs/failure.md). On
+            CPUs, in groups over all axes of their mesh.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
@@ -104,6 +106,7 @@ class Config:
     overlap: bool | None = None
     physical_experts: int | None = None
     batch_invariant: bool = False
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         """Normalises the dtype and validates every field that needs no mesh."""
@@ -184,6 +187,8 @@ class Config:
             )
         if not isinstance(self.batch_invariant, bool):
             raise _bad("batch_invariant", self.batch_invariant, "True or False", "pass a bool")
+        if not isinstance(self.elastic, bool):
+            raise _bad("elastic", self.elastic, "True or False", "pass a bool")
         self._check_wire()
 
     def _check_wire(self) -> None:

@@ -63,6 +63,8 @@ class SessionOptions:
         team_processes: Sequence[Sequence[int]],
         local_ranks: Sequence[tuple[int, int, int]],
         host_ranks: Sequence[tuple[int, int]],
+        active: Sequence[int],
+        generation: int,
         process_index: int,
         transport: str,
         timeout_s: float,
@@ -86,6 +88,9 @@ class Session:
         """
         Whether the ranks of this process have been given the same number of calls.
         """
+
+    def blamed_rank(self) -> int:
+        """Of the first failure; -1: nobody."""
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""

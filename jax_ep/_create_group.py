@@ -72,6 +72,8 @@ def create_group(
         _config.check_sizes("jax_ep.create_group", config, _mesh.axis_size(mesh, axes))
         if native and platform == "gpu" and config.overlap:
             _check_overlap(mesh)
+        if native and config.elastic:
+            _check_elastic(mesh, axes, platform)
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -156,6 +158,21 @@ def _check_overlap(mesh: Any) -> None:
     if wrong:
         raise NotImplementedError(
             f"jax_ep.create_group: got Config.overlap=True on {wrong}; leave overlap out"
+        )
+
+
+def _check_elastic(mesh: Any, axes: tuple[str, ...], platform: str | None) -> None:
+    """Raises unless groups on this platform and mesh can go on without some of their ranks."""
+    if platform != "cpu":
+        raise NotImplementedError(
+            f"jax_ep.create_group: got Config.elastic=True on platform {platform!r}, expected "
+            "'cpu'; leave elastic out"
+        )
+    if _mesh.axis_size(mesh, axes) != mesh.size:
+        raise NotImplementedError(
+            f"jax_ep.create_group: got Config.elastic=True with axis={axes} of the mesh axes "
+            f"{tuple(mesh.shape)}, which gives several teams, expected all axes; use a mesh of "
+            "the group's devices alone"
         )
 
 

@@ -13,6 +13,8 @@ import weakref
 from types import TracebackType
 from typing import Any, Literal, Protocol, Unpack, cast
 
+import numpy as np
+
 from jax_ep import _config, _jax_compat, _mesh, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
@@ -69,6 +71,16 @@ class Handle(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """The native part of `Group.stats`."""
+
+    @property
+    def active(self) -> Any:
+        """As `Group.active`; None if it is not elastic."""
+
+    def agree(self, timeout_s: float | None) -> Any:
+        """As `Group.agree`."""
+
+    def readmit(self, rank: int, timeout_s: float | None) -> None:
+        """As `Group.readmit`."""
 
     def report(self) -> str:
         """As `Group.report`."""
@@ -356,6 +368,80 @@ class Group:
             self._native.check()
         elif self.closed:
             raise RuntimeError(closed_message(self.name))
+
+    @property
+    def active(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Which ranks take part: i32[N], 1 = active. What the newest `agree` returned."""
+        mask = None if self._native is None else self._native.active
+        return np.ones(self.num_ranks, np.int32) if mask is None else mask
+
+    def agree(self, timeout_s: float | None = None) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Decides with the other living processes who goes on, and makes the group work again.
+
+        For groups with `Config(elastic=True)`. Call it on every living process, from the thread
+        that runs the group's programs, after a call has failed because a process died, or after
+        `readmit`. It waits for this process's executions, then for the other processes: until each
+        of them has called it too, or is known to be lost. From then on the group works with those
+        alone, as after `create_group`: give the result to `plan` and `dispatch` as `active`. No
+        program is compiled again; what `stats` counts begins anew.
+
+        A process that others have left out, as it was stopped for longer than peer_timeout_s or
+        came later than their timeout_s, finds out here or at its next call of the group.
+
+        Args:
+            timeout_s: processes that have not come by then are left out, also if they live. None:
+                Config.timeout_s.
+
+        Returns:
+            i32[N], 1 for each rank that takes part, equal on all of them.
+
+        Raises:
+            ValueError: the group is not elastic.
+            RuntimeError: the others have left this process out, or the group is closed.
+            TimeoutError: executions of this process did not end, or no connections could be made.
+
+        Example:
+            >>> active = group.agree()
+        """
+        self._require_elastic("agree")
+        if self._native is None:  # XLA's collectives need all ranks
+            return self.active
+        mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(timeout_s)
+        return mask
+
+    def readmit(self, rank: int, timeout_s: float | None = None) -> None:
+        """Lets a process that was started again take part from the next `agree` on.
+
+        That process calls `create_group` with the same arguments, which returns when the others
+        have agreed. Call this on one of them at least, or on all, then `agree` on all.
+
+        Args:
+            rank: a rank of that process, which does not take part now.
+            timeout_s: how long to wait for its `create_group`. None: Config.timeout_s.
+
+        Raises:
+            ValueError: the group is not elastic, or the rank takes part.
+            TimeoutError: the process has not called `create_group`.
+
+        Example:
+            >>> group.readmit(2)
+            >>> active = group.agree()
+        """
+        self._require_elastic("readmit")
+        if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks or self.active[rank]:
+            raise ValueError(
+                f"jax_ep.Group.readmit: got rank {rank!r}, expected one that does not take part; "
+                f"group.active is {self.active.tolist()}"
+            )
+        assert self._native is not None
+        self._native.readmit(rank, timeout_s)
+
+    def _require_elastic(self, what: str) -> None:
+        if not self.config.elastic:
+            raise ValueError(
+                f"jax_ep.Group.{what}: got a group of Config.elastic=False, expected "
+                "Config(elastic=True); create the group with it"
+            )
 
     def stats(self) -> GroupStats:
         """Counters since creation, as plain values; `GroupStats` says what they mean.

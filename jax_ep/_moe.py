@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax_ep import _config
 from jax_ep._config import Mode
 from jax_ep._group import Group
-from jax_ep._ops import api
+from jax_ep._ops import api, reachable
 from jax_ep._overlap import overlap as overlap_
 from jax_ep._overlap import overlap_gradients
 from jax_ep._placement import Placement
@@ -34,6 +35,8 @@ def moe(
     plan: Plan | None = None,
     overlap: bool = False,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
+    renormalize: bool = False,
     return_stats: Literal[False] = False,
 ) -> jax.Array: ...
 @overload
@@ -50,6 +53,8 @@ def moe(
     plan: Plan | None = None,
     overlap: bool = False,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
+    renormalize: bool = False,
     return_stats: Literal[True],
 ) -> tuple[jax.Array, ExchangeStats]: ...
 @overload
@@ -66,6 +71,8 @@ def moe(
     plan: Plan | None = None,
     overlap: bool = False,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
+    renormalize: bool = False,
     return_stats: bool,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]: ...
 def moe(
@@ -81,6 +88,8 @@ def moe(
     plan: Plan | None = None,
     overlap: bool = False,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
+    renormalize: bool = False,
     return_stats: bool = False,
 ) -> jax.Array | tuple[jax.Array, ExchangeStats]:
     """A whole mixture-of-experts layer: dispatch, `expert_fn` on this rank's rows, combine.
@@ -102,6 +111,8 @@ def moe(
         plan: a plan in expert_major to follow instead of topk_idx; with chunks=1 only.
         placement: in which slots the experts are, as in `plan`; params are those of the rank's
             slots.
+        active: which ranks take part, as in `plan`; not with a plan.
+        renormalize: as in `dispatch`.
         return_stats: also return an `ExchangeStats`.
 
     Returns:
@@ -147,9 +158,25 @@ def moe(
             "exchanges run beside another's experts; pass chunks=2, or leave overlap out"
         )
 
+    num_unreachable = None if plan is None else plan.num_unreachable
+    if active is not None:
+        if topk_idx is None:
+            raise ValueError(
+                "jax_ep.moe: got active with a plan, expected one of them; "
+                "plan(..., active=active) makes such a plan"
+            )
+        topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
+            group, "moe", topk_idx, topk_weights, active, placement, renormalize=renormalize
+        )
+    elif renormalize:
+        raise ValueError(
+            "jax_ep.moe: got renormalize=True without active, expected both; leave it out"
+        )
+
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:
         out, stats = layer(x, topk_idx, topk_weights)
+        stats = dataclasses.replace(stats, num_unreachable=num_unreachable)
         return (out, stats) if return_stats else out
     if topk_idx is None:
         raise ValueError(
@@ -180,6 +207,7 @@ def moe(
         jnp.sum(each.pairs_per_expert, axis=0, dtype=jnp.int32),
         jnp.sum(each.num_dropped, dtype=jnp.int32),
         jnp.max(each.overflow),
+        num_unreachable,
     )
 
 

@@ -30,6 +30,8 @@ class SessionNumber:
             "dtype": config.dtype.name,
             "peer_timeout_s": _config.peer_timeout_s(config),
         }
+        if not config.elastic:  # ids of programs that were saved before there was such a field
+            del fields["elastic"]
         self._key = json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)
         # Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one,
         # so a program exported on another host meets its session.

@@ -1,4 +1,7 @@
-"""What `Group.stats` returns. docs/metrics.md says how to watch it."""
+"""What `Group.stats` returns. docs/metrics.md says how to watch it.
+
+"Since creation" of an elastic group means: since its newest agreement.
+"""
 
 from __future__ import annotations
 

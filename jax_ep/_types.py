@@ -34,6 +34,8 @@ class Plan:
         num_dropped: i32[], this rank's pairs that were dropped.
         overflow: i32[], 1 if any rank of the group dropped a pair; uniform over the group.
         recv_topk_idx: i32[N, T, K] local expert ids (-1 elsewhere) in rank_major, else None.
+        num_unreachable: i32[], this rank's pairs whose expert lives on a rank that is not active;
+            they are not among num_dropped. None where `active` was not given.
         layout: static.
         mode: static.
         max_tokens: static, Config.max_tokens of the group that made it: recv_src counts in it.
@@ -52,6 +54,7 @@ class Plan:
     layout: Layout
     mode: Mode
     max_tokens: int | None = None
+    num_unreachable: jax.Array | None = None
 
     @property
     def group_counts(self) -> jax.Array:
@@ -143,11 +146,14 @@ class ExchangeStats:
         pairs_per_expert: i32[E_l], (token, k) pairs that each of this rank's experts computed.
         num_dropped: i32[], pairs of this rank's tokens that were dropped.
         overflow: i32[], 1 if any rank of the group dropped a pair; uniform over the group.
+        num_unreachable: i32[], pairs of this rank's tokens whose expert lives on a rank that is not
+            active; None where `active` was not given.
     """
 
     pairs_per_expert: jax.Array
     num_dropped: jax.Array
     overflow: jax.Array
+    num_unreachable: jax.Array | None = None
 
 
 class NotGiven(enum.Enum):

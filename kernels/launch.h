@@ -55,6 +55,11 @@ struct Rank {
   std::vector<std::byte*> heaps;
   // Indexed by rank: that node-mate lives in this process, so its XLA buffers can be read in place.
   std::vector<bool> in_process;
+  // Indexed by rank: 0 for a rank that the group goes on without (Group.agree). It has no heap
+  // here, no signal goes to it or is awaited from it, and no plan may name it. Empty: all take
+  // part, and ids are not masked.
+  std::vector<uint8_t> active;
+  uint32_t generation = 0;  // SessionOptions::generation
   // Null in a group of one node. Commands to other nodes go here; the proxy is kicked after a
   // batch.
   RingView ring;
@@ -115,7 +120,21 @@ struct Rank {
   uint32_t node() const { return rank / shape.node_size; }
   uint32_t local_rank() const { return rank % shape.node_size; }
   uint32_t node_begin() const { return node() * shape.node_size; }  // first rank of this node
+  bool is_active(uint32_t other) const { return active.empty() || active[other] != 0; }
+  // The first active rank of that node; num_ranks if it has none.
+  uint32_t leader_of(uint32_t any_node) const {
+    for (uint32_t local = 0; local < shape.node_size; ++local) {
+      const uint32_t other = any_node * shape.node_size + local;
+      if (is_active(other)) return other;
+    }
+    return shape.num_ranks;
+  }
+  uint32_t leader() const { return leader_of(node()); }
 };
+
+// A pair whose expert e lives on an inactive rank has this id + e instead of e: no expert, but the
+// kernels see by which mask it was left out (jax_ep/_ops/reachable.py).
+inline constexpr int32_t kUnreachable = INT32_MIN;
 
 // The arrays of a jax_ep.Plan on this rank (shapes: api.md "Operations"). T tokens, K = top_k,
 // E_l local experts, N ranks, R receive rows.
@@ -138,9 +157,10 @@ struct PlanParams {
   // on all processes, 0 if not known. GPUs compare that with their peers' and name the call in
   // reports; CPUs execute calls in an order that is agreed by name.
   uint64_t site = 0;
-  int64_t num_tokens = 0;             // T, equal on all ranks of one call
-  int64_t recv_rows = 0;              // R
-  std::span<const int32_t> topk_idx;  // [T * K]; negative: no expert; >= E: dropped and counted
+  int64_t num_tokens = 0;  // T, equal on all ranks of one call
+  int64_t recv_rows = 0;   // R
+  // [T * K]; negative: no expert (kUnreachable + e: see there); >= E: dropped and counted.
+  std::span<const int32_t> topk_idx;
   PlanOutputs out;
 };
 

@@ -246,7 +246,7 @@ std::optional<Call> Executor::WaitForCall() {
   const auto ready = [&] {
     if (stopping_.load(std::memory_order_acquire)) return true;
     const bool may_have_work = num_queued_.load(std::memory_order_acquire) != 0 ||
-                               (!order_->can_announce() && rank_->local_rank() == 0);
+                               (!order_->can_announce() && order_->leads_node());
     if (may_have_work) next = TakeNext();
     return next.has_value();
   };

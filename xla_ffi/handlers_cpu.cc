@@ -51,8 +51,22 @@ Status Start(Rank& rank, const Params& params, int32_t* epoch_out,
              Status (*start)(Rank&, const Params&, uint64_t*)) {
   uint64_t epoch = 0;
   Status status = start(rank, params, &epoch);
-  *epoch_out = TruncateEpoch(epoch);
+  *epoch_out = PackEpoch(epoch, rank.generation);
   return status;
+}
+
+// Runs a Done half with the epoch that its start gave to XLA.
+template <typename Params>
+Status Finish(Rank& rank, const Params& params, int32_t packed, uint64_t newest,
+              Status (*finish)(Rank&, const Params&, uint64_t)) {
+  if (!IsOfGeneration(packed, rank.generation)) {
+    Status status = FailedPrecondition(
+        "group " + rank.group_name + ": " + rank.NameOf(rank.rank) +
+        ": *_done got a *_start from before the newest Group.agree; start it again");
+    rank.failure->Set(status);
+    return status;
+  }
+  return finish(rank, params, ExtendEpoch(packed, newest));
 }
 
 // A program that was lowered without its devices (abstract meshes, jax.export) may run on any order
@@ -109,10 +123,13 @@ struct CpuPlatform {
     if (!shape.ok()) return Failed(shape.status());
     auto params = make(*shape);
     if (!params.ok()) return Failed(params.status());
+    const Result<int64_t> name =
+        (*session)->runs().Name(site.shared, context.run_id.run_id, is_local);
+    if (!name.ok()) return fail_group(name.status());
     ffi::Promise promise;
     ffi::Future future(promise);
     executor->Enqueue(Call{
-        .key = {.run_id = static_cast<uint64_t>(context.run_id.run_id),
+        .key = {.run_id = static_cast<uint64_t>(*name),
                 .site = is_local ? site.unique : site.shared},
         .site = site.has_key() ? site.shared : 0,
         .operation = operation,
@@ -160,7 +177,7 @@ struct CpuPlatform {
     Status operator()(Rank& rank, const DispatchParams& p) const {
       const uint64_t newest =
           p.mode == Mode::kLl ? rank.epochs.ll_dispatch_started : rank.epochs.dispatch_started;
-      return jax_ep::FinishDispatch(rank, p, ExtendEpoch(*epoch, newest));
+      return Finish(rank, p, *epoch, newest, &jax_ep::FinishDispatch);
     }
   };
   struct StartLlDispatch {
@@ -173,7 +190,7 @@ struct CpuPlatform {
     const int32_t* epoch;
     Status operator()(Rank& rank, const LlDispatchParams& p) const {
       const uint64_t newest = rank.epochs.ll_dispatch_started;
-      return jax_ep::FinishLlDispatch(rank, p, ExtendEpoch(*epoch, newest));
+      return Finish(rank, p, *epoch, newest, &jax_ep::FinishLlDispatch);
     }
   };
   struct StartCombine {
@@ -187,7 +204,7 @@ struct CpuPlatform {
     Status operator()(Rank& rank, const CombineParams& p) const {
       const uint64_t newest =
           p.mode == Mode::kLl ? rank.epochs.ll_combine_started : rank.epochs.combine_started;
-      return jax_ep::FinishCombine(rank, p, ExtendEpoch(*epoch, newest));
+      return Finish(rank, p, *epoch, newest, &jax_ep::FinishCombine);
     }
   };
 };

@@ -150,15 +150,18 @@ void BindOptions(nb::module_& m) {
           [](SessionOptions* self, int64_t session_id, const std::string& name,
              const GroupShape& shape, std::vector<std::vector<uint32_t>> team_processes,
              const std::vector<std::tuple<int64_t, uint32_t, uint32_t>>& local_ranks,
-             std::vector<std::pair<uint32_t, uint32_t>> host_ranks, uint32_t process_index,
-             const std::string& transport, double timeout_s, double peer_timeout_s,
-             int threads_per_rank, bool huge_pages, bool debug) {
+             std::vector<std::pair<uint32_t, uint32_t>> host_ranks, std::vector<uint8_t> active,
+             uint32_t generation, uint32_t process_index, const std::string& transport,
+             double timeout_s, double peer_timeout_s, int threads_per_rank, bool huge_pages,
+             bool debug) {
             new (self) SessionOptions{.session_id = session_id,
                                       .name = name,
                                       .shape = shape,
                                       .team_processes = std::move(team_processes),
                                       .local_ranks = {},
                                       .host_ranks = std::move(host_ranks),
+                                      .active = std::move(active),
+                                      .generation = generation,
                                       .process_index = process_index,
                                       .transport = transport,
                                       .timeout = Nanoseconds(timeout_s),
@@ -172,9 +175,9 @@ void BindOptions(nb::module_& m) {
           },
           nb::kw_only(), nb::arg("session_id"), nb::arg("name"), nb::arg("shape"),
           nb::arg("team_processes"), nb::arg("local_ranks"), nb::arg("host_ranks"),
-          nb::arg("process_index"), nb::arg("transport"), nb::arg("timeout_s"),
-          nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"), nb::arg("huge_pages"),
-          nb::arg("debug"));
+          nb::arg("active"), nb::arg("generation"), nb::arg("process_index"), nb::arg("transport"),
+          nb::arg("timeout_s"), nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"),
+          nb::arg("huge_pages"), nb::arg("debug"));
 }
 
 class PySession : public PySessionOf<Session> {
@@ -192,6 +195,9 @@ class PySession : public PySessionOf<Session> {
   }
 
   bool IsBalanced() const { return session().IsBalanced(); }
+
+  // Of a group of one team.
+  int64_t BlamedRank() const { return session().blamed_rank(); }
 
   nb::list RankStats() const {
     nb::list all;
@@ -278,6 +284,7 @@ NB_MODULE(_core, m) {
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
       .def("is_balanced", &PySession::IsBalanced,
            "Whether the ranks of this process have been given the same number of calls.")
+      .def("blamed_rank", &PySession::BlamedRank, "Of the first failure; -1: nobody.")
       .def("rank_stats", &PySession::RankStats,
            nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
            "Counters of each local rank.");

@@ -15,6 +15,14 @@ static_assert(sizeof(OrderEntry) == 16, "an entry is one 16-byte write");
 
 AgreedOrder::AgreedOrder(Rank& rank) : rank_(rank) {}
 
+uint32_t AgreedOrder::announcer() const {
+  for (uint32_t node = 0; node < rank_.shape.num_nodes(); ++node) {
+    const uint32_t leader = rank_.leader_of(node);
+    if (leader != rank_.shape.num_ranks) return leader;
+  }
+  return rank_.rank;
+}
+
 ControlBlock& AgreedOrder::control(uint32_t rank) const {
   return *reinterpret_cast<ControlBlock*>(rank_.heaps[rank]);
 }
@@ -22,14 +30,14 @@ ControlBlock& AgreedOrder::control(uint32_t rank) const {
 void AgreedOrder::RingNodeMates() const {
   for (uint32_t mate = rank_.node_begin(); mate < rank_.node_begin() + rank_.shape.node_size;
        ++mate) {
-    if (mate != rank_.rank) control(mate).doorbell.Ring();
+    if (mate != rank_.rank && rank_.is_active(mate)) control(mate).doorbell.Ring();
   }
 }
 
 Status AgreedOrder::Announce(const OrderEntry& entry) {
   // A slot is reused kOrderLogEntries calls later. No rank can be that far behind: a call ends only
   // when every rank takes part in it, and at most 3 * depth halves can be open.
-  ControlBlock& log = control(rank_.node_begin());
+  ControlBlock& log = control(rank_.leader());
   uint64_t expected = next_;
   // Relaxed: the claim orders nothing, it only picks who writes the entry. Should that process die
   // right here, the monitors see it and fail the group.
@@ -46,16 +54,17 @@ Status AgreedOrder::Announce(const OrderEntry& entry) {
 Status AgreedOrder::SendToLeaders() {
   const uint64_t offset = offsetof(ControlBlock, order) + (next_ & kEntryMask) * sizeof(OrderEntry);
   const Deadline deadline = Deadline::After(rank_.timeout);
-  for (uint32_t node = 1; node < rank_.shape.num_nodes(); ++node) {
-    const std::optional<PackedCommand> packed =
-        TryPack(Command{.op = Op::kWriteSignal,
-                        .dst_rank = node * rank_.shape.node_size,
-                        .length_bytes = sizeof(OrderEntry),
-                        .local_offset = offset,
-                        .remote_offset = offset,
-                        .channel = Channel::kOrder,
-                        .epoch = next_ + 1,
-                        .value = 0});
+  for (uint32_t node = 0; node < rank_.shape.num_nodes(); ++node) {
+    const uint32_t leader = rank_.leader_of(node);
+    if (node == rank_.node() || leader == rank_.shape.num_ranks) continue;
+    const std::optional<PackedCommand> packed = TryPack(Command{.op = Op::kWriteSignal,
+                                                                .dst_rank = leader,
+                                                                .length_bytes = sizeof(OrderEntry),
+                                                                .local_offset = offset,
+                                                                .remote_offset = offset,
+                                                                .channel = Channel::kOrder,
+                                                                .epoch = next_ + 1,
+                                                                .value = 0});
     if (!packed.has_value()) return Internal("an order announcement does not fit a command");
     while (!rank_.ring.TryPush(*packed)) {
       rank_.proxy->Kick();
@@ -72,12 +81,12 @@ Status AgreedOrder::SendToLeaders() {
 }
 
 std::optional<OrderEntry> AgreedOrder::Peek() {
-  const uint32_t leader = rank_.node_begin();
+  const uint32_t leader = rank_.leader();
   ControlBlock& log = control(leader);
   if (comes_by_proxy()) {
     // The proxy counts them in the flag.
     const auto& arrived =
-        rank_.layout.FlagIn(rank_.heaps[rank_.rank], Channel::kOrder, /*source=*/0);
+        rank_.layout.FlagIn(rank_.heaps[rank_.rank], Channel::kOrder, announcer());
     const uint64_t count = arrived.load(std::memory_order_acquire);
     if (count > log.order_count.load(std::memory_order_relaxed)) {
       log.order_count.store(count, std::memory_order_release);

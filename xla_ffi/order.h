@@ -5,7 +5,8 @@
 //
 // The log is in the control block of each node's leader (local rank 0). Rank 0 also sends its
 // entries to the other leaders through the ring (channel kOrder); a leader makes an entry visible
-// to its node-mates when it reads it itself.
+// to its node-mates when it reads it itself. Where a group goes on without some ranks, the first
+// active rank of a node, or of all, stands for its local rank 0, or rank 0.
 #pragma once
 
 #include <atomic>
@@ -21,10 +22,14 @@ class AgreedOrder {
   explicit AgreedOrder(Rank& rank);
 
   // Whether this rank may append to the log.
-  bool can_announce() const { return rank_.shape.num_nodes() == 1 || rank_.rank == 0; }
+  bool can_announce() const { return rank_.shape.num_nodes() == 1 || rank_.rank == announcer(); }
 
   // Whether entries reach this rank's log through its proxy: the leader of a node without rank 0.
-  bool comes_by_proxy() const { return rank_.local_rank() == 0 && rank_.node() != 0; }
+  bool comes_by_proxy() const {
+    return leads_node() && rank_.node() != announcer() / rank_.shape.node_size;
+  }
+
+  bool leads_node() const { return rank_.rank == rank_.leader(); }
 
   // Appends `entry` at this rank's position if nothing is there yet; what stands there afterwards,
   // or will in a moment, is for Peek to say. Blocks (bounded by the rank's timeout) only while the
@@ -37,6 +42,8 @@ class AgreedOrder {
   uint64_t position() const { return next_; }
 
  private:
+  // The first active rank: rank 0 in the terms above.
+  uint32_t announcer() const;
   ControlBlock& control(uint32_t rank) const;
   void RingNodeMates() const;
   Status SendToLeaders();  // the entry at next_

@@ -19,7 +19,8 @@ double Seconds(std::chrono::nanoseconds time) {
 Session::Session(SessionOptions options)
     : options_(std::move(options)),
       failure_(std::make_unique<FailureLatch>()),
-      layout_(HeapLayout::Make(options_.shape)) {}
+      layout_(HeapLayout::Make(options_.shape)),
+      runs_(options_.name, options_.generation) {}
 
 Result<std::unique_ptr<Session>> Session::Create(SessionOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
@@ -55,6 +56,8 @@ Status Session::AllocateMembers() {
     rank->team = options_.IdOf(local.team);
     rank->heaps.assign(shape.num_ranks, nullptr);
     rank->in_process.assign(shape.num_ranks, false);
+    rank->active = options_.active;
+    rank->generation = options_.generation;
     rank->failure = failure_.get();
     rank->timeout = options_.timeout;
     rank->counters = &counters;
@@ -70,7 +73,7 @@ Status Session::AllocateMembers() {
     if (proxy_ != nullptr) {
       std::vector<uint32_t> peers;
       for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-        if (peer / shape.node_size != rank->node()) peers.push_back(peer);
+        if (peer / shape.node_size != rank->node() && rank->is_active(peer)) peers.push_back(peer);
       }
       std::byte* heap = member->heap.bytes().data();
       JAX_EP_ASSIGN_OR_RETURN(
@@ -162,6 +165,7 @@ Status Session::Barrier(std::chrono::nanoseconds limit) {
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+      if (!rank.is_active(peer)) continue;
       const auto& flag = flag_of(member->heap.bytes().data(), peer);
       Activity& activity = member->control_block()->activity;
       const uint64_t begin_ns = MonotonicNs();

@@ -20,6 +20,7 @@
 #include "xla_ffi/lifecycle.h"
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/report.h"
+#include "xla_ffi/run_names.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
 #include "xla_ffi/worker_pool.h"
@@ -66,9 +67,12 @@ class Session {
   bool IsTeamLocal(int64_t device_ordinal) const;
 
   const SessionOptions& options() const { return options_; }
+  RunNames& runs() { return runs_; }
   FailureLatch& failure() { return *failure_; }
   // The first failure, or "". What happens to others while this process leaves is none of its own.
   std::string FailureText() const;
+  // Whose fault it was (FailureLatch::blamed_rank).
+  int64_t blamed_rank() const { return failure_->blamed_rank(); }
   uint64_t heap_bytes() const;  // of this process's ranks together; 0 after Close
   const std::vector<std::pair<LocalRank, std::unique_ptr<RankCounters>>>& counters() const {
     return counters_;
@@ -116,6 +120,7 @@ class Session {
   std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   std::atomic<uint64_t> barrier_epoch_{0};
   bool started_ = false;
+  RunNames runs_;
   PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;

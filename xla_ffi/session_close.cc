@@ -95,7 +95,7 @@ Status Session::SayGoodbye(Departure departure) {
     }
     // The barrier's signal comes behind it.
     for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] != nullptr) continue;
+      if (rank.heaps[peer] != nullptr || !rank.is_active(peer)) continue;
       const uint64_t offset = layout_.farewell_offset(rank.rank);
       JAX_EP_RETURN_IF_ERROR(Push(rank,
                                   Command{.op = Op::kWrite,

@@ -38,6 +38,7 @@ Status Session::ConnectMember(Member& member, const PeerRecords& records) {
   Rank& rank = *member.rank;
   const Deadline deadline = Deadline::After(options_.timeout);
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    if (!rank.is_active(peer)) continue;
     const auto name = [&] { return options_.NameOf(member.id.team, peer); };
     const bool is_mate = peer / shape.node_size == rank.node();
     const bool is_local = process_of(member.id.team, peer) == options_.process_index;

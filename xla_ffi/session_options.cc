@@ -19,6 +19,27 @@ std::string Gibibytes(uint64_t num_bytes) {
   return text;
 }
 
+Status CheckActive(const SessionOptions& options) {
+  const std::vector<uint8_t>& active = options.active;
+  if (active.empty()) return Status::Ok();
+  const GroupShape& shape = options.shape;
+  const auto bad = [&](const std::string& what) {
+    return InvalidArgument("group " + options.name + ": got a mask of active ranks " + what);
+  };
+  if (options.team_processes.size() != 1) return bad("for several teams, expected one team");
+  if (active.size() != shape.num_ranks) return bad("that is not of length N");
+  for (const LocalRank& local : options.local_ranks) {
+    if (active[local.rank] == 0) return bad("without this process's " + options.NameOf(local));
+  }
+  if (shape.num_nodes() == 1 || !shape.has_ht) return Status::Ok();
+  for (uint32_t rank = 0; rank < shape.num_ranks; ++rank) {
+    const uint32_t first = rank / shape.node_size * shape.node_size;
+    if (active[rank] == active[first]) continue;
+    return bad("with a part of a node, expected whole nodes, as rows of mode ht travel by rails");
+  }
+  return Status::Ok();
+}
+
 }  // namespace
 
 Status CheckOptions(const SessionOptions& options) {
@@ -35,7 +56,7 @@ Status CheckOptions(const SessionOptions& options) {
       return InvalidArgument("group " + options.name + ": rank table and shape disagree");
     }
   }
-  return Status::Ok();
+  return CheckActive(options);
 }
 
 Result<GroupShape> ShapeOfCall(const SessionOptions& options, const char* operation,

@@ -36,6 +36,11 @@ struct SessionOptions {
   std::vector<LocalRank> local_ranks;
   // (team, rank) of every rank on this host, in any process, ascending.
   std::vector<std::pair<uint32_t, uint32_t>> host_ranks;
+  // By rank: 0 for those that the group goes on without (Rank::active); of a group of one team. A
+  // node that other nodes send rows of mode ht to has all of its ranks or none. Empty: not elastic.
+  std::vector<uint8_t> active = {};
+  // How often the ranks of the group have agreed on who takes part: 0 for create_group.
+  uint32_t generation = 0;
   uint32_t process_index = 0;
   std::string transport;  // "none" (one node), or a name of proxy/transport/registry.h
   std::chrono::nanoseconds timeout{};

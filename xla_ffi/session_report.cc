@@ -16,10 +16,10 @@ TeamView Session::ViewTeam(uint32_t team) const {
   TeamView view{.id = options_.IdOf(team), .node_size = options_.shape.node_size, .ranks = {}};
   for (uint32_t rank = 0; rank < options_.shape.num_ranks; ++rank) {
     RankView& seen = view.ranks.emplace_back();
-    const uint32_t leader = rank / options_.shape.node_size * options_.shape.node_size;
     for (const auto& member : members_) {
       if (member->id.team != team || member->executor == nullptr) continue;
-      std::byte* const heap = member->executor->rank().heaps[rank];
+      const Rank& viewer = member->executor->rank();
+      std::byte* const heap = viewer.heaps[rank];
       if (heap == nullptr) continue;
       const auto flag = [&](Channel channel, uint32_t source) -> uint64_t {
         if (source >= options_.shape.num_ranks) return 0;
@@ -27,7 +27,7 @@ TeamView Session::ViewTeam(uint32_t team) const {
       };
       seen = ViewOf(*reinterpret_cast<const ControlBlock*>(heap), flag);
       const auto* const order =
-          reinterpret_cast<const ControlBlock*>(member->executor->rank().heaps[leader]);
+          reinterpret_cast<const ControlBlock*>(viewer.heaps[viewer.leader()]);
       seen.next_is_announced = order->order_count.load(std::memory_order_acquire) > seen.num_calls;
       for (const MonitorOptions::Peer& peer : member->watched) {
         if (peer.rank == rank) seen.pid = peer.pid;
@@ -109,7 +109,7 @@ void Session::ReportStalls() {
     const uint64_t waited = WaitedNs(view, now_ns);
     if (waited < limit) continue;
     const Rank& rank = member->executor->rank();
-    auto* const first = reinterpret_cast<ControlBlock*>(rank.heaps[rank.node_begin()]);
+    auto* const first = reinterpret_cast<ControlBlock*>(rank.heaps[rank.leader()]);
     if (!page_claims_.Claim(waited, now_ns, first->reported_ns)) continue;
     LogWarning(std::string(kStallWarning) + Report());
     return;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal, overload
 
 import jax
@@ -16,6 +17,7 @@ from jax_ep._ops import (
     ffi,
     operands,
     placing,
+    reachable,
     records,
     results,
     sharding,
@@ -32,6 +34,7 @@ def plan(
     mode: Mode | None = None,
     layout: Layout | None = None,
     placement: Placement | None = None,
+    active: jax.Array | None = None,
 ) -> Plan:
     """Plans where every (token, k) pair goes; reusable for any number of payloads.
 
@@ -42,6 +45,10 @@ def plan(
         layout: "expert_major" (default), "expert_batched" or "rank_major".
         placement: in which slots the experts are, equal on all ranks (docs/placement.md). None:
             expert e in slot e, on rank e // E_l.
+        active: integers [N], uniform over the group: what `Group.agree` returned. Pairs whose
+            expert lives on a rank of 0 are left out and counted (`Plan.num_unreachable`). An array,
+            so another mask compiles nothing. With a placement only pairs of experts without
+            a slot on an active rank are; others go to such slots. None: all ranks take part.
 
     Returns:
         A `Plan`.
@@ -54,10 +61,16 @@ def plan(
         >>> recv = jax_ep.dispatch(group, x, plan=plan)
     """
     sharding.check_call(group, "plan")
+    num_unreachable = None
+    if active is not None:
+        topk_idx, _, num_unreachable, placement = reachable.leave_out(
+            group, "plan", topk_idx, None, active, placement
+        )
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
     (slots,) = operands.vary(call, placing.place(call, "plan", ids, placement))
-    return results.as_plan(call, vjp.plan(call, slots))
+    made = results.as_plan(call, vjp.plan(call, slots))
+    return dataclasses.replace(made, num_unreachable=num_unreachable)
 
 
 def dispatch(
@@ -71,6 +84,8 @@ def dispatch(
     layout: Layout | None = None,
     pad: Pad = "zero",
     placement: Placement | None = None,
+    active: jax.Array | None = None,
+    renormalize: bool = False,
 ) -> Received:
     """Sends every token to the ranks of its experts.
 
@@ -84,6 +99,9 @@ def dispatch(
         layout: "expert_major" (default), "expert_batched" or "rank_major".
         pad: "zero", or "undefined" to skip zeroing unused rows (inference).
         placement: with topk_idx: in which slots the experts are, as in `plan`.
+        active: as in `plan`; not with a plan, which was made with one.
+        renormalize: with active: scale a token's weights so that those of its pairs which can be
+            reached have the sum that all of them had (0 if there are none).
 
     Returns:
         A `Received`.
@@ -96,6 +114,19 @@ def dispatch(
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv)
     """
+    num_unreachable = None if plan is None else plan.num_unreachable
+    if active is not None and plan is not None:
+        raise operands.fail(
+            "dispatch", "active", "with a plan", "one of them", "plan(..., active=active)"
+        )
+    if renormalize and active is None:
+        raise operands.fail(
+            "dispatch", "renormalize=True", "without active", "active", "pass it, or leave it out"
+        )
+    if active is not None:
+        topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
+            group, "dispatch", topk_idx, topk_weights, active, placement, renormalize=renormalize
+        )
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad, placement
     )
@@ -108,7 +139,11 @@ def dispatch(
     else:
         arrays = vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    return results.make_received(call, arrays, recv_x, recv_weights)
+    made = results.make_received(call, arrays, recv_x, recv_weights)
+    if num_unreachable is None:
+        return made
+    counted = dataclasses.replace(made.plan, num_unreachable=num_unreachable)
+    return dataclasses.replace(made, plan=counted)
 
 
 @overload

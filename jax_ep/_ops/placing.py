@@ -61,13 +61,14 @@ def checked(group: Group, operation: str, placement: Any) -> Placement:
 
     With JAX_EP_DEBUG it is there only once it is certain that all ranks have the same.
     """
-    _check_types(group, operation, placement)
+    check_types(group, operation, placement)
     placement = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.int32), placement)
     call = Call(group, "ht", "expert_major", 1)
     return _refuse_differing(call, placement) if invalid_ids.may_look(call) else placement
 
 
-def _check_types(group: Group, operation: str, placement: Any) -> None:
+def check_types(group: Group, operation: str, placement: Any) -> None:
+    """Raises unless it has the types and shapes of a placement for layers of `group`."""
     if not isinstance(placement, Placement):
         raise ValueError(
             f"jax_ep.{operation}: got placement of type {type(placement).__name__}, expected a "

@@ -9,12 +9,13 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from jax_ep import _env, _jax_compat
 from jax_ep._runtime import records, seal
+from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.store import Store
 
 PROTOCOL_VERSION = 3
@@ -22,7 +23,15 @@ _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are no
 
 
 class BootstrapError(RuntimeError):
-    """create_group could not agree with the other processes."""
+    """create_group could not agree with the other processes.
+
+    `process` is the one that did not come or is gone, if that was the reason.
+    """
+
+    def __init__(self, text: str, process: int | None = None):
+        """Args: what it says, and of which process."""
+        super().__init__(text)
+        self.process = process
 
 
 def host_id() -> str:
@@ -80,6 +89,8 @@ class Exchange:
     all have left, and in the first round that of the call before.
     """
 
+    _store: Any
+
     def __init__(self, devices: Iterable[Any], me: int):
         """Args: the devices of the mesh (JAX's objects), this process's index.
 
@@ -90,18 +101,11 @@ class Exchange:
         devices = list(devices)
         names = sorted(f"{device.platform}:{device.id}" for device in devices)
         key = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
-        self.label = "jax_ep.create_group"
-        self.timeout_s = 0.0  # both known once the arguments are checked
-        self.me = me
-        self.processes = sorted({int(device.process_index) for device in devices})
-        self.alone = len(self.processes) == 1
-        self.number = _calls.next(key, me)  # of this call on these devices, from 1
-        self._call = f"jax_ep/{key}.{self.number}"
-        self._left = f"jax_ep/{key}.{self.number - 1}"  # the folder that all have left
-        self._round = 0
-        self._pids: dict[int, int] = {}
-        self._secret = b""
-        self._store: Any = None
+        number = _calls.next(key, me)  # of this call on these devices, from 1
+        self._begin(
+            {int(device.process_index) for device in devices}, me, number, f"jax_ep/{key}.{number}"
+        )
+        self._left = f"jax_ep/{key}.{number - 1}"
         if self.alone:
             return
         client = _jax_compat.distributed_client()
@@ -116,6 +120,42 @@ class Exchange:
         except ValueError as error:
             self.fail(error)
             raise
+
+    @classmethod
+    def among(
+        cls, processes: Iterable[int], me: int, store: GroupStore | None, name: str, label: str
+    ) -> Exchange:
+        """Of those processes of a group alone; `name` is new in its `store` (None: only this)."""
+        exchange = cls.__new__(cls)
+        exchange._begin(processes, me, 0, "" if store is None else f"{store.prefix}/{name}")
+        exchange.label = label
+        exchange.alone |= store is None
+        if store is not None:
+            exchange._store = store.store
+            exchange._secret = store.secret
+        return exchange
+
+    def _begin(self, processes: Iterable[int], me: int, number: int, call: str) -> None:
+        self.label = "jax_ep.create_group"
+        self.timeout_s = 0.0  # both known once the arguments are checked
+        self.me = me
+        self.processes = sorted(processes)
+        self.alone = len(self.processes) == 1
+        self.number = number
+        self._call = call
+        self._left = f"{call}/before"  # the folder that all have left: none yet
+        self._round = 0
+        self._pids: dict[int, int] = {}
+        self._is_silent: Callable[[int], bool] = lambda _: False
+        self._secret = b""
+        self._store = None
+
+    def group_store(self) -> GroupStore | None:
+        """For what the group keeps beyond this call; None if this process is alone."""
+        if self.alone:
+            return None
+        # Not in the folder of this call, which the next one on these devices removes.
+        return GroupStore(self._store, self._call.replace("/", "/kept/", 1), self._secret)
 
     def share(self, stage: str, record: dict[str, Any], blob: bytes = b"") -> dict[int, Any]:
         """Publishes (record, blob), and returns {process: (record, blob)} of all.
@@ -143,6 +183,10 @@ class Exchange:
     def watch(self, pids: dict[int, int]) -> None:
         """From now on a process of this host that is gone ends every wait: {process: pid}."""
         self._pids = dict(pids)
+
+    def listen(self, is_silent: Callable[[int], bool]) -> None:
+        """From now on a process of which that is true ends every wait."""
+        self._is_silent = is_silent
 
     @property
     def pids(self) -> dict[int, int]:
@@ -200,15 +244,12 @@ class Exchange:
         place = self._place(self._round, "outcome")
         while True:
             # Looked up first: who ends after the outcome is there is no concern of this round.
-            gone = [process for process, pid in self._pids.items() if _is_gone(pid)]
+            lost = self._find_lost(stage)
             outcome = self._store.wait(place, min(_POLL_S, deadline - time.monotonic()))
             if outcome is not None:
                 return bytes(outcome)
-            if gone:
-                raise BootstrapError(
-                    f"{self.label}: process {gone[0]} (pid {self._pids[gone[0]]}) is gone; it "
-                    f"ended in or before stage {stage!r} of create_group"
-                )
+            if lost is not None:
+                raise lost
             if time.monotonic() >= deadline:
                 break
         missing = self._publish_all()
@@ -216,9 +257,27 @@ class Exchange:
             raise BootstrapError(
                 f"{self.label}: {_named(missing)} did not reach stage {stage!r} of create_group "
                 f"within {self.timeout_s:g} s (call {self.number} on these devices); every process "
-                "of the mesh must call create_group, with the same arguments and in the same order"
+                "of the mesh must call create_group, with the same arguments and in the same order",
+                process=missing[0],
             )
         return self._read(stage, "outcome")
+
+    def _find_lost(self, stage: str) -> BootstrapError | None:
+        """The error that a process is gone or silent, if one is."""
+        for process, pid in self._pids.items():
+            if is_gone(pid):
+                return BootstrapError(
+                    f"{self.label}: process {process} (pid {pid}) is gone; it ended in or before "
+                    f"stage {stage!r} of create_group",
+                    process=process,
+                )
+        for process in self.processes:
+            if self._is_silent(process):
+                return BootstrapError(
+                    f"{self.label}: process {process} fell silent before stage {stage!r}",
+                    process=process,
+                )
+        return None
 
     def _read(self, stage: str, name: str) -> bytes:
         """What is in the store already; with many processes at once it takes its time to come."""
@@ -264,7 +323,7 @@ def _named(processes: Collection[int]) -> str:
     return f"processes {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
     """Whether the process has ended, reaped by its parent or not."""
     try:
         os.kill(pid, 0)

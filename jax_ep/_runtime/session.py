@@ -14,6 +14,7 @@ from typing import Any
 from jax_ep import _config
 from jax_ep._group import Group, Health, closed_message
 from jax_ep._runtime.drain import Drain
+from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
 from jax_ep._runtime.topology import Layout
 
 # In the order of their creation, which is the same on all processes: at exit each waits for the
@@ -25,9 +26,19 @@ _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
 class NativeSession:
     """The native side of one allocated Group in this process."""
 
-    def __init__(self, session: Any, name: str, group: Group, layout: Layout, transport: str):
-        """Wraps a started `_core.Session` of that name."""
+    def __init__(
+        self,
+        session: Any,
+        name: str,
+        group: Group,
+        layout: Layout,
+        transport: str,
+        elastic: Elastic | None = None,
+    ):
+        """Wraps a started `_core.Session` of that name; `elastic` is for groups that are."""
         self._session = session
+        self._elastic = elastic
+        self._left_out = ""  # why this process takes part no more
         self.name = name
         self._pid = os.getpid()
         self._closed = False
@@ -66,6 +77,8 @@ class NativeSession:
                 self._closed = True
                 self._drain_or_abort()
             self._session.close(program_ended)
+            if self._elastic is not None:
+                self._elastic.close()
             _open_sessions.pop(self, None)
 
     def _drain_or_abort(self) -> None:
@@ -93,6 +106,73 @@ class NativeSession:
 
         self._drain.run(give_up)
 
+    @property
+    def active(self) -> Any:
+        """As `Group.active`."""
+        return None if self._elastic is None else self._elastic.active.copy()
+
+    def agree(self, timeout_s: float | None) -> Any:
+        """As `Group.agree`; None if the group is not elastic."""
+        if self._elastic is None:
+            return None
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        with self._close_lock:
+            if self.closed or self._left_out:
+                raise RuntimeError(self._trouble())
+            self._await_executions(deadline)
+            failure = str(self._session.failure_text())
+            end = threading.Thread(target=self._end_session, name="jax_ep-agree")
+            if failure:  # nobody needs it any more, and a proxy may take seconds to stop
+                end.start()
+
+            def end_session() -> None:
+                if not failure and not end.ident:
+                    end.start()
+                end.join()
+
+            try:
+                lost = losses(failure, int(self._session.blamed_rank()))
+                self._session = self._elastic.agree(deadline, lost, end_session)
+            except LeftOutError as error:
+                end_session()
+                self._left_out = str(error)
+                raise
+            finally:
+                if end.ident:
+                    end.join()
+            return self.active
+
+    def readmit(self, rank: int, timeout_s: float | None) -> None:
+        """As `Group.readmit`."""
+        assert self._elastic is not None
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._elastic.readmit(rank, time.monotonic() + limit_s)
+
+    def _end_session(self) -> None:
+        self._session.abort(f"group {self.name}: its processes agree anew on who takes part")
+
+    def _await_executions(self, deadline: float) -> None:
+        """Until all that was enqueued has ended, which a failed group lets it do at once."""
+        has_ended = False
+
+        def run() -> None:
+            nonlocal has_ended
+            for device in self._devices:
+                with contextlib.suppress(Exception):  # a failed execution is the caller's to see
+                    device.synchronize_all_activity()
+            has_ended = self._drain is None or self._drain.run(lambda: time.monotonic() > deadline)
+
+        # A native collective over a process that is gone never ends, nor who waits for it.
+        waiter = threading.Thread(target=run, name="jax_ep-drain", daemon=True)
+        waiter.start()
+        waiter.join(max(0.0, deadline - time.monotonic()))
+        if not has_ended:
+            raise TimeoutError(
+                f"group {self.name}: agree: executions of this process did not end in time; "
+                "collectives of XLA over a process that is gone never do"
+            )
+
     def release(self) -> None:
         """After close, at exit: lets go of the native object, which may outlive its module.
 
@@ -109,7 +189,7 @@ class NativeSession:
 
     def _trouble(self) -> str:
         """The first failure, else that it is closed, else nothing."""
-        failure = str(self._session.failure_text())
+        failure = self._left_out or str(self._session.failure_text())
         return failure or (closed_message(self.name) if self._closed else "")
 
     def health(self) -> Health:

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
+import time
 from typing import Any
 
-from jax_ep import _config, _env, _extension, _mesh
+from jax_ep import _extension, _mesh
 from jax_ep._group import Group
 from jax_ep._runtime import bootstrap, cpu, gpu, topology
+from jax_ep._runtime.agreement import Member
+from jax_ep._runtime.blueprint import Blueprint
+from jax_ep._runtime.elastic import Elastic
+from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.session import NativeSession, close_at_exit
 
 _BRIEF = 256  # characters of a text in a greeting
@@ -32,59 +38,97 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     name = f"{group._label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
-    greetings = _greet(group, exchange)
-    host = greetings[exchange.me]["host"]
+    if group.config.elastic and (store := exchange.group_store()) is not None:
+        record = store.get("group")
+        if record is not None:
+            return _start_again(group, exchange, store, record)
+    hello = _hello(group)
+    greetings = _greet(group, exchange, hello)
+    hosts = {process: record["host"] for process, record in greetings.items()}
     teams = _mesh.teams(group.mesh, group.axes)
-    hosts = [[greetings[device.process_index]["host"] for device in team] for team in teams]
-    node_size = topology.choose_node_size(group, hosts)
+    team_hosts = [[hosts[device.process_index] for device in team] for team in teams]
+    node_size = topology.choose_node_size(group, team_hosts)
     layout = topology.layout_of(group, exchange.me, node_size)
     available = {name: (ok, reason) for name, ok, reason in core.transports()}
     transport = topology.choose_transport(
         group,
         num_nodes=group.num_ranks // node_size,
         one_process=exchange.alone,
-        one_host=len({host for team in hosts for host in team}) == 1,
+        one_host=len({host for team in team_hosts for host in team}) == 1,
         available=available,
     )
     on_gpu = group.platform != "cpu"
-    options = core.SessionOptions(
-        session_id=group.session_id,
-        name=name,
-        shape=core.GroupShape(
-            **_config.shape_arguments(
-                group.config, group.num_ranks, node_size, group.partials == "float32"
-            )
-        ),
-        team_processes=layout.team_processes,
-        local_ranks=layout.local_ranks,
-        host_ranks=[
-            (t, r)
-            for t, team in enumerate(hosts)
-            for r, host_of_rank in enumerate(team)
-            if host_of_rank == host
-        ],
-        process_index=exchange.me,
-        transport=transport,
-        timeout_s=group.config.timeout_s,
-        peer_timeout_s=_config.peer_timeout_s(group.config),
-        threads_per_rank=1 if on_gpu else cpu.threads_per_rank(greetings, host, teams),
-        huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
-        debug=_env.flag("JAX_EP_DEBUG") is True,
-    )
+    threads = 1 if on_gpu else cpu.threads_per_rank(greetings, hosts[exchange.me], teams)
+    blueprint = Blueprint(name, layout, hosts, transport, threads)
+    elastic = None
+    if group.config.elastic:
+        elastic = Elastic(exchange.group_store(), group, exchange.me, blueprint, hello["life"])
+    options = blueprint.options(group, exchange.me, None if elastic is None else elastic.active)
     if on_gpu:
         session = gpu.start(options, exchange, layout.devices, layout.mates)
     else:
         session = cpu.start(core.Session(options), exchange)
     try:
-        return NativeSession(session, name, group, layout, transport)
+        if elastic is not None:
+            members = {
+                p: Member(said["life"], said["pid"], said["host"]) for p, said in greetings.items()
+            }
+            kept = {name: hello[name] for name in _ALIKE}
+            elastic.begin(
+                members,
+                {
+                    "alike": kept,
+                    "number": group.number.value,
+                    "hosts": hosts,
+                    "node_size": node_size,
+                    "transport": transport,
+                    "threads": threads,
+                },
+            )
+        return NativeSession(session, name, group, layout, transport, elastic)
     except BaseException as error:
         session.abort(f"process {exchange.me} failed in create_group: {error!r}")
+        if elastic is not None:
+            elastic.close()
         raise
 
 
-def _greet(group: Group, exchange: bootstrap.Exchange) -> dict[int, Any]:
-    """Tells the others what this process calls create_group with; what each process says."""
-    hello = {
+def _start_again(
+    group: Group, exchange: bootstrap.Exchange, store: GroupStore, record: dict[str, Any]
+) -> NativeSession:
+    """For a process that was started again: the others have this group, and are to admit it.
+
+    Raises:
+        ValueError: it does not call create_group as they did, or is on another host than before.
+        TimeoutError: they did not admit it within timeout_s.
+    """
+    hello = _hello(group)
+    me = exchange.me
+    _check_alike(exchange.label, hello, record["alike"], "the group was created")
+    hosts = {int(process): host for process, host in record["hosts"].items()}
+    if hosts[me] != hello["host"] and (record["node_size"] > 1 or record["transport"] == "shm"):
+        raise ValueError(
+            f"{exchange.label}: process {me} was started again on another host, where it does not "
+            "share memory with its node-mates; start it on the one that it was on"
+        )
+    hosts[me] = hello["host"]
+    group.number.agree(record["number"])
+    layout = topology.layout_of(group, me, record["node_size"])
+    blueprint = Blueprint(
+        exchange.label.removeprefix("group "), layout, hosts, record["transport"], record["threads"]
+    )
+    elastic = Elastic(store, group, me, blueprint, hello["life"])
+    session = elastic.join(time.monotonic() + group.config.timeout_s)
+    return NativeSession(session, blueprint.name, group, layout, blueprint.transport, elastic)
+
+
+# What all processes call create_group with alike.
+_ALIKE = ("version", "mesh", "devices", "axis", "config")
+
+
+def _hello(group: Group) -> dict[str, Any]:
+    """What this process tells the others of itself and its call."""
+    return {
         "version": bootstrap.PROTOCOL_VERSION,
         "mesh": repr(list(group.mesh.shape.items())),
         "devices": _brief(repr([device.id for device in group.mesh.devices.flat])),
@@ -94,9 +138,16 @@ def _greet(group: Group, exchange: bootstrap.Exchange) -> dict[int, Any]:
         "host": bootstrap.host_id(),
         "pid": os.getpid(),
         "cpus": cpu.ranges(os.sched_getaffinity(0)),
+        "life": secrets.token_hex(8),
     }
+
+
+def _greet(group: Group, exchange: bootstrap.Exchange, hello: dict[str, Any]) -> dict[int, Any]:
+    """Tells the others `hello`; what each process says."""
     greetings = {process: record for process, (record, _) in exchange.share("hello", hello).items()}
-    _check_greetings(exchange.label, greetings, exchange.me)
+    for process, record in greetings.items():
+        caller = f"process {process} called create_group"
+        _check_alike(exchange.label, greetings[exchange.me], record, caller, exchange.me)
     group.number.agree(max(record["number"] for record in greetings.values()))
     exchange.watch(
         {p: record["pid"] for p, record in greetings.items() if record["host"] == hello["host"]}
@@ -111,14 +162,12 @@ def _brief(text: str) -> str:
     return f"{text[:_BRIEF]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]})"
 
 
-def _check_greetings(label: str, greetings: dict[int, Any], me: int) -> None:
-    """Raises ValueError unless all processes have called create_group alike."""
-    own = greetings[me]
-    for process, record in greetings.items():
-        for field in ("version", "mesh", "devices", "axis", "config"):
-            if record.get(field) != own[field]:
-                raise ValueError(
-                    f"{label}: process {process} called create_group with {field} "
-                    f"{record.get(field)}, this process ({me}) with {own[field]}; all processes "
-                    "must pass the same"
-                )
+def _check_alike(label: str, own: Any, other: Any, caller: str, me: int | None = None) -> None:
+    """Raises ValueError unless `caller`, who said `other`, called create_group as this process."""
+    this = "this process" if me is None else f"this process ({me})"
+    for field in _ALIKE:
+        if other.get(field) != own[field]:
+            raise ValueError(
+                f"{label}: {caller} with {field} {other.get(field)}, {this} with {own[field]}; all "
+                "processes must pass the same"
+            )

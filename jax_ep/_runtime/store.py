@@ -1,4 +1,4 @@
-"""The key-value store of jax.distributed, as far as the bootstrap needs it."""
+"""The key-value store of jax.distributed, as far as groups need it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Store:
-    """Keys are paths, values bytes. A key is written once, and no call waits longer than told.
+    """Keys are paths, values bytes. No call waits longer than told.
 
     Every method is one request (tests/jax_ep/test_bootstrap.py counts them), and raises what the
     client raises when the service cannot be reached.
@@ -24,6 +24,20 @@ class Store:
                 return False
             raise
         return True
+
+    def overwrite(self, key: str, value: bytes) -> None:
+        """Stores `value`, whatever the key has."""
+        self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str) -> bytes | None:
+        """The value of `key`; None: it is not there."""
+        try:
+            value: bytes = self._client.key_value_try_get_bytes(key)
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise
+        return value
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         """The value of `key` once it is there; None: not within `seconds`."""
@@ -47,5 +61,5 @@ class Store:
         return {key[len(path) + 1 :]: value for key, value in found}
 
     def remove(self, path: str) -> None:
-        """Removes everything under `path`/."""
+        """Removes the key, or everything under `path`/."""
         self._client.key_value_delete(path)

@@ -98,7 +98,7 @@ Status HtCombine::StagePartials(const Round& round) {
       shape_.num_ranks * static_cast<uint64_t>(num_tokens) * pitch_.rank_pitch >= kStreamFromBytes;
   for (uint32_t step = 0; step < shape_.num_ranks; ++step) {
     const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
-    if (!IsStagedFor(source)) continue;
+    if (!op_.is_active(source) || !IsStagedFor(source)) continue;
     JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
     auto* presence = HeapAt<uint8_t>(op_.own_heap(), StageOf(source));
     std::byte* rows = op_.own_heap() + StageRowsOf(source);
@@ -222,7 +222,8 @@ Status HtCombine::SendRound(const Round& round) {
   JAX_EP_RETURN_IF_ERROR(op_.WaitMates(Channel::kReduce, round.signal));
   for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
     const uint32_t node = (rank_.node() + step) % shape_.num_nodes();
-    JAX_EP_RETURN_IF_ERROR(SendNodePartials(round, node * shape_.node_size + rank_.local_rank()));
+    const uint32_t owner = node * shape_.node_size + rank_.local_rank();
+    if (op_.is_active(owner)) JAX_EP_RETURN_IF_ERROR(SendNodePartials(round, owner));
   }
   return Status::Ok();
 }
@@ -249,6 +250,7 @@ Status HtCombine::Locate(const Round& round, std::vector<Contribution>& contribu
   for (uint32_t peer = 0; peer < shape_.num_ranks; ++peer) {
     Contribution& from = contributions[peer];
     from.first_token = first_token;
+    if (!op_.is_active(peer)) continue;
     if (!op_.is_mate(peer)) {
       const uint32_t node = peer / shape_.node_size;
       from.kind = Term::Kind::kNodePartial;

@@ -190,7 +190,9 @@ Status HtDispatch::SendRound(const Round& round) {
   }
   JAX_EP_RETURN_IF_ERROR(op_.SignalMates(Channel::kDispatch, round.signal));
   for (uint32_t step = 1; step < shape_.num_nodes(); ++step) {
-    JAX_EP_RETURN_IF_ERROR(SendToNode(round, (rank_.node() + step) % shape_.num_nodes()));
+    const uint32_t node = (rank_.node() + step) % shape_.num_nodes();
+    if (!op_.is_active(node * shape_.node_size + rank_.local_rank())) continue;
+    JAX_EP_RETURN_IF_ERROR(SendToNode(round, node));
   }
   return Status::Ok();
 }
@@ -318,7 +320,9 @@ Status HtDispatch::ReceiveRound(const Round& round, const RowUnpacker& unpacker)
   std::vector<uint32_t> pending;
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
     const uint32_t source = (rank_.rank + step) % shape_.num_ranks;
-    if (round.is_first || !op_.is_mate(source)) pending.push_back(source);
+    if (op_.is_active(source) && (round.is_first || !op_.is_mate(source))) {
+      pending.push_back(source);
+    }
   }
   while (!pending.empty()) {
     auto next = pending.begin();

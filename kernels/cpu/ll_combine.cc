@@ -147,7 +147,7 @@ Status LlCombine::SendRound(const Round& round) {
   for (const bool wants_mates : {false, true}) {
     for (uint32_t step = 0; step < shape_.num_ranks; ++step) {
       const uint32_t owner = (rank_.rank + step) % shape_.num_ranks;
-      if (op_.is_mate(owner) != wants_mates) continue;
+      if (!op_.is_active(owner) || op_.is_mate(owner) != wants_mates) continue;
       JAX_EP_RETURN_IF_ERROR(SendTo(round, pitch, owner));
     }
   }

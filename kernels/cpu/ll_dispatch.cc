@@ -150,7 +150,7 @@ Status LlDispatch::SendToRemotes(const Round& round) {
   std::vector<bool> is_staged(num_tokens_, false);
   for (uint32_t step = 1; step < shape_.num_ranks; ++step) {
     const uint32_t peer = (rank_.rank + step) % shape_.num_ranks;
-    if (op_.is_mate(peer)) continue;
+    if (op_.is_mate(peer) || !op_.is_active(peer)) continue;
     Command command{};
     command.op = Op::kWrite;
     command.dst_rank = peer;
@@ -217,7 +217,7 @@ Status LlDispatch::Send(uint64_t* epoch) {
   }
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
   *epoch = op_.epoch();
-  if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op_, plan_->topk_idx));
+  if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(CheckIds(op_, plan_->topk_idx));
   if (is_split_) {
     if (keeps_inputs_) Keep(rank_.ll_dispatch_sets[slot.set]);
     return Status::Ok();
@@ -246,6 +246,7 @@ Status LlDispatch::SendRound(const Round& round) {
   const TracePhase phase(rank_.trace, "write rows");
   for (uint32_t step = 0; step < shape_.node_size; ++step) {
     const uint32_t mate = rank_.node_begin() + (rank_.local_rank() + step) % shape_.node_size;
+    if (!op_.is_active(mate)) continue;
     std::byte* block = op_.heap(mate) + layout_.ll_disp.At(set_, rank_.rank);
     if (round.is_first) WriteMeta(block);
     ForTokensOf(round, mate, [&](uint64_t token) {
@@ -260,6 +261,7 @@ Status LlDispatch::SendRound(const Round& round) {
 
 Status LlDispatch::CheckHeaders() {
   for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+    if (!op_.is_active(source)) continue;
     const auto* header = HeapAt<RoutedHeader>(op_.own_heap(), layout_.ll_disp.At(set_, source));
     if (static_cast<uint64_t>(header->num_tokens) == num_tokens_) continue;
     return op_.Fail(FailedPrecondition(
@@ -286,8 +288,9 @@ void LlDispatch::MakePlan() {
   for (uint32_t source = 0; source < num_ranks; ++source) {
     int32_t* counts = rank_.scratch.data() + source * ints_per_source;
     int32_t* codes = counts + shape_.num_experts;
+    const uint64_t num_ids = op_.is_active(source) ? cells : 0;
     const LocalDrops drops =
-        SortPairs(shape_, plan_->layout, {IdsOf(source), cells}, counts, codes);
+        SortPairs(shape_, plan_->layout, {IdsOf(source), num_ids}, counts, codes);
     sources[source] = {.counts = counts,
                        .codes = codes + SegmentStarts(shape_, counts)[rank_.rank],
                        .num_locally_dropped = drops.num_dropped};
@@ -354,6 +357,7 @@ Status LlDispatch::ReceiveRound(const Round& round, const DispatchParams& params
     const RowUnpacker unpacker(shape_, params, *index_);
     if (round.is_first) unpacker.ZeroPadding(rank_.parallel_for);
     for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
+      if (!op_.is_active(source)) continue;
       std::byte* block = op_.own_heap() + layout_.ll_disp.At(set_, source);
       const auto* weights = HeapAt<float>(block, weights_offset());
       rank_.parallel_for(round.end - round.begin, [&](int64_t begin, int64_t end) {

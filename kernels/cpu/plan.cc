@@ -38,7 +38,7 @@ Status SendRouting(Operation& op, uint32_t set) {
   const auto* counts = HeapAt<int32_t>(op.own_heap(), block + sizeof(PlanHeader));
   const std::vector<uint64_t> starts = SegmentStarts(shape, counts);
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-    if (op.is_mate(peer)) continue;
+    if (op.is_mate(peer) || !op.is_active(peer)) continue;
     uint64_t num_codes = 0;
     for (uint32_t e = 0; e < shape.experts_per_rank(); ++e) {
       num_codes += static_cast<uint64_t>(counts[peer * shape.experts_per_rank() + e]);
@@ -108,7 +108,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   if (const std::string wrong = CheckPlanParams(shape, params); !wrong.empty()) {
     return op.Invalid(wrong);
   }
-  JAX_EP_RETURN_IF_ERROR(RefuseInvalidIds(op, params.topk_idx));
+  JAX_EP_RETURN_IF_ERROR(CheckIds(op, params.topk_idx));
   const auto set = static_cast<uint32_t>(op.epoch() % shape.depth);
   if (op.epoch() > shape.depth) {
     JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlanDone, op.epoch() - shape.depth));
@@ -125,8 +125,10 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
 
   JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlan, op.epoch()));
   const TracePhase phase(rank.trace, "assign rows");
-  std::vector<SourceRouting> sources(shape.num_ranks);
+  const std::vector<int32_t> no_pairs(shape.num_experts, 0);
+  std::vector<SourceRouting> sources(shape.num_ranks, {.counts = no_pairs.data()});
   for (uint32_t source = 0; source < shape.num_ranks; ++source) {
+    if (!op.is_active(source)) continue;
     JAX_EP_ASSIGN_OR_RETURN(sources[source], RoutingOf(op, params, set, source));
   }
   BuildPlan(shape, rank.rank, params, sources, codes);

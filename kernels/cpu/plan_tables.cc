@@ -69,7 +69,36 @@ LocalDrops SortPairs(const GroupShape& shape, Layout layout, std::span<const int
   return drops;
 }
 
-Status RefuseInvalidIds(Operation& op, std::span<const int32_t> topk_idx) {
+namespace {
+
+// Where masks differ and no pair is concerned, nothing differs.
+Status CheckMask(Operation& op, std::span<const int32_t> topk_idx) {
+  if (op.rank().active.empty()) return Status::Ok();
+  const GroupShape& shape = op.shape();
+  const auto limit = static_cast<int32_t>(shape.num_experts);
+  const auto owner_of = [&](int32_t expert) {
+    return static_cast<uint32_t>(expert) / shape.experts_per_rank();
+  };
+  for (const int32_t id : topk_idx) {
+    const bool is_masked = id < kUnreachable + limit;
+    const int32_t expert = is_masked ? id - kUnreachable : id;
+    if (expert < 0 || expert >= limit || op.is_active(owner_of(expert)) != is_masked) continue;
+    const std::string name = op.rank().NameOf(owner_of(expert));
+    return op.Invalid(
+        is_masked ? "got a mask without " + name +
+                        ", with which the group has agreed to work; pass the newest result of "
+                        "Group.agree as `active`"
+                  : "got an expert of " + name +
+                        ", which the group has agreed to go on without; pass the newest result of "
+                        "Group.agree as `active`");
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status CheckIds(Operation& op, std::span<const int32_t> topk_idx) {
+  JAX_EP_RETURN_IF_ERROR(CheckMask(op, topk_idx));
   Rank& rank = op.rank();
   if (!rank.refuses_invalid_ids) return Status::Ok();
   const auto limit = static_cast<int32_t>(rank.shape.num_experts);

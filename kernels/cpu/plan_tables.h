@@ -30,10 +30,11 @@ std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* coun
 LocalDrops SortPairs(const GroupShape& shape, Layout layout, std::span<const int32_t> topk_idx,
                      int32_t* counts, int32_t* codes);
 
-// Fails the group if the rank refuses invalid ids (Rank::refuses_invalid_ids) and `topk_idx` has
-// any. To be called before the rank tells its peers anything: then none of them gets beyond this
-// call, and into a wait for a rank whose program has ended (a collective of XLA's, for instance).
-Status RefuseInvalidIds(Operation& op, std::span<const int32_t> topk_idx);
+// Fails the group if the ids were not masked as the group has agreed (Rank::active, kUnreachable),
+// or if the rank refuses invalid ids (Rank::refuses_invalid_ids) and there are any. To be called
+// before the rank tells its peers anything: then none of them gets beyond this call, and into a
+// wait for a rank whose program has ended (a collective of XLA's, for instance).
+Status CheckIds(Operation& op, std::span<const int32_t> topk_idx);
 
 // One rank's contribution to a plan.
 struct SourceRouting {

@@ -6,6 +6,13 @@
 #include "kernels/cpu/tree.h"
 
 namespace jax_ep {
+namespace {
+
+constexpr const char* kStalePlan =
+    ", which the group has agreed to go on without; make a new plan with the newest result of "
+    "Group.agree as `active`";
+
+}  // namespace
 
 Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
                                  std::span<const int32_t> recv_src) {
@@ -32,6 +39,9 @@ Result<RowIndex> RowIndex::Build(Operation& op, int64_t num_tokens,
       return op.Invalid("recv_src holds " + std::to_string(src) + ", which is no token of " +
                         std::to_string(shape.num_ranks) + " ranks with " + std::to_string(tokens) +
                         " tokens each; pass the plan of this routing");
+    }
+    if (const auto source = static_cast<uint32_t>(code / source_codes); !op.is_active(source)) {
+      return op.Invalid("recv_src names a token of " + op.rank().NameOf(source) + kStalePlan);
     }
     ++starts[key_of(src)];
   }
@@ -74,6 +84,11 @@ Status CheckSlots(Operation& op, std::span<const int32_t> send_slot, uint64_t ro
     if (slot >= 0 && static_cast<uint64_t>(slot) >= end) {
       return op.Invalid("send_slot holds " + std::to_string(slot) + ", expected values below " +
                         std::to_string(end) + "; pass the plan of this routing");
+    }
+    if (slot < 0 || op.rank().active.empty()) continue;
+    const auto target = static_cast<uint32_t>(static_cast<uint64_t>(slot) / rows_per_rank);
+    if (!op.is_active(target)) {
+      return op.Invalid("send_slot names a row of " + op.rank().NameOf(target) + kStalePlan);
     }
   }
   return Status::Ok();

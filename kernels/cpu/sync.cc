@@ -111,7 +111,7 @@ void Operation::Trace(TraceKind kind, uint64_t begin_ns, uint64_t end_ns, uint32
 Status Operation::WaitMates(Channel channel, uint64_t value) {
   const uint32_t begin = rank_.node_begin();
   for (uint32_t mate = begin; mate < begin + shape().node_size; ++mate) {
-    if (mate == rank_.rank) continue;
+    if (mate == rank_.rank || !is_active(mate)) continue;
     JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, mate, value));
   }
   return Status::Ok();
@@ -119,7 +119,7 @@ Status Operation::WaitMates(Channel channel, uint64_t value) {
 
 Status Operation::WaitRails(Channel channel, uint64_t value) {
   for (uint32_t rail = rank_.local_rank(); rail < shape().num_ranks; rail += shape().node_size) {
-    if (rail == rank_.rank) continue;
+    if (rail == rank_.rank || !is_active(rail)) continue;
     JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, rail, value));
   }
   return Status::Ok();
@@ -127,7 +127,7 @@ Status Operation::WaitRails(Channel channel, uint64_t value) {
 
 Status Operation::WaitAll(Channel channel, uint64_t value) {
   for (uint32_t peer = 0; peer < shape().num_ranks; ++peer) {
-    if (peer == rank_.rank) continue;
+    if (peer == rank_.rank || !is_active(peer)) continue;
     JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, peer, value));
   }
   return Status::Ok();
@@ -160,7 +160,7 @@ Status Operation::Signal(uint32_t peer, Channel channel, uint64_t value) {
 Status Operation::SignalMates(Channel channel, uint64_t value) {
   const uint32_t begin = rank_.node_begin();
   for (uint32_t mate = begin; mate < begin + shape().node_size; ++mate) {
-    if (mate == rank_.rank) continue;
+    if (mate == rank_.rank || !is_active(mate)) continue;
     JAX_EP_RETURN_IF_ERROR(Signal(mate, channel, value));
   }
   return Status::Ok();
@@ -168,7 +168,7 @@ Status Operation::SignalMates(Channel channel, uint64_t value) {
 
 Status Operation::SignalRails(Channel channel, uint64_t value) {
   for (uint32_t rail = rank_.local_rank(); rail < shape().num_ranks; rail += shape().node_size) {
-    if (rail == rank_.rank) continue;
+    if (rail == rank_.rank || !is_active(rail)) continue;
     JAX_EP_RETURN_IF_ERROR(Signal(rail, channel, value));
   }
   KickProxy();
@@ -177,7 +177,7 @@ Status Operation::SignalRails(Channel channel, uint64_t value) {
 
 Status Operation::SignalAll(Channel channel, uint64_t value) {
   for (uint32_t peer = 0; peer < shape().num_ranks; ++peer) {
-    if (peer == rank_.rank) continue;
+    if (peer == rank_.rank || !is_active(peer)) continue;
     JAX_EP_RETURN_IF_ERROR(Signal(peer, channel, value));
   }
   KickProxy();

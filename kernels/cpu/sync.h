@@ -63,6 +63,7 @@ class Operation {
   }
 
   bool is_mate(uint32_t peer) const { return rank_.heaps[peer] != nullptr; }
+  bool is_active(uint32_t peer) const { return rank_.is_active(peer); }
   std::byte* heap(uint32_t mate) const { return rank_.heaps[mate]; }
   std::byte* own_heap() const { return rank_.heaps[rank_.rank]; }
 
@@ -82,7 +83,7 @@ class Operation {
   // Waits until that flag has reached `value`.
   Status WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value);
   // The same for this rank's own flags from each node-mate (self excluded), from the ranks of equal
-  // local index in other nodes, or from every other rank.
+  // local index in other nodes, or from every other rank; here and below, from the active ones.
   Status WaitMates(Channel channel, uint64_t value);
   Status WaitRails(Channel channel, uint64_t value);
   Status WaitAll(Channel channel, uint64_t value);

@@ -1,6 +1,7 @@
 // Every wait ends, and says who was waited for; misuse is an error and no stray write.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <functional>
@@ -148,6 +149,97 @@ TEST(Failure, InvalidIdsFailTheGroupWhereTheyAreRefused) {
       for (const Status& status : statuses) {  // nobody gets beyond the plan
         EXPECT_NE(status.message().find("got 1 expert id(s)"), std::string::npos)
             << status.message();
+      }
+    }
+  }
+}
+
+// A team that goes on without rank 1, which has no heap here and does not come.
+void GoOnWithoutRank1(Rank& rank) {
+  rank.active = {1, 0, 1};
+  rank.heaps[1] = nullptr;
+  rank.in_process[1] = false;
+}
+
+TEST(Failure, NobodyWaitsForARankThatTheGroupGoesOnWithout) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const uint32_t node_size : {3u, 1u}) {
+      TeamOptions options = SmallTeam(3, node_size);
+      options.timeout = std::chrono::seconds(60);
+      Team team(options);
+      const auto statuses = team.Run([&](Rank& rank) {
+        if (rank.rank == 1) return Status::Ok();
+        GoOnWithoutRank1(rank);
+        PlanArrays arrays(rank.shape, 4, mode);
+        arrays.topk_idx = {0, kUnreachable + 1, 2, -1};
+        for (int round = 0; round < 5; ++round) {  // sets are used again
+          JAX_EP_RETURN_IF_ERROR(RunPlan(rank, arrays.params));
+          JAX_EP_RETURN_IF_ERROR(RunDispatch(rank, arrays.Dispatch()));
+          JAX_EP_RETURN_IF_ERROR(RunCombine(rank, arrays.Combine()));
+        }
+        EXPECT_EQ(arrays.send_counts, (std::vector<int32_t>{1, 0, 1}));
+        EXPECT_EQ(arrays.recv_counts, (std::vector<int32_t>{1, 0, 1}));
+        EXPECT_EQ(arrays.num_dropped, 0);
+        return Status::Ok();
+      });
+      for (const Status& status : statuses) EXPECT_TRUE(status.ok()) << status.message();
+    }
+  }
+}
+
+TEST(Failure, AMaskThatIsNotTheAgreedOneIsRefused) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const bool is_masked_too_much : {false, true}) {
+      TeamOptions options = SmallTeam(3, 3);
+      options.timeout = std::chrono::seconds(600);
+      Team team(options);
+      const auto statuses = team.Run([&](Rank& rank) {
+        if (rank.rank == 1) return Status::Ok();
+        GoOnWithoutRank1(rank);
+        PlanArrays arrays(rank.shape, 4, mode);
+        if (rank.rank == 2) arrays.topk_idx[3] = is_masked_too_much ? kUnreachable : 1;
+        return RunPlan(rank, arrays.params);
+      });
+      const std::string first = team.failure().status().message();
+      for (const char* part :
+           {"group test: rank 2, ", "Group.agree",
+            is_masked_too_much ? "got a mask without rank 0" : "got an expert of rank 1"}) {
+        EXPECT_NE(first.find(part), std::string::npos) << first << " lacks " << part;
+      }
+      for (const uint32_t r : {0u, 2u}) EXPECT_FALSE(statuses[r].ok());
+    }
+  }
+}
+
+TEST(Failure, APlanWithARankThatHasGoneIsRefused) {
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const bool is_sent : {false, true}) {
+      TeamOptions options = SmallTeam(3, 3);
+      options.timeout = std::chrono::seconds(600);
+      Team team(options);
+      const auto statuses = team.Run([&](Rank& rank) {
+        if (rank.rank != 0) return Status::Ok();
+        GoOnWithoutRank1(rank);
+        PlanArrays arrays(rank.shape, 4, mode);
+        std::fill(arrays.send_slot.begin(), arrays.send_slot.end(), -1);
+        std::fill(arrays.recv_src.begin(), arrays.recv_src.end(), -1);
+        const auto rows_per_rank = static_cast<int32_t>(
+            mode == Mode::kLl ? 3 * arrays.params.num_tokens : arrays.params.recv_rows);
+        if (is_sent) {
+          arrays.send_slot[0] = rows_per_rank;
+          return RunDispatch(rank, arrays.Dispatch());
+        }
+        arrays.recv_src[0] = static_cast<int32_t>(rank.shape.max_tokens);
+        if (mode == Mode::kLl) return RunCombine(rank, arrays.Combine());
+        uint64_t epoch = 0;
+        JAX_EP_RETURN_IF_ERROR(StartDispatch(rank, arrays.Dispatch(), &epoch));
+        return FinishDispatch(rank, arrays.Dispatch(), epoch);
+      });
+      const std::string& text = statuses[0].message();
+      for (const char* part :
+           {is_sent ? "send_slot names a row of rank 1" : "recv_src names a token of rank 1",
+            "make a new plan"}) {
+        EXPECT_NE(text.find(part), std::string::npos) << text << " lacks " << part;
       }
     }
   }

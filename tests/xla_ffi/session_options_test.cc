@@ -26,6 +26,30 @@ TEST(PlaceOf, is_unknown_for_a_rank_that_the_host_does_not_list) {
   EXPECT_EQ(PlaceOf(SessionOptions{}, LocalRank{}).num_local, 0u);
 }
 
+SessionOptions ElasticGroup(uint32_t node_size, bool has_ht, std::vector<uint8_t> active) {
+  return {.name = "elastic",
+          .shape = {.num_ranks = 4, .node_size = node_size, .num_experts = 4, .has_ht = has_ht},
+          .team_processes = {{0, 1, 2, 3}},
+          .local_ranks = {{.rank = 0}},
+          .active = std::move(active)};
+}
+
+TEST(CheckOptions, takes_masks_that_leave_nodes_of_mode_ht_whole) {
+  EXPECT_TRUE(CheckOptions(ElasticGroup(4, true, {})).ok());
+  EXPECT_TRUE(CheckOptions(ElasticGroup(4, true, {1, 0, 1, 0})).ok());
+  EXPECT_TRUE(CheckOptions(ElasticGroup(1, true, {1, 0, 1, 0})).ok());
+  EXPECT_TRUE(CheckOptions(ElasticGroup(2, true, {1, 1, 0, 0})).ok());
+  EXPECT_TRUE(CheckOptions(ElasticGroup(2, false, {1, 1, 0, 1})).ok());
+  const Status broken = CheckOptions(ElasticGroup(2, true, {1, 1, 0, 1}));
+  EXPECT_EQ(broken.code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(broken.message().find("expected whole nodes"), std::string::npos) << broken.message();
+  EXPECT_FALSE(CheckOptions(ElasticGroup(4, true, {1, 0, 1})).ok());
+  EXPECT_FALSE(CheckOptions(ElasticGroup(4, true, {0, 1, 1, 1})).ok());  // without itself
+  SessionOptions teams = ElasticGroup(4, true, {1, 1, 1, 1});
+  teams.team_processes.push_back({0, 1, 2, 3});
+  EXPECT_FALSE(CheckOptions(teams).ok());
+}
+
 // 8 ranks, T = 65,536, H = 98,304, f32: 1.2 TiB each.
 SessionOptions HugeGroup(uint32_t node_size) {
   return {.name = "huge",

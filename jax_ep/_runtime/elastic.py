@@ -1,0 +1,254 @@
+"""Groups that go on without ranks that died: Config(elastic=True).
+
+Why a new session. A rank that dies leaves its node-mates' and peers' state at any point: flags,
+epochs, slot sets, sequence numbers and the order log differ between the survivors, and somebody may
+still write for the old call (a process that was stopped, a NIC with a queue). To bring all that to
+a common state would need an answer for every place where a rank can stand. So agreeing makes a new
+session: new heaps, rings, connections and threads for the survivors under the same Group, the same
+name and the same session id, which is all that programs know, so nothing is compiled anew. Ranks
+keep their numbers, and those without a process are holes (`Rank::active`): no heap, no signal, no
+wait. Whatever is written late goes to memory and connections of the old session, which nobody
+reads. It takes as long as create_group, and memory is never held twice: the old session goes first.
+
+What outlives a session in programs carries the number of the decision: epochs of halves
+(xla_ffi/epoch.h) and the names of executions (xla_ffi/run_names.h).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from jax_ep import _config, _extension
+from jax_ep._group import Group
+from jax_ep._runtime import agreement, bootstrap, cpu
+from jax_ep._runtime.agreement import Decision, Member
+from jax_ep._runtime.blueprint import Blueprint
+from jax_ep._runtime.group_store import GroupStore
+from jax_ep._runtime.pulse import Pulse
+
+# Messages of a failure that says: that process is silent or has ended.
+_LOSSES = ("is gone:", "stopped answering:")
+_MOST_BUILDS = 3  # that fail although every member lives: then another one will fail, too
+_REQUEST_POLL_S = 0.05
+# For all members to make a session, beyond peer_timeout_s, if none of them falls silent.
+_BUILD_S = 60.0
+
+
+class LeftOutError(RuntimeError):
+    """The others go on without this process."""
+
+
+class Elastic:
+    """The members of an elastic group, as this process knows them."""
+
+    def __init__(
+        self, store: GroupStore | None, group: Group, me: int, blueprint: Blueprint, life: str
+    ):
+        """Args: store (None: this process is alone), and what a session is made from."""
+        self._store = store
+        self._group = group
+        self._me = me
+        self._blueprint = blueprint
+        self._life = life
+        self._decision = Decision(0, {})
+        self.active = np.ones(group.num_ranks, np.int32)
+        self._pulse: Pulse | None = None  # from begin or join to close
+
+    def _begin_pulse(self) -> None:
+        if self._store is not None:
+            self._pulse = Pulse(self._store, self._me, self._peer_timeout_s)
+
+    def close(self) -> None:
+        """Ends what it runs."""
+        if self._pulse is not None:
+            self._pulse.close()
+
+    @property
+    def _member(self) -> Member:
+        return Member(self._life, os.getpid(), bootstrap.host_id())
+
+    def begin(self, members: Mapping[int, Member], record: Mapping[str, Any]) -> None:
+        """Notes who created the group; the first of them tells it the store, with `record`."""
+        self._decision = Decision(0, members)
+        if self._store is not None and self._me == min(members):
+            agreement.begin(self._store, members)
+            self._store.put("group", record)
+        self._begin_pulse()
+
+    def agree(self, deadline: float, suspects: Collection[int], before: Callable[[], None]) -> Any:
+        """Decides with the other living processes who goes on; a started `_core.Session` of them.
+
+        Args:
+            deadline: by time.monotonic().
+            suspects: ranks that this process has seen dying or silent.
+            before: called once it is decided: ends the old session, if it has not ended.
+
+        Raises:
+            LeftOutError: this process was left out.
+            TimeoutError: no session could be made before the deadline.
+        """
+        if self._store is None:
+            before()
+            return self._build(Decision(self._decision.number + 1, self._decision.members))
+        store = self._store
+        lost = {self._blueprint.process_of(rank) for rank in suspects} - {self._me}
+        failed = 0
+        while True:
+            last = agreement.newest(store) or self._decision
+            self._refuse_if_left_out(last)
+            decision = agreement.decide(
+                store,
+                last,
+                self._me,
+                self._member,
+                suspects=lost,
+                deadline=deadline,
+                is_gone=self._is_gone,
+                is_silent=self._is_silent,
+                usable=self._usable,
+            )
+            self._refuse_if_left_out(decision)
+            before()
+            try:
+                return self._build(decision)
+            except Exception as error:
+                culprit = getattr(error, "process", None)
+                if culprit is not None and culprit != self._me:
+                    lost.add(culprit)
+                everybody_lives = not any(map(self._is_gone, decision.members.values()))
+                failed += everybody_lives and not isinstance(error, bootstrap.BootstrapError)
+                if failed >= _MOST_BUILDS:
+                    raise
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{self._label}: agree: no session could be made in time; the last try "
+                        f"ended with: {error}"
+                    ) from error
+
+    def join(self, deadline: float) -> Any:
+        """For a process that was started again: waits until the others admit it; the session.
+
+        Raises:
+            TimeoutError: they did not before the deadline.
+        """
+        store = self._store
+        assert store is not None
+        seen = agreement.newest(store)
+        agreement.request(store, self._me, self._member)
+        while True:
+            decision = agreement.newest(store)
+            if decision is not None and decision.has(self._me, self._life):
+                break
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._label}: create_group of process {self._me}, which was started again, "
+                    "waited longer than timeout_s to be admitted; the others must call "
+                    "group.readmit(rank) and then group.agree()"
+                )
+            time.sleep(_REQUEST_POLL_S)
+        self._decision = seen or Decision(0, {})
+        self._begin_pulse()
+        try:
+            try:
+                session = self._build(decision)
+            except bootstrap.BootstrapError:
+                session = self.agree(deadline, (), lambda: None)
+        except BaseException:
+            self.close()
+            raise
+        agreement.withdraw(store, self._me)
+        return session
+
+    def readmit(self, rank: int, deadline: float) -> None:
+        """As `Group.readmit`."""
+        process = self._blueprint.process_of(rank)
+        if self._store is None or process in self._decision.members:
+            raise ValueError(
+                f"{self._label}: readmit: got rank {rank}, which takes part, expected one that "
+                "does not; use those where group.active is 0"
+            )
+        while True:
+            member = agreement.requested(self._store, process)
+            if member is not None and not self._is_gone(member):
+                return agreement.admit(self._store, process, member)
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._label}: readmit: process {process}, of rank {rank}, has not called "
+                    "create_group in time; start it again"
+                )
+            time.sleep(_REQUEST_POLL_S)
+
+    @property
+    def _peer_timeout_s(self) -> float:
+        return _config.peer_timeout_s(self._group.config)
+
+    @property
+    def _label(self) -> str:
+        return f"group {self._blueprint.name}"
+
+    def _is_silent(self, process: int) -> bool:
+        return self._pulse is not None and self._pulse.is_silent(process)
+
+    def _is_gone(self, member: Member) -> bool:
+        return member.host == bootstrap.host_id() and bootstrap.is_gone(member.pid)
+
+    def _usable(self, living: Collection[int]) -> Collection[int]:
+        """In mode ht rows between nodes travel by rails, so a node takes part as a whole."""
+        blueprint = self._blueprint
+        if blueprint.node_size == self._group.num_ranks or self._group.config.mode == "ll":
+            return living
+        usable = set(living)
+        while True:
+            active = blueprint.active(usable)
+            nodes = active.reshape(-1, blueprint.node_size).all(axis=1)
+            broken = np.flatnonzero(np.repeat(~nodes, blueprint.node_size))
+            fewer = usable - {blueprint.process_of(int(rank)) for rank in broken}
+            if fewer == usable:
+                return usable
+            usable = fewer
+
+    def _refuse_if_left_out(self, decision: Decision) -> None:
+        if decision.number == 0 or decision.has(self._me, self._life):
+            return
+        raise LeftOutError(
+            f"{self._label}: process {self._me} was left out when the others agreed (decision "
+            f"{decision.number}): it was silent or late, or its node lost a rank; close the group, "
+            "and start the process again to have it readmitted (Group.readmit)"
+        )
+
+    def _build(self, decision: Decision) -> Any:
+        """The session of `decision`; collective over its members."""
+        here = bootstrap.host_id()
+        exchange = bootstrap.Exchange.among(
+            decision.members,
+            self._me,
+            self._store,
+            str(decision.number),
+            self._label,
+        )
+        exchange.timeout_s = self._peer_timeout_s + _BUILD_S
+        if self._pulse is not None:
+            exchange.listen(self._pulse.is_silent)
+        exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
+        active = self._blueprint.active(decision.members)
+        try:
+            options = self._blueprint.options(self._group, self._me, active, decision.number)
+            session = cpu.start(_extension.load().Session(options), exchange)
+        except BaseException as error:
+            exchange.fail(error)
+            raise
+        self._decision = decision
+        self.active = active
+        if self._store is not None and self._me == min(decision.members):
+            agreement.forget(self._store, decision.number)
+        return session
+
+
+def losses(failure: str, blamed: int) -> tuple[int, ...]:
+    """The rank that this failure of a session says has ended or is silent, if it does."""
+    return (blamed,) if blamed >= 0 and any(words in failure for words in _LOSSES) else ()

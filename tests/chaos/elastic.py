@@ -1,0 +1,97 @@
+"""A group that loses ranks at every phase, goes on without them, and takes them back.
+
+    python tests/chaos/elastic.py [--kills 50] [--seed 0] [--transport auto] [--node-size N]
+
+One job of forked ranks. Each round kills one of them somewhere (PHASES); the others must agree
+within PEER_TIMEOUT_S + 2 s and go on with exactly the right numbers. Then the rank is started again
+and readmitted. At the end no survivor may hold more descriptors, threads or shared memory than
+after the first rounds.
+"""
+
+import argparse
+import pathlib
+import random
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from elastic_job import PHASES, Job
+from elastic_rank import PEER_TIMEOUT_S, Setup
+
+AGREE_S = PEER_TIMEOUT_S + 2.0
+
+
+def play(kills, seed, setup, folder, phases=PHASES):
+    """Plays `kills` rounds; AssertionError if one goes wrong. What a kill took, in seconds."""
+    rng = random.Random(seed)
+    job = Job(setup, folder)
+    held = None
+    try:
+        job.all("steps", 3)
+        for number in range(kills):
+            phase = phases[number % len(phases)]
+            by_nodes = setup.node_size not in (None, 1) and setup.mode != "ll"
+            victim = rng.randrange(setup.node_size if by_nodes else 1, setup.ranks)
+            begun = time.monotonic()
+            try:
+                if by_nodes:
+                    phase = "a node"
+                    job.lose_a_node(victim)
+                else:
+                    lost = job.lose(victim, phase, rng)
+                    if number == 0:
+                        job.all("sweep", seed)
+                        job.refuse_another_config(lost[0])
+                    job.take_back(*lost)
+            except AssertionError as error:
+                raise AssertionError(f"round {number}, {phase}, rank {victim}: {error}") from error
+            print(
+                f"{number}: {phase}, rank {victim}: agreed after {job.seconds[-1]:.2f} s, "
+                f"all in {time.monotonic() - begun:.1f} s",
+                flush=True,
+            )
+            if number == 1:
+                held = job.children[0]
+                held.tell("held")
+                held = held.result()
+        if kills > 2:
+            job.children[0].tell("held")
+            now = job.children[0].result()
+            assert all(n <= before + 2 for n, before in zip(now[:2], held[:2], strict=True)), (
+                f"descriptors, threads, shared KiB were {held}, are {now}"
+            )
+            assert now[2] == held[2], f"shared memory was {held[2]} KiB, is {now[2]}"
+        slow = [s for s in job.seconds if s > AGREE_S]
+        assert not slow, f"agreed after {slow} s"
+        job.close()
+    finally:
+        for index in list(job.children):
+            job.drop(index)
+    return job.seconds
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--transport", default="auto", help="auto, shm, ofi or verbs")
+    parser.add_argument("--node-size", type=int)
+    parser.add_argument("--mode", default="auto", help="auto, or ll for calls of that mode only")
+    parser.add_argument("--hosts", action="store_true", help="each rank plays a host")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--phases", default=",".join(PHASES))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="jax_ep_elastic") as folder:
+        seconds = play(
+            args.kills,
+            args.seed,
+            Setup(args.ranks, args.transport, args.node_size, args.mode, hosts=args.hosts),
+            pathlib.Path(folder),
+            tuple(args.phases.split(",")),
+        )
+    print(f"{len(seconds)} kills, the slowest agreement after {max(seconds):.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Who goes on: processes that live, die, are late or come back, as threads over one store."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from jax_ep._runtime import agreement
+from jax_ep._runtime.agreement import Decision, Member
+from jax_ep._runtime.group_store import GroupStore
+from jax_ep._runtime.pulse import Pulse
+from jax_ep._runtime.seal import SealError
+from jax_ep._runtime.store import Store
+
+
+class Client:
+    """The key-value store of jax.distributed, as far as agreements use it."""
+
+    def __init__(self) -> None:
+        self.stored: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+
+    def key_value_set_bytes(self, key: str, value: bytes, allow_overwrite: bool = False) -> None:
+        with self.lock:
+            if key in self.stored and not allow_overwrite:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self.stored[key] = value
+
+    def key_value_try_get_bytes(self, key: str) -> bytes:
+        with self.lock:
+            if key not in self.stored:
+                raise RuntimeError(f"NOT_FOUND: {key}")
+            return self.stored[key]
+
+    def key_value_dir_get_bytes(self, folder: str) -> list[tuple[str, bytes]]:
+        with self.lock:
+            return [item for item in self.stored.items() if item[0].startswith(folder)]
+
+    def key_value_delete(self, key: str) -> None:
+        with self.lock:
+            for name in list(self.stored):
+                if name == key or name.startswith(f"{key}/"):
+                    del self.stored[name]
+
+
+class World:
+    """Processes 0 .. count-1 of one group."""
+
+    def __init__(self, count: int) -> None:
+        self.store = GroupStore(Store(Client()), "group", b"secret")
+        self.members = {p: Member(f"life{p}", 1000 + p, "host") for p in range(count)}
+        self.gone: set[int] = set()  # pids
+        self.silent: set[int] = set()
+        self.decided: dict[int, Decision] = {}
+        agreement.begin(self.store, self.members)
+
+    def decide(
+        self,
+        process: int,
+        last: Decision,
+        *,
+        suspects: Collection[int] = (),
+        within_s: float = 20.0,
+        usable: Any = lambda living: living,
+    ) -> None:
+        self.decided[process] = agreement.decide(
+            self.store,
+            last,
+            process,
+            self.members[process],
+            suspects=suspects,
+            deadline=time.monotonic() + within_s,
+            is_gone=lambda member: member.pid in self.gone,
+            is_silent=lambda process: process in self.silent,
+            usable=usable,
+        )
+
+    def together(self, processes: Collection[int], **options: Any) -> Decision:
+        """All of them decide at once; the one decision."""
+        self.decided = {}
+        last = agreement.newest(self.store)
+        assert last is not None
+        threads = [
+            threading.Thread(target=self.decide, args=(p, last), kwargs=options) for p in processes
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+        decisions = list(self.decided.values())
+        assert len(decisions) == len(processes)
+        assert all(decision == decisions[0] for decision in decisions)
+        return decisions[0]
+
+
+def test_all_that_live_go_on() -> None:
+    world = World(4)
+    assert set(world.together(range(4)).members) == {0, 1, 2, 3}
+    world.gone = {1002}
+    decision = world.together([0, 1, 3])
+    assert decision.number == 2 and set(decision.members) == {0, 1, 3}
+    world.gone |= {1001}
+    assert set(world.together([0, 3]).members) == {0, 3}
+
+
+def test_a_process_that_ends_while_others_wait_is_left_out() -> None:
+    world = World(3)
+    threading.Timer(0.2, lambda: world.gone.add(1001)).start()
+    begun = time.monotonic()
+    assert set(world.together([0, 2]).members) == {0, 2}
+    assert 0.1 < time.monotonic() - begun < 2
+
+
+def test_who_is_suspected_is_waited_for_a_moment_only() -> None:
+    world = World(3)
+    begun = time.monotonic()
+    assert set(world.together([0, 1], suspects=[2]).members) == {0, 1}
+    assert agreement.GRACE_S <= time.monotonic() - begun < agreement.GRACE_S + 2
+
+
+def test_who_is_suspected_and_comes_takes_part() -> None:
+    world = World(3)
+    assert set(world.together([0, 1, 2], suspects=[2]).members) == {0, 1, 2}
+
+
+def test_who_comes_after_the_deadline_finds_that_it_was_left_out() -> None:
+    world = World(3)
+    decision = world.together([0, 1], within_s=0.3)
+    assert set(decision.members) == {0, 1}
+    late = agreement.newest(world.store)
+    assert late == decision and not late.has(2, "life2")
+
+
+def test_who_joins_a_round_that_was_decided_reads_its_decision() -> None:
+    world = World(2)
+    last = agreement.newest(world.store)
+    assert last is not None
+    decision = world.together([0], within_s=0.0)
+    late = agreement.decide(
+        world.store,
+        last,
+        1,
+        world.members[1],
+        suspects=(),
+        deadline=time.monotonic() + 5,
+        is_gone=lambda _: False,
+        is_silent=lambda _: False,
+        usable=lambda living: living,
+    )
+    assert late == decision and not late.has(1, "life1")
+
+
+def test_a_process_that_was_started_again_takes_part_once_it_is_admitted() -> None:
+    world = World(3)
+    world.gone = {1002}
+    world.together([0, 1])
+    again = Member("life2 again", 2002, "host")
+    agreement.request(world.store, 2, again)
+    assert set(world.together([0, 1]).members) == {0, 1}  # it only asks
+    assert agreement.requested(world.store, 2) == again
+    agreement.admit(world.store, 2, again)
+    decision = world.together([0, 1])
+    assert decision.members[2] == again and decision.has(2, "life2 again")
+    assert not decision.has(2, "life2")
+    world.members[2] = again
+    assert set(world.together([0, 1, 2]).members) == {0, 1, 2}
+
+
+def test_an_admitted_process_that_dies_first_is_dropped_and_may_be_admitted_again() -> None:
+    world = World(2)
+    world.gone = {1001}
+    world.together([0])
+    for life, is_gone in (("second", True), ("third", False)):
+        again = Member(life, 2000 + len(life), "host")
+        agreement.request(world.store, 1, again)
+        agreement.admit(world.store, 1, again)
+        if is_gone:
+            world.gone.add(again.pid)
+        assert world.together([0]).has(1, life) is not is_gone
+
+
+def test_only_those_that_the_group_can_go_on_with_take_part() -> None:
+    world = World(4)
+    world.gone = {1003}
+
+    def whole_nodes(living: Collection[int]) -> set[int]:
+        return {p for p in living if p ^ 1 in living}
+
+    decision = world.together([0, 1, 2], usable=whole_nodes)
+    assert set(decision.members) == {0, 1} and not decision.has(2, "life2")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_deaths_never_split_a_group(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(5)
+    living = set(range(5))
+    for _ in range(4):
+        dying = rng.choice(sorted(living - {0}))
+        delay = rng.uniform(0, 0.05)
+        comes = rng.random() < 0.5  # to the round, and dies in it
+        threading.Timer(delay, lambda pid=1000 + dying: world.gone.add(pid)).start()
+        decision = world.together(sorted(living if comes else living - {dying}))
+        living.remove(dying)
+        assert living <= set(decision.members) <= living | {dying}
+        time.sleep(0.06)
+        if dying in decision.members:  # as a group that cannot be built
+            assert set(world.together(sorted(living)).members) == living
+        if len(living) == 2:
+            return
+
+
+def test_old_rounds_are_forgotten() -> None:
+    world = World(2)
+    for _ in range(6):
+        decision = world.together([0, 1])
+        agreement.forget(world.store, decision.number)
+    stored = world.store.client.stored
+    assert agreement.newest(world.store) == decision
+    assert len(stored) == 2 + 2 * 2, sorted(stored)  # two rounds: a decision and two joins each
+
+
+def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> None:
+    world = World(3)
+    old = agreement.newest(world.store)
+    assert old is not None
+    world.together([0, 1], within_s=0.0)
+    for _ in range(4):
+        decision = world.together([0, 1])
+        agreement.forget(world.store, decision.number)
+    late = agreement.decide(
+        world.store,
+        old,
+        2,
+        world.members[2],
+        suspects=(),
+        deadline=time.monotonic() + 20,
+        is_gone=lambda _: False,
+        is_silent=lambda _: False,
+        usable=lambda living: living,
+    )
+    assert late == decision and not late.has(2, "life2")
+
+
+def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
+    store = World(3).store
+    limit_s = 0.6
+    with contextlib.ExitStack() as stack:
+        pulses = [Pulse(store, process, limit_s) for process in range(2)]
+        for pulse in pulses:
+            stack.callback(pulse.close)
+        time.sleep(limit_s / 2)
+        stack.callback(Pulse(store, 2, limit_s).close)
+        time.sleep(limit_s)
+        assert not any(pulses[0].is_silent(process) for process in (0, 1, 2))
+        pulses[1].close()
+        time.sleep(2 * limit_s)
+        assert [pulses[0].is_silent(process) for process in (0, 1, 2)] == [False, True, False]
+
+
+def test_who_is_silent_is_waited_for_a_moment_only() -> None:
+    world = World(3)
+    world.silent = {1, 2}
+    assert set(world.together([0, 2]).members) == {0, 2}
+
+
+def test_records_are_under_the_jobs_secret() -> None:
+    world = World(2)
+    stranger = GroupStore(world.store.store, "group", b"another")
+    with pytest.raises(SealError):
+        agreement.newest(stranger)
+    assert b"life0" not in b"".join(world.store.client.stored.values())
