@@ -13,6 +13,7 @@ KERNELS_CPU = [
     "cpu/plan_tables.cc",
     "cpu/published.cc",
     "cpu/row_index.cc",
+    "cpu/rounds.cc",
     "cpu/rows.cc",
     "cpu/sync.cc",
     "cpu/tree.cc",

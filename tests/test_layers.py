@@ -65,7 +65,13 @@ ALLOWED_INCLUDES = {
         r"kernels/gpu/[a-z_]+\.h$",
         r"kernels/gpu/(device|protocol|sums|network|lanes|ll|ht/plan)/",
     ),
-    "kernels": ("kernels/launch.h", "kernels/layout.h", "proxy/abi/", "proxy/base/"),
+    "kernels": (
+        "kernels/launch.h",
+        "kernels/layout.h",
+        "kernels/rounds.h",
+        "proxy/abi/",
+        "proxy/base/",
+    ),
     "xla_ffi": (
         "xla_ffi/",
         "kernels/cpu/huge_pages.h",

@@ -13,6 +13,7 @@
 #include "kernels/cpu/ll_combine.h"
 #include "kernels/cpu/partials.h"
 #include "kernels/cpu/published.h"
+#include "kernels/cpu/rounds.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/rows.h"
 #include "kernels/cpu/sync.h"
@@ -64,8 +65,6 @@ class HtCombine {
   Status Locate(const Round& round, std::vector<Contribution>& contributions,
                 std::vector<int32_t>& maps, std::vector<Reading>& readings) const;
   Status Sum(const Round& round);
-  void Keep(Rank::SlotSet& set) const;
-  void TakeKept(const Rank::SlotSet& set);
 
   Operation op_;
   Rank& rank_;
@@ -181,26 +180,11 @@ Status HtCombine::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kCombineKind));
   *epoch = op_.epoch();
   if (is_split_) {
-    if (keeps_inputs_) Keep(rank_.combine_sets[slot.set]);
+    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.combine_sets[slot.set]);
     return Status::Ok();
   }
   return SendRound(
       {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
-}
-
-// A copy of the rows that hold something: the caller's buffers may go.
-void HtCombine::Keep(Rank::SlotSet& set) const {
-  KeepRows(
-      params_.y, shape_.hidden * ElemBytes(shape_.elem_type), params_.recv_src.size(),
-      [&](uint64_t row) { return params_.recv_src[row] >= 0; }, set.rows);
-  set.weights.assign(params_.row_weights.begin(), params_.row_weights.end());
-  set.pair_scalars.assign(params_.pair_scalars.begin(), params_.pair_scalars.end());
-}
-
-void HtCombine::TakeKept(const Rank::SlotSet& set) {
-  params_.y = set.rows.get();
-  params_.row_weights = set.weights;
-  params_.pair_scalars = set.pair_scalars;
 }
 
 Status HtCombine::SendRound(const Round& round) {
@@ -306,7 +290,7 @@ Status HtCombine::Receive(uint64_t epoch) {
                                      ElemBytes(shape_.elem_type));
   }
   if (is_split_) {
-    if (keeps_inputs_) TakeKept(rank_.combine_sets[slot.set]);
+    if (keeps_inputs_) TakeInputs(rank_.combine_sets[slot.set], params_);
     // Nothing limits a round of which no rank writes anything.
     const bool is_in_place = is_direct_ && shape_.num_nodes() == 1;
     const uint64_t tokens = is_in_place ? shape_.max_tokens : layout_.combine_rounds.tokens;

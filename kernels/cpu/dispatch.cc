@@ -11,6 +11,7 @@
 #include "kernels/cpu/internode.h"
 #include "kernels/cpu/ll_dispatch.h"
 #include "kernels/cpu/published.h"
+#include "kernels/cpu/rounds.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/sync.h"
 #include "kernels/cpu/unpack.h"
@@ -51,8 +52,6 @@ class HtDispatch {
   Status ReceiveRound(const Round& round, const RowUnpacker& unpacker);
   Status StageRows();
   Status SendToNode(const Round& round, uint32_t node);
-  void Keep(Rank::SlotSet& set) const;
-  void TakeKept(const Rank::SlotSet& set);
   // Copies row and weights of a token of this rank.
   void Pack(std::byte* to, int64_t token) const;
   // Heap and source of the flag that says that the rows of `source` can be read.
@@ -155,23 +154,11 @@ Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kDispatchKind));
   *epoch = op_.epoch();
   if (is_split_) {
-    if (keeps_inputs_) Keep(rank_.dispatch_sets[slot.set]);
+    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.dispatch_sets[slot.set]);
     return Status::Ok();
   }
   return SendRound(
       {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
-}
-
-void HtDispatch::Keep(Rank::SlotSet& set) const {
-  KeepRows(
-      params_.x, elem_row_bytes(), static_cast<uint64_t>(params_.num_tokens),
-      [](uint64_t) { return true; }, set.rows);
-  set.weights.assign(params_.weights.begin(), params_.weights.end());
-}
-
-void HtDispatch::TakeKept(const Rank::SlotSet& set) {
-  params_.x = set.rows.get();
-  params_.weights = set.weights;
 }
 
 Status HtDispatch::SendRound(const Round& round) {
@@ -291,7 +278,7 @@ Status HtDispatch::Receive(uint64_t epoch) {
     PreferHugePages(params_.recv_x, static_cast<uint64_t>(params_.recv_rows) * elem_row_bytes());
   }
   if (is_split_) {
-    if (keeps_inputs_) TakeKept(rank_.dispatch_sets[slot.set]);
+    if (keeps_inputs_) TakeInputs(rank_.dispatch_sets[slot.set], params_);
     JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kDispatchKind, layout_.dispatch_rounds.tokens,
                                       params_.num_tokens, [&](const Round& round) {
                                         JAX_EP_RETURN_IF_ERROR(SendRound(round));

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels/cpu/partials.h"
+#include "kernels/cpu/rounds.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/sync.h"
 
@@ -38,8 +39,6 @@ class LlCombine {
   uint64_t rows_per_rank() const {
     return RowsPerRank(shape_, Mode::kLl, params_.num_tokens, params_.recv_rows);
   }
-  void Keep(Rank::SlotSet& set) const;
-  void TakeKept(const Rank::SlotSet& set);
 
   Operation op_;
   Rank& rank_;
@@ -113,26 +112,11 @@ Status LlCombine::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlCombineKind));
   *epoch = op_.epoch();
   if (is_split_) {
-    if (keeps_inputs_) Keep(rank_.ll_combine_sets[slot.set]);
+    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.ll_combine_sets[slot.set]);
     return Status::Ok();
   }
   return SendRound(
       {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
-}
-
-// A copy of the rows that hold something: the caller's buffers may go.
-void LlCombine::Keep(Rank::SlotSet& set) const {
-  KeepRows(
-      params_.y, shape_.hidden * ElemBytes(shape_.elem_type), params_.recv_src.size(),
-      [&](uint64_t row) { return params_.recv_src[row] >= 0; }, set.rows);
-  set.weights.assign(params_.row_weights.begin(), params_.row_weights.end());
-  set.pair_scalars.assign(params_.pair_scalars.begin(), params_.pair_scalars.end());
-}
-
-void LlCombine::TakeKept(const Rank::SlotSet& set) {
-  params_.y = set.rows.get();
-  params_.row_weights = set.weights;
-  params_.pair_scalars = set.pair_scalars;
 }
 
 Status LlCombine::SendRound(const Round& round) {
@@ -162,7 +146,7 @@ Status LlCombine::Receive(uint64_t epoch) {
   }
   JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, rows_per_rank()));
   if (is_split_) {
-    if (keeps_inputs_) TakeKept(rank_.ll_combine_sets[slot.set]);
+    if (keeps_inputs_) TakeInputs(rank_.ll_combine_sets[slot.set], params_);
     JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kLlCombineKind, layout_.ll_rounds.tokens,
                                       params_.num_tokens, [&](const Round& round) {
                                         JAX_EP_RETURN_IF_ERROR(SendRound(round));

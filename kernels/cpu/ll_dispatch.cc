@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels/cpu/plan_tables.h"
+#include "kernels/cpu/rounds.h"
 #include "kernels/cpu/row_index.h"
 #include "kernels/cpu/sync.h"
 #include "kernels/cpu/unpack.h"
@@ -63,8 +64,6 @@ class LlDispatch {
   Status CheckPlannedSend();
   Status SendRound(const Round& round);
   Status ReceiveRound(const Round& round, const DispatchParams& params);
-  void Keep(Rank::SlotSet& set) const;
-  void TakeKept(const Rank::SlotSet& set);
   // The destination ranks of each token, without repeats.
   void FindTargets();
   template <typename Visit>
@@ -219,23 +218,11 @@ Status LlDispatch::Send(uint64_t* epoch) {
   *epoch = op_.epoch();
   if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(CheckIds(op_, plan_->topk_idx));
   if (is_split_) {
-    if (keeps_inputs_) Keep(rank_.ll_dispatch_sets[slot.set]);
+    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.ll_dispatch_sets[slot.set]);
     return Status::Ok();
   }
   return SendRound(
       {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
-}
-
-void LlDispatch::Keep(Rank::SlotSet& set) const {
-  KeepRows(
-      params_.x, shape_.hidden * ElemBytes(shape_.elem_type), num_tokens_,
-      [](uint64_t) { return true; }, set.rows);
-  set.weights.assign(params_.weights.begin(), params_.weights.end());
-}
-
-void LlDispatch::TakeKept(const Rank::SlotSet& set) {
-  params_.x = set.rows.get();
-  params_.weights = set.weights;
 }
 
 Status LlDispatch::SendRound(const Round& round) {
@@ -307,7 +294,7 @@ Status LlDispatch::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlDispatchKind, epoch));
   if (keeps_inputs_) {
-    TakeKept(rank_.ll_dispatch_sets[slot.set]);
+    TakeInputs(rank_.ll_dispatch_sets[slot.set], params_);
     if (plan_ == nullptr) JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
   }
   DispatchParams params = params_;

@@ -2,11 +2,8 @@
 // failures. Knows nothing of what is exchanged.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <memory>
 #include <string>
 #include <string_view>
 
@@ -140,55 +137,8 @@ uint64_t NextDoneSeq(const Operation& op, const SlotKind& kind);
 // Gives the set back. Call after the *Done signals.
 void EndCall(Operation& op, const SlotKind& kind, uint32_t set);
 
-// Some tokens of every rank, exchanged together (kernels/layout.h, Rounds).
-struct Round {
-  uint32_t set = 0;
-  int64_t begin = 0, end = 0;  // tokens
-  bool is_first = true, is_last = true;
-  uint64_t signal = 0;   // what the flags get when its data is there
-  uint64_t free_at = 0;  // what the *Done flags of all readers must have reached before it writes
-  uint64_t done = 0;     // what the *Done flags get when it is read
-};
-
-// Makes every round of a split call, one after the other: make(round). All ranks make the same
-// rounds in the same order.
-template <typename Make>
-Status MakeRounds(Operation& op, const SlotKind& kind, uint64_t round_tokens, int64_t num_tokens,
-                  Make&& make) {
-  uint64_t& num_made = op.rank().epochs.*kind.rounds;
-  int64_t begin = 0;
-  do {
-    const int64_t end = std::min(num_tokens, begin + static_cast<int64_t>(round_tokens));
-    ++num_made;
-    JAX_EP_RETURN_IF_ERROR(op.CheckLatch());
-    JAX_EP_RETURN_IF_ERROR(make(Round{.begin = begin,
-                                      .end = end,
-                                      .is_first = begin == 0,
-                                      .is_last = end == num_tokens,
-                                      .signal = num_made,
-                                      .free_at = num_made - 1,
-                                      .done = num_made}));
-    begin = end;
-  } while (begin < num_tokens);
-  return Status::Ok();
-}
-
 // Adds rows or messages that went to other nodes to the rank's counters.
 void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes);
-
-// Copies the rows of `row_bytes` that `is_used` into new memory of `num_rows`, or frees `kept` if
-// there are none. Pages of unused rows are never touched.
-template <typename IsUsed>
-void KeepRows(const std::byte* rows, uint64_t row_bytes, uint64_t num_rows, IsUsed&& is_used,
-              std::unique_ptr<std::byte[]>& kept) {
-  kept.reset();
-  if (rows == nullptr) return;
-  kept = std::make_unique_for_overwrite<std::byte[]>(num_rows * row_bytes);
-  for (uint64_t row = 0; row < num_rows; ++row) {
-    if (!is_used(row)) continue;
-    std::memcpy(kept.get() + row * row_bytes, rows + row * row_bytes, row_bytes);
-  }
-}
 
 // True if every node-mate lives in this process. Equal on all ranks of a node.
 bool IsNodeInProcess(const Rank& rank);
