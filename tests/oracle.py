@@ -77,15 +77,22 @@ def zones(demand: list[int], rows: int, align: int) -> list[int]:
     return result
 
 
-def place(slots: list[int], num_experts: int, ids: np.ndarray) -> np.ndarray:
-    """Section "Placement": ids [N, T, K] as slots, for expert slots[p] in slot p."""
+def place(
+    slots: list[int], num_experts: int, ids: np.ndarray, active: list[int] | None = None
+) -> np.ndarray:
+    """Section "Placement": ids [N, T, K] as slots, for expert slots[p] in slot p.
+
+    With `active` of those on active ranks; where there are none, -1.
+    """
+    mask = [1] * len(ids) if active is None else active
     result = np.array(ids, np.int64)
     for (s, t, k), e in np.ndenumerate(ids):
         if e >= num_experts:
             result[s, t, k] = e + len(slots) - num_experts
         elif e >= 0:
-            own = [p for p, expert in enumerate(slots) if expert == e]
-            result[s, t, k] = own[(s * ids.shape[1] + t) % len(own)]
+            per_rank = len(slots) // len(ids)
+            own = [p for p, x in enumerate(slots) if x == e and mask[p // per_rank]]
+            result[s, t, k] = own[(s * ids.shape[1] + t) % len(own)] if own else -1
     return result
 
 

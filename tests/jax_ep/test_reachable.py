@@ -25,6 +25,7 @@ from harness import (
 )
 from jax import lax
 from jax.sharding import Mesh
+from test_placement import placed, placement_of
 
 import jax_ep
 
@@ -83,6 +84,34 @@ def test_plans_and_sums_are_the_oracles_with_the_mask(layout: Any, mode: Any) ->
         used = None if layout == "rank_major" else weights
         assert_sum(out, *oracle.combine(plans, rows, used, case.tokens), num_terms=case.top_k)
     assert program._cache_size() == 1  # a mask is data
+
+
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_replicas_on_active_ranks_serve_for_the_others(mode: Any) -> None:
+    case = Case(ranks=4, tokens=7, experts=7, slots=12, top_k=3, mode=mode)
+    group = elastic_group(case, "xla")
+
+    def layer(placement: Any, x: Array, ids: Array, weights: Array, active: Array) -> Any:
+        options: Any = {"active": active, "placement": placement, "mode": mode}
+        recv = jax_ep.dispatch(group, x, ids, weights, **options)
+        again = jax_ep.plan(group, ids, **options)
+        return recv.plan, again, jax_ep.combine(group, recv.x, recv)
+
+    run = placed(group, layer)
+    for seed, mask in enumerate(MASKS):
+        inputs, placement = inputs_of(case, "invalid", seed), placement_of(case, seed)
+        where = placement.physical_to_logical.tolist()
+        slots = oracle.place(where, case.experts, inputs.ids, mask)
+        args = (inputs.x, inputs.ids, inputs.weights, spread(mask, case.ranks))
+        plan, again, out = jax.device_get(run(placement, *args))
+        lost = (inputs.ids >= 0) & (inputs.ids < case.experts) & (slots < 0)
+        plans = oracle.plan(case.spec, slots, case.resolved_mode, case.layout)
+        for each in (plan, again):
+            np.testing.assert_array_equal(each.num_unreachable, lost.sum((1, 2)))
+            assert_plan(each, plans)
+        rows, weights = oracle.dispatch(plans, inputs.x, inputs.weights)
+        assert_sum(out, *oracle.combine(plans, rows, weights, case.tokens), num_terms=case.top_k)
+    assert run._cache_size() == 1
 
 
 def test_renormalize_keeps_the_sum_of_each_tokens_weights() -> None:
@@ -276,6 +305,6 @@ def test_ids_of_lost_experts_stay_negative_up_to_the_largest(group: jax_ep.Group
     from jax_ep._ops import reachable
 
     ids = np.int32([[0, CASE.experts - 1]])
-    lost = reachable.leave_out(group, "plan", ids, None, np.zeros(4, bool)).ids
+    lost = reachable.leave_out(group, "plan", ids, None, np.zeros(4, bool), None).ids
     np.testing.assert_array_equal(np.asarray(lost) - reachable.UNREACHABLE, ids)
     assert lax.lt(lost, np.int32(0)).all()
