@@ -249,7 +249,7 @@ class Group:
         return "native" if self.native else "xla"
 
     @property
-    def native_platforms(self) -> tuple[str, ...]:
+    def _native_platforms(self) -> tuple[str, ...]:
         """Lowering platforms on which this group's calls are ours; the others get "xla"."""
         if self.implementation == "xla":
             return ()

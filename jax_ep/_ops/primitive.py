@@ -114,7 +114,7 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
         return run_branch
 
     run_reference = branch(halves.all_in_done(reference.run))
-    platforms = call.group.native_platforms
+    platforms = call.group._native_platforms
     # Without tokens there is nothing to move and every result is a constant; XLA's compilers do not
     # take custom calls whose operands are all empty (Shardy refuses them, XLA:GPU 0.11 crashes).
     if not platforms or call.num_tokens == 0:

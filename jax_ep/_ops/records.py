@@ -41,7 +41,7 @@ def _choose(
     otherwise: Callable[[Call, jax.Array], jax.Array],
 ) -> jax.Array:
     """`kernel` where there is one, else the same in jax.numpy."""
-    if "cpu" not in call.group.native_platforms or operand.shape[0] == 0:
+    if "cpu" not in call.group._native_platforms or operand.shape[0] == 0:
         return otherwise(call, operand)
     wire = call.wire
     assert wire is not None

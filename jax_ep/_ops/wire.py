@@ -52,7 +52,7 @@ def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any
     def run_kernels(arrays: dict[str, Any]) -> dict[str, Any]:
         return _run_kernels(operation, call, arrays)
 
-    branches = {name: run_kernels for name in _GPUS if name in call.group.native_platforms}
+    branches = {name: run_kernels for name in _GPUS if name in call.group._native_platforms}
     got = lax.platform_dependent(arrays, **branches, default=run_around)
     return _with_carrier(call, got)
 
@@ -77,7 +77,7 @@ def _has_kernels(operation: str, call: Call, arrays: dict[str, Any]) -> bool:
         and group.node_size == group.num_ranks
         and call.num_tokens > 0
         and not beside.applies(call)
-        and any(name in group.native_platforms for name in _GPUS)
+        and any(name in group._native_platforms for name in _GPUS)
     )
 
 
