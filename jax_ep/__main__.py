@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
 
     asking = commands.add_parser("report", help="who hangs in the jobs that run on this host")
     asking.add_argument("--pid", type=int, help="ask this process only")
+    asking.add_argument(
+        "--html",
+        metavar="DIR",
+        help="instead of text, write DIR/index.html: load, imbalance, waits, drops and flows",
+    )
 
     merge = commands.add_parser("trace", help="merge what JAX_EP_TRACE has written, for Perfetto")
     merge.add_argument("prefix", help="what JAX_EP_TRACE was")
@@ -191,6 +196,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "report":
         from jax_ep._cli.report import report
 
+        if options.html is not None:
+            from jax_ep._cli.report_page import report_page
+
+            return report_page(options.pid, options.html)
         return report(options.pid)
     if options.command == "trace":
         from jax_ep._cli.trace import trace

@@ -11,16 +11,19 @@ import dataclasses
 import os
 import weakref
 from types import TracebackType
-from typing import Any, Literal, Protocol, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack, cast
 
 import numpy as np
 
-from jax_ep import _config, _jax_compat, _mesh, _view_config, _warn
+from jax_ep import _config, _jax_compat, _mesh, _stats, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
 from jax_ep._stats import GroupStats
 from jax_ep._view_config import ViewSizes
+
+if TYPE_CHECKING:
+    from jax_ep._placement import Placement
 
 Implementation = Literal["native", "xla"] | None
 
@@ -454,6 +457,64 @@ class Group:
             "heap_bytes": self.heap_bytes,
         }
         return head if self._native is None else cast(GroupStats, head | self._native.stats())
+
+    def wait_ns(self, phase: str | None = None, team: int = 0) -> np.ndarray[Any, Any]:
+        """How long ranks have waited for each other since creation. CPUs only; else zeros.
+
+        Args:
+            phase: "plan", "dispatch", "combine" or "reuse" (`RankStats.wait_by_peer`); None: all.
+            team: which of the group's teams (0 in a group over one axis of the mesh).
+
+        Returns:
+            i64[N, N] of nanoseconds: [i, j] is how long rank i has waited for rank j. Rows of ranks
+            of other processes are zeros.
+
+        Raises:
+            ValueError: there is no such phase.
+
+        Example:
+            >>> waits = group.wait_ns()
+            >>> slowest = waits.sum(axis=0).argmax()  # whom the others wait for
+        """
+        return _stats.wait_matrix(self.stats(), phase, team)
+
+    def expert_load(
+        self, placement: Placement | None = None, *, all_processes: bool = False
+    ) -> np.ndarray[Any, Any]:
+        """Rows per logical expert since creation, of all plans and from all ranks.
+
+        What `jax_ep.eplb.rebalance` wants is the difference of two readings: stack those of the
+        layers, whose groups count apart. The counters are by slot: read them before another
+        placement comes into use, and subtract that reading from later ones.
+
+        Args:
+            placement: the one that was used; None if the group has as many slots as experts and
+                plans were given none.
+            all_processes: sum over all processes of the job, a collective: every process calls it,
+                outside of jit. Else experts that live on other processes alone have 0.
+
+        Returns:
+            i64[E]: pairs (token, k) of each expert. Views of the group count into their own local
+            indices of it.
+
+        Raises:
+            ValueError: no placement where one is needed, one of other sizes, or the group has
+                `implementation="xla"`, which counts nothing.
+
+        Example:
+            >>> load = group.expert_load()
+            >>> load.shape
+            (8,)
+        """
+        if self._native is None:
+            raise ValueError(
+                f'Group.expert_load: group {self.name} has implementation="xla", which counts '
+                "nothing; sum jax_ep.routing.expert_load of the ids instead"
+            )
+        config = self._whole.config
+        slots = _stats.pairs_per_slot(self.stats(), _config.physical_experts(config))
+        load = _stats.pairs_per_logical(slots, placement, config.num_experts)
+        return _stats.sum_over_processes(load) if all_processes else load
 
     def health(self) -> Health:
         """State of the group as this process sees it; not ok once it has failed or is closed."""

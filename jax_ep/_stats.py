@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jax_ep._placement import Placement
 
 # By number: the streams between two ranks (proxy/abi/channel.h).
 CHANNELS = (
@@ -13,6 +18,10 @@ CHANNELS = (
     "combine-done", "ll-dispatch", "ll-dispatch-done", "ll-combine", "ll-combine-done",
     "reduce-done", "barrier",
 )  # fmt: skip
+
+# What a rank waits for (proxy/abi/channel.h): routing, rows to experts, rows back, and the readers
+# of memory that it will write again.
+WAIT_PHASES = ("plan", "dispatch", "combine", "reuse")
 
 
 class FlowStats(TypedDict):
@@ -83,6 +92,10 @@ class RankStats(_Counts):
         rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
             counts once for each node. CPUs only.
         wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. CPUs only.
+        wait_by_peer: the same by phase and by the rank waited for: {phase: [N]}. Phases are "plan",
+            "dispatch" (with the routing in ll mode), "combine", and "reuse", the readers of memory
+            that is written again. A rank waits for others one after the other: who is late at the
+            same time as an earlier one is not seen. CPUs only.
         bytes_staged: bytes that were copied before others could read them. GPUs only.
         launches: operations given to the GPU. GPUs only.
     """
@@ -90,6 +103,7 @@ class RankStats(_Counts):
     team: int
     rank: int
     pairs_per_expert: list[int]
+    wait_by_peer: NotRequired[dict[str, list[int]]]
 
 
 class GroupStats(TypedDict):
@@ -122,3 +136,65 @@ class GroupStats(TypedDict):
     launches: NotRequired[int]
     ranks: NotRequired[list[RankStats]]
     flows: NotRequired[list[FlowStats]]
+
+
+def wait_matrix(stats: GroupStats, phase: str | None, team: int) -> np.ndarray[Any, Any]:
+    """As `Group.wait_ns`."""
+    if phase is not None and phase not in WAIT_PHASES:
+        raise ValueError(
+            f"Group.wait_ns: got phase={phase!r}, expected one of {WAIT_PHASES} or None for all"
+        )
+    waits = np.zeros((stats["num_ranks"],) * 2, np.int64)
+    for rank in stats.get("ranks", ()):
+        if rank["team"] != team or "wait_by_peer" not in rank:
+            continue
+        for name, by_peer in rank["wait_by_peer"].items():
+            if phase in (None, name):
+                waits[rank["rank"]] += np.asarray(by_peer, np.int64)
+    return waits
+
+
+def pairs_per_slot(stats: GroupStats, num_slots: int) -> np.ndarray[Any, Any]:
+    """i64[P], the pairs of each slot of the group's ranks here; 0 for those of other processes."""
+    pairs = np.zeros(num_slots, np.int64)
+    for rank in stats.get("ranks", ()):
+        counts = rank["pairs_per_expert"]
+        first = rank["rank"] * len(counts)
+        pairs[first : first + len(counts)] += counts
+    return pairs
+
+
+def pairs_per_logical(
+    slots: np.ndarray[Any, Any], placement: Placement | None, num_experts: int
+) -> np.ndarray[Any, Any]:
+    """i64[E] of i64[P]. Raises ValueError if the placement is missing, or of other sizes."""
+    if placement is None:
+        if slots.size != num_experts:
+            raise ValueError(
+                f"Group.expert_load: got no placement, expected the one that was used: the group "
+                f"has {slots.size} slots for {num_experts} experts; pass placement="
+            )
+        return slots
+    if (placement.num_experts, placement.physical_experts) != (num_experts, slots.size):
+        raise ValueError(
+            f"Group.expert_load: got a placement of {placement.num_experts} experts in "
+            f"{placement.physical_experts} slots, expected {num_experts} in {slots.size}; pass "
+            "the one that dispatch was given"
+        )
+    load = np.zeros(num_experts, np.int64)
+    np.add.at(load, np.asarray(placement.physical_to_logical), slots)
+    return load
+
+
+def sum_over_processes(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The sum of i64 values that are not negative, exact without JAX's 64-bit mode."""
+    from jax.experimental import multihost_utils
+
+    halves = np.stack([values >> 31, values & 0x7FFFFFFF]).astype(np.int32)
+    high, low = (
+        np.asarray(multihost_utils.process_allgather(halves))
+        .reshape(-1, 2, *values.shape)
+        .astype(np.int64)
+        .sum(axis=0)
+    )
+    return np.asarray((high << 31) + low)

@@ -34,6 +34,8 @@ _OF_RANK = {  # of RankStats: the metric's name, its help, and what to multiply 
     "wait_ns": ("wait_seconds", "Time spent waiting for other ranks.", 1e-9),
     "launches": ("launches", "Operations given to the GPU.", 1.0),
 }
+WAITS_LIMIT = 64  # ranks of a group, up to which waits by peer are exported unless asked for
+
 _OF_FLOW = {  # of FlowStats
     "messages": ("flow_messages", "Messages posted to the peer."),
     "bytes": ("flow_bytes", "Bytes posted to the peer."),
@@ -45,7 +47,7 @@ _OF_FLOW = {  # of FlowStats
 }
 
 
-def register(group: Group, registry: Any = None) -> Exporter:
+def register(group: Group, registry: Any = None, *, waits_by_peer: bool | None = None) -> Exporter:
     """Exports a group of this process, until it is closed and forgotten or `unregister` is called.
 
     Each process exports its own ranks: scrape all of them. Values are read when they are scraped.
@@ -57,6 +59,8 @@ def register(group: Group, registry: Any = None) -> Exporter:
             kept alive. Once it is closed, its counters stay as they were. A view exports the group
             that it is a view of, whose counters it shares.
         registry: a prometheus_client.CollectorRegistry; None: its REGISTRY.
+        waits_by_peer: export `jax_ep_wait_for_peer_seconds_total`, 4 * (N - 1) series for each
+            local rank of a group of N ranks, on CPUs. None: in groups of up to 64 ranks.
 
     Returns:
         An `Exporter`, also a context manager that unregisters.
@@ -88,7 +92,9 @@ def register(group: Group, registry: Any = None) -> Exporter:
         if collector is None:
             collector = _collectors[registry] = _Collector()
             registry.register(collector)
-        return collector.add(group._whole)  # whose experts the counters are of
+        if waits_by_peer is None:
+            waits_by_peer = group.num_ranks <= WAITS_LIMIT
+        return collector.add(group._whole, waits_by_peer)  # whose experts the counters are of
 
 
 class Exporter:
@@ -142,8 +148,9 @@ def _client() -> Any:
 class _Reader:
     """The newest values of a group. They are read on a thread: a device may be long about it."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, waits_by_peer: bool) -> None:
         self.name = group.name
+        self._waits_by_peer = waits_by_peer
         self._group = weakref.ref(group)
         self._lock = threading.Lock()
         self._reading: threading.Thread | None = None
@@ -167,7 +174,11 @@ class _Reader:
         """None before the first were read."""
         group = self._group()
         is_well = self._is_well and (group is None or group.health().ok)
-        return None if self._newest is None else _Values(self.name, *self._newest, is_well)
+        return (
+            None
+            if self._newest is None
+            else _Values(self.name, *self._newest, is_well, self._waits_by_peer)
+        )
 
     def _read(self) -> None:
         group = self._group()
@@ -187,6 +198,7 @@ class _Values(NamedTuple):
     when: float  # time.monotonic()
     stats: GroupStats
     is_well: bool
+    waits_by_peer: bool
 
 
 class _Collector:
@@ -195,13 +207,13 @@ class _Collector:
     def __init__(self) -> None:
         self._readers: list[_Reader] = []
 
-    def add(self, group: Group) -> Exporter:
+    def add(self, group: Group, waits_by_peer: bool) -> Exporter:
         if any(reader.name == group.name for reader in self._readers):
             raise ValueError(
                 f"jax_ep.metrics.register: got group {group.name}, expected one that is not "
                 "registered there yet; keep the Exporter that the first call returned"
             )
-        reader = _Reader(group)
+        reader = _Reader(group, waits_by_peer)
         self._readers.append(reader)
         return Exporter(self, reader)
 
@@ -249,6 +261,11 @@ def _families(groups: list[_Values]) -> Iterator[Any]:
         "Pairs (token, k) that plans have given the expert.",
         labels=["group", "team", "rank", "expert"],
     )
+    waits = core.CounterMetricFamily(
+        "jax_ep_wait_for_peer_seconds",
+        "Time that the rank has spent waiting for the peer.",
+        labels=["group", "team", "rank", "peer", "phase"],
+    )
     of_rank = {
         key: core.CounterMetricFamily(f"jax_ep_{name}", text, labels=["group", "team", "rank"])
         for key, (name, text, _) in _OF_RANK.items()
@@ -259,7 +276,7 @@ def _families(groups: list[_Values]) -> Iterator[Any]:
         )
         for key, (name, text) in _OF_FLOW.items()
     }
-    for name, when, stats, is_well in groups:
+    for name, when, stats, is_well, waits_by_peer in groups:
         healthy.add_metric([name, stats["implementation"]], float(is_well))
         heap.add_metric([name], stats["heap_bytes"])
         age.add_metric([name], time.monotonic() - when)
@@ -273,10 +290,14 @@ def _families(groups: list[_Values]) -> Iterator[Any]:
             load = rank["pairs_per_expert"]
             for expert, count in enumerate(load, start=rank["rank"] * len(load)):
                 pairs.add_metric([*labels, str(expert)], count)
+            for phase, by_peer in rank.get("wait_by_peer", {}).items() if waits_by_peer else ():
+                for peer, nanoseconds in enumerate(by_peer):
+                    if peer != rank["rank"]:
+                        waits.add_metric([*labels, str(peer), phase], nanoseconds * 1e-9)
         for flow in stats.get("flows", ()):
             values = dict(flow)
             channel = CHANNELS[flow["channel"]]
             labels = [name, *(str(values[key]) for key in ("team", "rank", "peer")), channel]
             for key, family in of_flow.items():
                 family.add_metric(labels, values[key])
-    yield from (healthy, heap, age, overflow, pairs, *of_rank.values(), *of_flow.values())
+    yield from (healthy, heap, age, overflow, pairs, waits, *of_rank.values(), *of_flow.values())

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/layout.h"
+#include "proxy/abi/channel.h"
 #include "proxy/abi/ring.h"
 #include "proxy/base/failure.h"
 #include "proxy/base/proxy_port.h"
@@ -40,6 +41,25 @@ struct RankCounters {
   std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans
   // By local expert of the group, or of a view of it: pairs that plans have given it.
   std::vector<std::atomic<uint64_t>> pairs_per_expert;
+  // wait_ns by (WaitPhase, rank waited for): [kNumWaitPhases * N].
+  std::vector<std::atomic<uint64_t>> wait_by_peer;
+
+  // Before the rank's first call.
+  void Allocate(const GroupShape& shape) {
+    pairs_per_expert = std::vector<std::atomic<uint64_t>>(shape.experts_per_rank());
+    wait_by_peer = std::vector<std::atomic<uint64_t>>(size_t{kNumWaitPhases} * shape.num_ranks);
+  }
+  std::span<const std::atomic<uint64_t>> WaitsIn(WaitPhase phase) const {
+    const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;
+    return std::span(wait_by_peer).subspan(static_cast<size_t>(phase) * num_ranks, num_ranks);
+  }
+  void AddWait(WaitPhase phase, uint32_t peer, uint64_t ns) {
+    wait_ns.fetch_add(ns, std::memory_order_relaxed);
+    const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;
+    if (peer >= num_ranks) return;  // not allocated
+    wait_by_peer[static_cast<size_t>(phase) * num_ranks + peer].fetch_add(
+        ns, std::memory_order_relaxed);
+  }
 };
 
 // One rank of one team: built once by the session, then used by that rank's executor alone.

@@ -222,6 +222,14 @@ class PySession : public PySessionOf<Session> {
       nb::list pairs;
       for (const auto& counter : c->pairs_per_expert) pairs.append(value(counter));
       entry["pairs_per_expert"] = pairs;
+      nb::dict waits;
+      for (uint32_t index = 0; index < kNumWaitPhases; ++index) {
+        const auto phase = static_cast<WaitPhase>(index);
+        nb::list by_rank;
+        for (const auto& counter : c->WaitsIn(phase)) by_rank.append(value(counter));
+        waits[nb::str(WaitPhaseName(phase).data())] = by_rank;
+      }
+      entry["wait_by_peer"] = waits;
       all.append(entry);
     }
     return all;

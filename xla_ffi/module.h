@@ -103,7 +103,11 @@ class PySessionOf {
   void Start() {
     WithoutGil([&]() -> Status {
       JAX_EP_RETURN_IF_ERROR(session_->Start());
-      reported_ = ListForReports([session = session_.get()] { return session->Report(); });
+      GroupAnswers answers{.page = [session = session_.get()] { return session->Report(); }};
+      if constexpr (requires { session_->CountersJson(); }) {
+        answers.counters = [session = session_.get()] { return session->CountersJson(); };
+      }
+      reported_ = ListForReports(std::move(answers));
       return SessionTable<S>::Instance().Add(session_);
     });
   }

@@ -8,6 +8,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -30,6 +31,9 @@ namespace {
 // How long one that has connected may take to read: for each piece, and when no other is begun.
 constexpr timeval kSendTime{.tv_sec = 1, .tv_usec = 0};
 constexpr std::chrono::seconds kAnswerTime{1};
+
+// How long it may take to ask. Who asks for pages has shut its side down, and is answered at once.
+constexpr int kRequestTimeMs = 200;
 
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
@@ -58,7 +62,7 @@ void CloseInChild() {
 // Thread rule: Add and Remove on any thread.
 class Reporter {
  public:
-  using Pages = std::list<std::function<std::string()>>;
+  using Groups = std::list<GroupAnswers>;
 
   // This process's; lives until the process ends. A forked child does not use its parent's, which
   // somebody may have held when it was copied.
@@ -73,23 +77,23 @@ class Reporter {
     return *found;
   }
 
-  Pages::iterator Add(std::function<std::string()> page) {
+  Groups::iterator Add(GroupAnswers group) {
     const std::lock_guard life(life_mutex_);
-    Pages::iterator at;
+    Groups::iterator at;
     {
       const std::lock_guard lock(mutex_);
-      at = pages_.insert(pages_.end(), std::move(page));
+      at = groups_.insert(groups_.end(), std::move(group));
     }
-    if (pages_.size() == 1) Start();
+    if (groups_.size() == 1) Start();
     return at;
   }
 
-  void Remove(Pages::iterator at) {
+  void Remove(Groups::iterator at) {
     if (getpid() != creator_) return;
     const std::lock_guard life(life_mutex_);
-    if (pages_.size() == 1) Stop();
+    if (groups_.size() == 1) Stop();
     const std::lock_guard lock(mutex_);
-    pages_.erase(at);
+    groups_.erase(at);
   }
 
  private:
@@ -165,11 +169,41 @@ class Reporter {
   std::string AllPages() {
     const std::lock_guard lock(mutex_);
     std::string all;
-    for (const auto& page : pages_) {
+    for (const GroupAnswers& group : groups_) {
       if (!all.empty()) all += kReportSeparator;
-      all += page();
+      all += group.page();
     }
     return all;
+  }
+
+  std::string AllCounters() {
+    const std::lock_guard lock(mutex_);
+    std::string all;
+    int num_uncounted = 0;
+    for (const GroupAnswers& group : groups_) {
+      if (group.counters == nullptr) {
+        ++num_uncounted;
+        continue;
+      }
+      if (!all.empty()) all += ", ";
+      all += group.counters();
+    }
+    return R"({"version": 1, "groups": [)" + all + R"(], "uncounted": )" +
+           std::to_string(num_uncounted) + "}";
+  }
+
+  // What to send to who has connected, by what it asks for.
+  std::string AnswerTo(int peer) {
+    pollfd asked{.fd = peer, .events = POLLIN, .revents = 0};
+    std::array<char, 256> text{};
+    ssize_t length = 0;
+    if (poll(&asked, 1, kRequestTimeMs) > 0) {
+      length = recv(peer, text.data(), text.size(), MSG_DONTWAIT);
+    }
+    const std::string_view request(text.data(), static_cast<size_t>(std::max<ssize_t>(length, 0)));
+    if (request.empty()) return AllPages();
+    if (request == kCountersRequest) return AllCounters();
+    return R"({"version": 1, "error": "this job knows the request of version 1 only"})";
   }
 
   void Loop() noexcept {
@@ -200,7 +234,7 @@ class Reporter {
     if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
     if (who.uid != geteuid() && who.uid != 0) return;
     setsockopt(peer.fd(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
-    const std::string text = AllPages();
+    const std::string text = AnswerTo(peer.fd());
     const Deadline deadline = Deadline::After(kAnswerTime);
     for (std::string_view left = text; !left.empty() && !deadline.expired();) {
       const ssize_t sent = send(peer.fd(), left.data(), left.size(), MSG_NOSIGNAL);
@@ -212,26 +246,26 @@ class Reporter {
   const pid_t creator_ = getpid();
   std::mutex life_mutex_;  // Start and Stop, one after the other
   std::mutex mutex_;
-  Pages pages_;  // changes under both
+  Groups groups_;  // changes under both
   Descriptor stop_, signal_, socket_;
   std::thread thread_;
 };
 
 class Entry final : public ReportEntry {
  public:
-  explicit Entry(std::function<std::string()> page)
-      : reporter_(Reporter::Instance()), at_(reporter_.Add(std::move(page))) {}
+  explicit Entry(GroupAnswers answers)
+      : reporter_(Reporter::Instance()), at_(reporter_.Add(std::move(answers))) {}
   ~Entry() override { reporter_.Remove(at_); }
 
  private:
   Reporter& reporter_;
-  const Reporter::Pages::iterator at_;
+  const Reporter::Groups::iterator at_;
 };
 
 }  // namespace
 
-std::unique_ptr<ReportEntry> ListForReports(std::function<std::string()> page) {
-  return std::make_unique<Entry>(std::move(page));
+std::unique_ptr<ReportEntry> ListForReports(GroupAnswers answers) {
+  return std::make_unique<Entry>(std::move(answers));
 }
 
 }  // namespace jax_ep

@@ -3,8 +3,12 @@
 // sends them (`python -m jax_ep report`, jax_ep/_cli/report.py).
 //
 // The socket is an abstract one of the host's (of the container's network namespace):
-// "\0jax_ep/report/PID". Only processes of the same user, and root's, are answered: the pages, with
-// kReportSeparator between them, then the end of the stream. Nothing is read.
+// "\0jax_ep/report/PID". Only processes of the same user, and root's, are answered. Who sends
+// kCountersRequest at once gets the counters of all groups as a JSON object:
+//   {"version": 1, "groups": [Session::CountersJson()...], "uncounted": groups on GPUs, whose
+//    counters only the device has}
+// Who sends anything else gets {"version": 1, "error": why}. Who sends nothing gets the pages, with
+// kReportSeparator between them. Then the stream ends.
 //
 // SIGUSR1 is taken only if it has its default action, which ends the process, and only while
 // groups are open; a handler that the program sets, before or after, stays. Where there is neither
@@ -14,10 +18,18 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 
 namespace jax_ep {
 
 inline constexpr char kReportSeparator = '\f';
+inline constexpr std::string_view kCountersRequest = R"({"version": 1, "want": "counters"})";
+
+// What a group answers. Both wait for nothing, and are called on the reporter's thread.
+struct GroupAnswers {
+  std::function<std::string()> page;
+  std::function<std::string()> counters = nullptr;  // JSON; null on GPUs
+};
 
 // Keeps a group listed. Thread rule: made and destroyed on any thread; in a forked child nothing
 // happens.
@@ -26,7 +38,7 @@ class ReportEntry {
   virtual ~ReportEntry() = default;
 };
 
-// `page` waits for nothing; it is called on the reporter's thread until the entry is gone.
-std::unique_ptr<ReportEntry> ListForReports(std::function<std::string()> page);
+// `answers` are called until the entry is gone.
+std::unique_ptr<ReportEntry> ListForReports(GroupAnswers answers);
 
 }  // namespace jax_ep

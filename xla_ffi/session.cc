@@ -46,7 +46,7 @@ Status Session::AllocateMembers() {
     JAX_EP_ASSIGN_OR_RETURN(member->pool, WorkerPool::Create(options_.threads_per_rank));
     RankCounters& counters =
         *counters_.emplace_back(local, std::make_unique<RankCounters>()).second;
-    counters.pairs_per_expert = std::vector<std::atomic<uint64_t>>(shape.experts_per_rank());
+    counters.Allocate(shape);
 
     auto rank = std::make_unique<Rank>();
     rank->group_name = options_.name;

@@ -23,6 +23,7 @@ SESSION = [
     "session_connect.cc",
     "session_options.cc",
     "session_report.cc",
+    "session_stats.cc",
     "worker_pool.cc",
 ]
 

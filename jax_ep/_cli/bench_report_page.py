@@ -9,7 +9,7 @@ from typing import Any
 from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
 from jax_ep._cli.bench_report_plot import duration, plot
 
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1f2328; --soft: #59636e; --line: #d0d7de; --paper: #fff;
   --tint: #f6f8fa; --ours: #dafbe1; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9198a1; --line: #3d444d;
@@ -83,7 +83,7 @@ def page(record: Mapping[str, Any]) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>jax_ep benchmarks</title>\n<style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>jax_ep benchmarks</title>\n<style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
 
-_INK = "#010203"  # stands for the page's own text color
+INK = "#010203"  # stands for the page's own text color
 _COLORS = {
     OURS: "#2da44e",
     "all_gather + psum_scatter": "#4c8dff",
@@ -33,7 +33,7 @@ def plot(case: dict[str, Any], number: int) -> str:
         "font.family": "sans-serif",
         "font.size": 10,
         **dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _INK
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
         ),
     }
     with pyplot.rc_context(settings):
@@ -53,7 +53,7 @@ def plot(case: dict[str, Any], number: int) -> str:
         axes.set_ylim(len(OPERATIONS) - 0.5, -0.5)
         axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda us, _: duration(us)))
         axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-        axes.grid(axis="x", alpha=0.25, color=_INK)
+        axes.grid(axis="x", alpha=0.25, color=INK)
         axes.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -66,7 +66,9 @@ def plot(case: dict[str, Any], number: int) -> str:
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
         pyplot.close(figure)
-    return _inline(text.getvalue(), number, f"Times of {case['name']}; the table has the numbers")
+    return inline(
+        text.getvalue(), f"case{number}", f"Times of {case['name']}; the table has the numbers"
+    )
 
 
 def duration(us: float) -> str:
@@ -92,15 +94,15 @@ def _point(axes: Any, result: dict[str, Any], y: float) -> None:
     )
 
 
-def _inline(svg: str, number: int, label: str) -> str:
-    """The <svg> element alone: ids of its own, the page's ink and font, as wide as its place."""
+def inline(svg: str, name: str, label: str) -> str:
+    """The <svg> alone: ids that begin with the name, the page's ink and font, no own size."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'id="', f'id="case{number}-', svg)
-    svg = re.sub(r'href="#', f'href="#case{number}-', svg)
-    svg = re.sub(r"url\(#", f"url(#case{number}-", svg)
-    svg = svg.replace(_INK, "currentColor")
+    svg = re.sub(r'id="', f'id="{name}-', svg)
+    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
+    svg = svg.replace(INK, "currentColor")
     svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
     return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -56,7 +56,24 @@ def report(pid: int | None) -> int:
     Returns:
         The exit code: 1 if there is nothing to ask, or nobody answers.
     """
-    found = running() if pid is None else [pid] if pid in running() else []
+    found = to_ask(pid)
+    if not found:
+        return 1
+    pages: list[Page] = []
+    for each in found:
+        try:
+            pages += [Page(each, text) for text in ask(each).split(_SEPARATOR) if text]
+        except OSError as error:
+            print(no_answer(each, error))
+    for page in newest_of_each(pages):
+        print(page.text, end="" if page.text.endswith("\n") else "\n")
+    return 0 if pages else 1
+
+
+def to_ask(pid: int | None) -> list[int]:
+    """That process, or all that answer; if there is none, says so and returns nothing."""
+    everyone = running()
+    found = everyone if pid is None else [pid] if pid in everyone else []
     if not found:
         who = "no process" if pid is None else f"process {pid} is none"
         print(
@@ -64,16 +81,12 @@ def report(pid: int | None) -> int:
             "container, run it there; GPU and CPU jobs of other users are not shown",
             file=sys.stderr,
         )
-        return 1
-    pages: list[Page] = []
-    for each in found:
-        try:
-            pages += [Page(each, text) for text in ask(each).split(_SEPARATOR) if text]
-        except OSError as error:
-            print(f"process {each} does not answer ({error}): {_state(each)}")
-    for page in newest_of_each(pages):
-        print(page.text, end="" if page.text.endswith("\n") else "\n")
-    return 0 if pages else 1
+    return found
+
+
+def no_answer(pid: int, error: OSError) -> str:
+    """A sentence about a process that did not answer."""
+    return f"process {pid} does not answer ({error}): {_state(pid)}"
 
 
 def running() -> list[int]:
@@ -84,8 +97,12 @@ def running() -> list[int]:
         return []
 
 
-def ask(pid: int) -> str:
+def ask(pid: int, request: bytes = b"") -> str:
     """What the process says of all its groups, within LIMIT_S.
+
+    Args:
+        pid: whom to ask.
+        request: as in xla_ffi/reporter.h; nothing asks for the pages.
 
     Raises:
         OSError: it does not answer, or is another user's.
@@ -99,6 +116,9 @@ def ask(pid: int) -> str:
         uid = _PEER.unpack(packed)[1]
         if uid not in (os.geteuid(), 0) and os.geteuid() != 0:
             raise PermissionError(f"it is of user {uid}")
+        if request:
+            peer.sendall(request)
+        peer.shutdown(socket.SHUT_WR)
         while part := peer.recv(1 << 16):
             parts.append(part)
             peer.settimeout(max(deadline - time.monotonic(), 1e-3))

@@ -211,7 +211,7 @@ class NativeSession:
         totals = {
             name: sum(rank[name] for rank in ranks)
             for name in (ranks[0] if ranks else {})
-            if name not in ("team", "rank", "pairs_per_expert")
+            if name not in ("team", "rank", "pairs_per_expert", "wait_by_peer")
         }
         return {**totals, "ranks": ranks, "flows": self._session.flow_stats()}
 

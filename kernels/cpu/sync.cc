@@ -74,7 +74,7 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
       *rank_.failure, is_mate(source) ? nullptr : rank_.proxy);
   const uint64_t end = MonotonicNs();
   if (rank_.counters != nullptr) {
-    rank_.counters->wait_ns.fetch_add(end - begin, std::memory_order_relaxed);
+    rank_.counters->AddWait(WaitPhaseOf(channel), source, end - begin);
   }
   activity().Enter(Phase::kWorking, end);
   Trace(TraceKind::kWait, begin, end, source, channel, value, mate);

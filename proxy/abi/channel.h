@@ -64,6 +64,53 @@ constexpr std::string_view ChannelName(Channel channel) {
   return "unused";
 }
 
+// What a wait for a signal is for, as statistics tell it apart.
+enum class WaitPhase : uint8_t {
+  kPlan = 0,      // routing
+  kDispatch = 1,  // rows to experts, with the routing in LL mode
+  kCombine = 2,   // rows back, and partials inside a node
+  kReuse = 3,     // readers of an earlier call's memory
+};
+inline constexpr uint32_t kNumWaitPhases = 4;
+
+constexpr std::string_view WaitPhaseName(WaitPhase phase) {
+  switch (phase) {
+    case WaitPhase::kPlan:
+      return "plan";
+    case WaitPhase::kDispatch:
+      return "dispatch";
+    case WaitPhase::kCombine:
+      return "combine";
+    case WaitPhase::kReuse:
+      return "reuse";
+  }
+  return "unused";
+}
+
+constexpr WaitPhase WaitPhaseOf(Channel channel) {
+  switch (channel) {
+    case Channel::kPlan:
+      return WaitPhase::kPlan;
+    case Channel::kDispatch:
+    case Channel::kLlDispatch:
+      return WaitPhase::kDispatch;
+    case Channel::kReduce:
+    case Channel::kCombine:
+    case Channel::kLlCombine:
+      return WaitPhase::kCombine;
+    case Channel::kPlanDone:
+    case Channel::kDispatchDone:
+    case Channel::kCombineDone:
+    case Channel::kLlDispatchDone:
+    case Channel::kLlCombineDone:
+    case Channel::kReduceDone:
+    case Channel::kOrder:    // no call waits on these two
+    case Channel::kBarrier:  //
+      break;
+  }
+  return WaitPhase::kReuse;
+}
+
 // Counted channels carry a slot per message and a count per epoch; arrival order is irrelevant.
 // Every other channel is sequenced: messages are committed in posting order.
 constexpr bool IsCounted(Channel channel) {

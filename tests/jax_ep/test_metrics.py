@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ON_GPU = jax.default_backend() == "gpu"
-CPU_KEYS = {"rows_sent_internode", "bytes_sent_internode", "wait_ns"}
+CPU_KEYS = {"rows_sent_internode", "bytes_sent_internode", "wait_ns", "wait_by_peer"}
 GPU_KEYS = {"bytes_staged", "launches"}
 
 
@@ -134,6 +134,83 @@ class TestExpertLoad:
         after = [rank["pairs_per_expert"] for rank in group.stats()["ranks"]]
         assert sum(map(sum, after)) == total + ids.size
 
+    @pytest.mark.parametrize("mode", ["ht", "ll"])
+    def test_logical_experts_whose_placement_changes_between_steps(self, mode):
+        mesh = mesh_of(4)
+        config = jax_ep.Config(
+            num_experts=6, physical_experts=12, top_k=3, hidden=16, max_tokens=9, dtype=np.float32
+        )
+        group = jax_ep.create_group(mesh, "ep", config, "native")
+        keep(group)
+
+        def exchange(x, ids, placement):
+            received = jax_ep.dispatch(group, x, ids, mode=mode, placement=placement)
+            return jax_ep.combine(group, received.x, received)
+
+        spec = jax.sharding.PartitionSpec("ep")
+        specs = (spec, spec, jax.sharding.PartitionSpec())
+        step = jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=specs, out_specs=spec))
+        rng = np.random.default_rng(7)
+        seen = np.zeros(12, np.int64)
+        with pytest.raises(ValueError, match="got no placement, expected the one that was used"):
+            group.expert_load()
+        with pytest.raises(ValueError, match="got a placement of 6 experts in 6 slots"):
+            group.expert_load(jax_ep.Placement.identity(6))
+        for _ in range(3):
+            slots = rng.permutation(np.concatenate([np.arange(6), rng.integers(0, 6, 6)]))
+            placement = jax_ep.Placement.from_physical(slots, 6)
+            before = group.expert_load(placement)
+            ids = rng.integers(-1, 6, (4 * 9, 3)).astype(np.int32)
+            out = step(np.ones((4 * 9, 16), np.float32), ids, placement)
+            jax.block_until_ready(out)
+            load = group.expert_load(placement, all_processes=True) - before
+            assert load.tolist() == np.bincount(ids[ids >= 0], minlength=6).tolist()
+            seen[:6] += load
+        total = sum(sum(rank["pairs_per_expert"]) for rank in group.stats()["ranks"])
+        assert total == seen.sum() > 0
+
+    def test_xla_says_that_it_counts_nothing(self):
+        with pytest.raises(ValueError, match=r"counts nothing; sum jax_ep\.routing"):
+            _group("xla")[1].expert_load()
+
+    def test_a_sum_over_processes_keeps_63_bits(self):
+        values = np.array([0, 1, 2**31 - 1, 2**31, 2**40 + 5, 2**61 + 3])
+        assert jax_ep._stats.sum_over_processes(values).tolist() == values.tolist()
+
+
+@pytest.mark.skipif(ON_GPU, reason="waits by peer are counted on CPUs")
+class TestWaits:
+    @pytest.mark.parametrize(
+        ("mode", "channel", "phase"),
+        [
+            ("ht", "plan", "plan"),
+            ("ll", "ll-dispatch", "dispatch"),
+            ("ll", "ll-combine", "combine"),
+        ],
+    )
+    def test_the_late_rank_is_waited_for_in_its_phase(self, monkeypatch, mode, channel, phase):
+        monkeypatch.setenv("JAX_EP_TEST_STALL", f"{channel}:2:0.4")
+        case, group = _group(node_size=2)
+        inputs = inputs_of(case)
+
+        def exchange(x, ids):
+            received = jax_ep.dispatch(group, x, ids, mode=mode)
+            return jax_ep.combine(group, received.x, received)
+
+        run(group, exchange, inputs.x, inputs.ids)
+        waits = group.wait_ns(phase)
+        assert waits.shape == (4, 4) and not waits.diagonal().any()
+        assert waits.sum(axis=0).argmax() == 2 and waits[:, 2].max() > 0.2e9
+        by_phase = sum(group.wait_ns(name) for name in jax_ep._stats.WAIT_PHASES)
+        assert group.wait_ns().tolist() == by_phase.tolist()
+        sums = [rank["wait_ns"] for rank in group.stats()["ranks"]]
+        assert group.wait_ns().sum(axis=1).tolist() == sums
+        assert not group.wait_ns(team=1).any()
+
+    def test_an_unknown_phase_is_an_error(self):
+        with pytest.raises(ValueError, match="got phase='ht', expected one of"):
+            _group("xla")[1].wait_ns("ht")
+
 
 class TestExport:
     def test_values_are_those_of_the_group(self):
@@ -153,6 +230,12 @@ class TestExport:
                 if not ON_GPU:
                     seconds = samples["jax_ep_wait_seconds_total", labels]
                     assert seconds == pytest.approx(rank["wait_ns"] / 1e9)
+                    for phase, by_peer in rank["wait_by_peer"].items():
+                        for peer, nanoseconds in enumerate(by_peer):
+                            key = of | {"peer": str(peer), "phase": phase}
+                            key = "jax_ep_wait_for_peer_seconds_total", tuple(sorted(key.items()))
+                            assert (key in samples) == (peer != rank["rank"])
+                            assert samples.get(key, 0) == pytest.approx(nanoseconds / 1e9)
                 for local, count in enumerate(rank["pairs_per_expert"]):
                     expert = rank["rank"] * group.experts_per_rank + local
                     labels = tuple(sorted((of | {"expert": str(expert)}).items()))
@@ -166,6 +249,18 @@ class TestExport:
                 key = tuple(sorted(labels.items()))
                 assert samples["jax_ep_flow_messages_total", key] >= flow["messages"]
         assert not _samples(registry)
+
+    @pytest.mark.skipif(ON_GPU, reason="waits by peer are counted on CPUs")
+    @pytest.mark.parametrize(
+        ("limit", "asked", "expected"),
+        [(4, None, True), (3, None, False), (3, True, True), (4, False, False)],
+    )
+    def test_waits_by_peer_are_bounded(self, monkeypatch, limit, asked, expected):
+        monkeypatch.setattr(jax_ep.metrics, "WAITS_LIMIT", limit)
+        registry = prometheus_client.CollectorRegistry()
+        with jax_ep.metrics.register(_group()[1], registry, waits_by_peer=asked):
+            names = [name for name, _ in _samples(registry)]
+        assert names.count("jax_ep_wait_for_peer_seconds_total") == (4 * 4 * 3 if expected else 0)
 
     def test_several_groups_share_each_family(self):
         (_, one), (_, two), (_, xla) = _group(), _group(None), _group("xla")

@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "tests/kernels/exchange.h"
@@ -434,6 +435,38 @@ TEST(Failure, AStoppedNetworkEndsInAnError) {
     return Status::Ok();
   });
   for (const Status& status : statuses) EXPECT_FALSE(status.ok());
+}
+
+// Waits are counted for the rank that is late, in the phase that it is late in, and in no other.
+TEST(WaitCounters, NameTheLateRankAndItsPhase) {
+  constexpr std::chrono::milliseconds kLate{150};
+  const auto enough = static_cast<uint64_t>(std::chrono::nanoseconds(kLate).count() / 2);
+  for (const auto& [channel, phase] : {std::pair{Channel::kPlan, WaitPhase::kPlan},
+                                       std::pair{Channel::kLlDispatch, WaitPhase::kDispatch}}) {
+    const Mode mode = channel == Channel::kPlan ? Mode::kHt : Mode::kLl;
+    Team team({.shape = MakeShape(4, 2, 4, 1, 8, 4)});
+    team.rank(3).stall = {.channel = channel, .time = kLate};
+    team.Run([&](Rank& rank) -> Status {
+      PlanArrays arrays(rank.shape, 4, mode);
+      if (mode == Mode::kHt) return RunPlan(rank, arrays.params);
+      return RunLlDispatch(rank, {.plan = arrays.params, .dispatch = arrays.Dispatch()});
+    });
+    ASSERT_FALSE(team.failure().failed()) << team.failure().status().message();
+    for (uint32_t waiter = 0; waiter < 4; ++waiter) {
+      const RankCounters& counters = team.counters(waiter);
+      uint64_t sum = 0;
+      for (uint32_t index = 0; index < kNumWaitPhases; ++index) {
+        const auto waits = counters.WaitsIn(static_cast<WaitPhase>(index));
+        ASSERT_EQ(waits.size(), 4u);
+        EXPECT_EQ(waits[waiter], 0u);
+        for (const auto& waited : waits) sum += waited;
+      }
+      EXPECT_EQ(sum, counters.wait_ns);
+      if (waiter != 3) {
+        EXPECT_GT(counters.WaitsIn(phase)[3], enough) << "rank " << waiter;
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -43,6 +43,7 @@ Team::Team(const TeamOptions& options)
     rank.timeout = options_.timeout;
     rank.parallel_for = MakeParallelFor(options_.threads_per_rank);
     rank.counters = &counters_[r];
+    rank.counters->Allocate(shape);
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       const bool is_mate = peer / shape.node_size == r / shape.node_size;
       rank.heaps.push_back(is_mate ? heaps_[peer].get() : nullptr);

@@ -150,6 +150,19 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
 
         (tmp_path / "GO1").touch()
         job.wait_for("STANDS GO2")
+
+        # The wait that has ended is counted, and the page has all processes of the job together.
+        done = _ask("--html", str(tmp_path / "page"))
+        assert done.returncode == 0, done.stderr
+        sections = (tmp_path / "page/index.html").read_text().split("<section>")
+        (own,) = [
+            each
+            for each in sections
+            if (found := re.search(r"on this host; processes ([\d, ]+)\.", each))
+            and str(pid) in found[1].split(", ")
+        ]
+        assert "4 of 4 ranks are on this host" in own
+        assert float(re.search(r"Most is waited for rank 1: ([\d.]+) s", own)[1]) > 1
         closing = _until(
             lambda: (
                 page
