@@ -73,11 +73,9 @@ def test_nothing_recompiles_while_requests_come_and_go(world):
     jax.monitoring.register_event_duration_secs_listener(
         lambda event, seconds, **more: compiled.append(event) if "compile" in event else None
     )
-    try:
-        world.complete(requests(0.9), range(0, 28, 2))
-        world.complete(requests(0.0)[:1], [0])
-    finally:
-        jax.monitoring.clear_event_listeners()
+    # The listener stays: JAX can only remove all of them, and jax_ep has some.
+    world.complete(requests(0.9), range(0, 28, 2))
+    world.complete(requests(0.0)[:1], [0])
     assert not compiled and world.decoder.step._cache_size() == 1
 
 

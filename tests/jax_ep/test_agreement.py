@@ -221,7 +221,7 @@ def test_old_rounds_are_forgotten() -> None:
     for _ in range(6):
         decision = world.together([0, 1])
         agreement.forget(world.store, decision.number)
-    stored = world.store.client.stored
+    stored = world.store.store._client.stored
     assert agreement.newest(world.store) == decision
     assert len(stored) == 2 + 2 * 2, sorted(stored)  # two rounds: a decision and two joins each
 
@@ -275,4 +275,4 @@ def test_records_are_under_the_jobs_secret() -> None:
     stranger = GroupStore(world.store.store, "group", b"another")
     with pytest.raises(SealError):
         agreement.newest(stranger)
-    assert b"life0" not in b"".join(world.store.client.stored.values())
+    assert b"life0" not in b"".join(world.store.store._client.stored.values())
