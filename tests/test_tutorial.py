@@ -13,9 +13,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    "options", [pytest.param("-n 1 -D 4", marks=pytest.mark.ci), "-n 2 -D 2"]
-)
+@pytest.mark.parametrize("options", [pytest.param("-n 1 -D 4", marks=pytest.mark.ci), "-n 2 -D 2"])
 def test_the_tutorial_prints_what_it_says(tmp_path, options):
     text = (DOCS / "tutorial.md").read_text()
     assert f"python -m jax_ep launch {options} tutorial.py" in text
