@@ -138,6 +138,7 @@ class Group:
         self._closed = False
         self._pid = os.getpid()
         self._parent: Group | None = None  # of a view: what create_group made
+        self._kept_views: dict[Any, Group] = {}
 
     def __repr__(self) -> str:
         """One line for messages and logs."""
@@ -361,6 +362,14 @@ class Group:
         view._handle = None  # the whole has it, and says when it was dropped
         return view
 
+    def _kept_view(self, **sizes: Unpack[ViewSizes]) -> Group:
+        """A view for what is traced again and again: equal sizes give the same one."""
+        kept: dict[Any, Group] = self._whole._kept_views
+        key = (self.config, tuple(sorted(sizes.items())))
+        if key not in kept:
+            kept[key] = self.view(**sizes)
+        return kept[key]
+
     def check(self) -> None:
         """Raises what made the group fail, if anything did; cheap, waits for nothing.
 
@@ -404,7 +413,11 @@ class Group:
             TimeoutError: executions of this process did not end, or no connections could be made.
 
         Example:
-            >>> active = group.agree()
+            >>> import dataclasses
+            >>> elastic = dataclasses.replace(config, elastic=True)
+            >>> with jax_ep.create_group(mesh, "ep", elastic) as group_of_four:
+            ...     group_of_four.agree().tolist()
+            [1, 1, 1, 1]
         """
         self._require_elastic("agree")
         if self._native is None:  # XLA's collectives need all ranks
@@ -427,8 +440,10 @@ class Group:
             TimeoutError: the process has not called `create_group`.
 
         Example:
-            >>> group.readmit(2)
-            >>> active = group.agree()
+            After the process of rank 2 was started again, on every survivor::
+
+                group.readmit(2)
+                active = group.agree()
         """
         self._require_elastic("readmit")
         if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks or self.active[rank]:
@@ -466,8 +481,8 @@ class Group:
             team: which of the group's teams (0 in a group over one axis of the mesh).
 
         Returns:
-            i64[N, N] of nanoseconds: [i, j] is how long rank i has waited for rank j. Rows of ranks
-            of other processes are zeros.
+            Nanoseconds, i64[N, N], where [i, j] is how long rank i has waited for rank j. Rows of
+            ranks of other processes are zeros.
 
         Raises:
             ValueError: there is no such phase.
@@ -485,7 +500,9 @@ class Group:
 
         What `jax_ep.eplb.rebalance` wants is the difference of two readings: stack those of the
         layers, whose groups count apart. The counters are by slot: read them before another
-        placement comes into use, and subtract that reading from later ones.
+        placement comes into use, and subtract that reading from later ones. `agree` begins them
+        anew. `eplb.move` and `eplb.reduce_gradients` count what they exchange, too: read before and
+        after a `move`, and while replicas train, sum `jax_ep.routing.expert_load` instead.
 
         Args:
             placement: the one that was used; None if the group has as many slots as experts and
@@ -494,12 +511,13 @@ class Group:
                 outside of jit. Else experts that live on other processes alone have 0.
 
         Returns:
-            i64[E]: pairs (token, k) of each expert. Views of the group count into their own local
-            indices of it.
+            The pairs (token, k) of each expert, i64[E]. Views of the group count into their own
+            local indices of it.
 
         Raises:
-            ValueError: no placement where one is needed, one of other sizes, or the group has
-                `implementation="xla"`, which counts nothing.
+            ValueError: no placement where one is needed, one of other sizes, all processes of a
+                group that has lost some, or the group has `implementation="xla"`, which counts
+                nothing.
 
         Example:
             >>> load = group.expert_load()
@@ -510,6 +528,11 @@ class Group:
             raise ValueError(
                 f'Group.expert_load: group {self.name} has implementation="xla", which counts '
                 "nothing; sum jax_ep.routing.expert_load of the ids instead"
+            )
+        if all_processes and not self.active.all():
+            raise ValueError(
+                f"Group.expert_load: got all_processes=True in group {self.name}, which has lost "
+                "ranks, expected all of them; sum over the living processes yourself"
             )
         config = self._whole.config
         slots = _stats.pairs_per_slot(self.stats(), _config.physical_experts(config))

@@ -10,7 +10,7 @@ from jax import lax
 
 from jax_ep import _slots
 from jax_ep._group import Group
-from jax_ep._ops import placing, sharding
+from jax_ep._ops import placing, reachable, sharding
 from jax_ep._placement import Placement
 
 
@@ -68,7 +68,9 @@ def _check_rows(operation: str, tree: Any, rows: int, name: str) -> None:
             )
 
 
-def move(group: Group, tree: Any, old: Placement, new: Placement) -> Any:
+def move(
+    group: Group, tree: Any, old: Placement, new: Placement, active: jax.Array | None = None
+) -> Any:
     """Arrays of this rank's slots after the placement changed: weights, optimizer states.
 
     What a rank holds already it keeps; of the rest each slot gets one row, from one replica. The
@@ -80,6 +82,8 @@ def move(group: Group, tree: Any, old: Placement, new: Placement) -> Any:
             replicas of an expert.
         old: where the experts are.
         new: where they shall be.
+        active: in an elastic group, as in `plan`: rows travel between active ranks alone. A slot
+            whose expert no active rank has keeps its row: load that expert from a checkpoint.
 
     Returns:
         `tree` as `new` places it.
@@ -95,18 +99,26 @@ def move(group: Group, tree: Any, old: Placement, new: Placement) -> Any:
     _check_slots(group, "eplb.move", tree)
     per_rank = group.experts_per_rank
     old, new = (placing.checked(group, "eplb.move", placement) for placement in (old, new))
+    takes_part = None
+    if active is not None:
+        takes_part = reachable.checked(group, "eplb.move", active)
+        old = placing.among(old, takes_part, per_rank)
     slot = lax.iota(jnp.int32, new.physical_experts)
     replicas = old.logical_to_physical[new.physical_to_logical]  # [P, X]
     # On the slot's own rank if there is one (it may stay where it is), else spread over all.
     counts = old.replica_counts[new.physical_to_logical]
-    spread = jnp.take_along_axis(replicas, (slot % counts)[:, None], axis=1)[:, 0]
-    here = (replicas >= 0) & (replicas // per_rank == (slot // per_rank)[:, None])
+    number = lax.broadcasted_iota(jnp.int32, replicas.shape, 1)
+    of_slot = (slot % jnp.maximum(counts, 1))[:, None]
+    spread = jnp.take_along_axis(replicas, of_slot, axis=1)[:, 0]
+    here = (number < counts[:, None]) & (replicas // per_rank == (slot // per_rank)[:, None])
     first = jnp.take_along_axis(replicas, jnp.argmax(here, axis=1)[:, None], axis=1)[:, 0]
-    source = jnp.where(jnp.any(here, axis=1), first, spread)
-    return _slots.fetch(group, tree, source)
+    source = jnp.where(jnp.any(here, axis=1), first, jnp.where(counts > 0, spread, slot))
+    return _slots.fetch(group, tree, source, takes_part)
 
 
-def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
+def reduce_gradients(
+    group: Group, gradients: Any, placement: Placement, active: jax.Array | None = None
+) -> Any:
     """Gradients of this rank's slots, each summed over the replicas of its expert.
 
     Every replica gets the sum, bit for bit the same, so replicas that were equal stay equal under
@@ -117,6 +129,7 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
         group: the group; call inside shard_map over its axis.
         gradients: float arrays [slots, ...] of this rank (P / N slots).
         placement: that of the forward pass.
+        active: in an elastic group, that of the forward pass: replicas on other ranks have no part.
 
     Returns:
         Arrays like `gradients`.
@@ -130,6 +143,10 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
     """
     _check_slots(group, "eplb.reduce_gradients", gradients)
     placement = placing.checked(group, "eplb.reduce_gradients", placement)
+    takes_part = None
+    if active is not None:
+        takes_part = reachable.checked(group, "eplb.reduce_gradients", active)
+        placement = placing.among(placement, takes_part, group.experts_per_rank)
     slot = lax.iota(jnp.int32, placement.physical_experts)
     replicas = placement.logical_to_physical[placement.physical_to_logical]  # [P, X]
     counts = placement.replica_counts[placement.physical_to_logical]
@@ -141,7 +158,7 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
         """Adds replica `index` of each expert, where it has so many, at its home."""
         takes = (home == slot) & (index < counts)
         source = jnp.where(takes, lax.dynamic_index_in_dim(replicas, index, 1, False), slot)
-        terms = _slots.fetch(group, gradients, source)
+        terms = _slots.fetch(group, gradients, source, takes_part)
 
         def sum_of(total: jax.Array, term: jax.Array) -> jax.Array:
             adds = takes[own].reshape(-1, *(1,) * (term.ndim - 1))
@@ -154,7 +171,7 @@ def reduce_gradients(group: Group, gradients: Any, placement: Placement) -> Any:
     )
     sums = lax.fori_loop(1, jnp.max(placement.replica_counts), add, first)
     rounded = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, gradients)
-    return _slots.fetch(group, rounded, home)
+    return _slots.fetch(group, rounded, home, takes_part)
 
 
 def _check_slots(group: Group, operation: str, tree: Any) -> None:

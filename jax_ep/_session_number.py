@@ -30,8 +30,10 @@ class SessionNumber:
             "dtype": config.dtype.name,
             "peer_timeout_s": _config.peer_timeout_s(config),
         }
-        if not config.elastic:  # ids of programs that were saved before there was such a field
-            del fields["elastic"]
+        # Ids of programs that were saved before there were such fields.
+        for name in ("elastic", "batch_invariant", "physical_experts"):
+            if not fields[name]:
+                del fields[name]
         self._key = json.dumps([list(mesh.shape.items()), list(axes), fields], sort_keys=True)
         # Lowering-only groups are counted apart: the n-th of them has the id of the n-th real one,
         # so a program exported on another host meets its session.

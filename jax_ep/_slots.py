@@ -21,17 +21,21 @@ def varying(group: Group, array: jax.Array) -> jax.Array:
     return _jax_compat.to_varying(array, frozenset(group.axes) | _jax_compat.varying_axes(array))
 
 
-def fetch(group: Group, tree: Any, source: jax.Array) -> Any:
+def fetch(group: Group, tree: Any, source: jax.Array, takes_part: jax.Array | None = None) -> Any:
     """Arrays [slots, ...] of this rank, with slot `source[p]` of the group in place of slot p.
 
     Args:
         group: the group; inside shard_map over its axis.
         tree: arrays [slots, ...] of this rank.
         source: i32[P], equal on all ranks.
+        takes_part: bool[N], ranks that rows come from and go to, others keep theirs; None: all.
     """
     per_rank, ranks = group.experts_per_rank, group.num_ranks
     own = sharding.rank_index(group) * per_rank + lax.iota(jnp.int32, per_rank)
     slots = lax.iota(jnp.int32, ranks * per_rank)
+    if takes_part is not None:
+        can_come = takes_part[source // per_rank] & takes_part[slots // per_rank]
+        source = jnp.where(can_come, source, slots)
     travels = source // per_rank != slots // per_rank
 
     def of_leaf(leaf: jax.Array) -> jax.Array:
@@ -69,7 +73,7 @@ def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Arr
     steps = -(-num_rows // together)
     rows = jnp.pad(rows, ((0, 0), (0, steps * together - num_rows), (0, 0)))
     rows = jnp.moveaxis(rows.reshape(per_rank, steps, together, width), 1, 0)
-    view = group.view(
+    view = group._kept_view(
         num_experts=num_slots,
         physical_experts=num_slots,
         top_k=1,

@@ -118,6 +118,7 @@ struct Rank {
     uint64_t done_seq = 0;  // its number among the dones
     bool open = false;      // begun, not yet done
     // What the start of a split kind was given: its done makes the whole call.
+    int64_t num_tokens = 0, recv_rows = 0;  // of that start
     std::unique_ptr<std::byte[]> rows;
     std::vector<float> weights, pair_scalars;
   };

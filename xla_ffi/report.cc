@@ -185,8 +185,8 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
     }
     if (rank.awaits_rank() && rank.awaited < team.ranks.size() && rank.awaited != at) {
       before = std::exchange(at, rank.awaited);
-    } else if (rank.awaits_turn() && !rank.next_is_announced && at != 0) {
-      before = std::exchange(at, 0);
+    } else if (rank.awaits_turn() && !rank.next_is_announced && at != team.announcer) {
+      before = std::exchange(at, team.announcer);
     } else {
       const RankView& waits = team.ranks[victim];
       std::string why;
@@ -216,6 +216,10 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
     out += "  " + RankName(team.id, index) + ", process " + std::to_string(rank.process);
     if (rank.pid != 0) out += ", pid " + std::to_string(rank.pid);
     out += ": ";
+    if (!team.IsActive(index)) {
+      out += "not active, the group has agreed to go on without it\n";
+      continue;
+    }
     if (!rank.is_visible) {
       out += "in another node; this one knows only the flows below\n";
       continue;

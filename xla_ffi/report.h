@@ -61,6 +61,10 @@ struct TeamView {
   TeamId id;
   uint32_t node_size = 1;
   std::vector<RankView> ranks;
+  std::vector<uint8_t> active;  // by rank, 0: the group goes on without it; empty: all are
+  uint32_t announcer = 0;       // the first active one, which announces calls
+
+  bool IsActive(uint32_t rank) const { return active.empty() || active[rank] != 0; }
 };
 
 struct Culprit {

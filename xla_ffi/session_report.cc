@@ -13,7 +13,11 @@ namespace jax_ep {
 
 // The ranks of `team` as this process sees them: its own, and those whose heaps it has mapped.
 TeamView Session::ViewTeam(uint32_t team) const {
-  TeamView view{.id = options_.IdOf(team), .node_size = options_.shape.node_size, .ranks = {}};
+  TeamView view{.id = options_.IdOf(team),
+                .node_size = options_.shape.node_size,
+                .ranks = {},
+                .active = {options_.active.begin(), options_.active.end()}};
+  while (!view.IsActive(view.announcer)) ++view.announcer;
   for (uint32_t rank = 0; rank < options_.shape.num_ranks; ++rank) {
     RankView& seen = view.ranks.emplace_back();
     for (const auto& member : members_) {

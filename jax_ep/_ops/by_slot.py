@@ -41,7 +41,7 @@ def _of_any_rows(call: Call) -> Call:
     """
     if call.layout == "expert_major" or call.rows == 0:
         return call
-    view = call.group.view(align=1, recv_rows=call.rows)
+    view = call.group._kept_view(align=1, recv_rows=call.rows)
     return dataclasses.replace(call, group=view, layout="expert_major")
 
 

@@ -59,12 +59,27 @@ def _require_none_needed(group: Group, operation: str) -> None:
 def checked(group: Group, operation: str, placement: Any) -> Placement:
     """`placement` in i32; raises unless it is one for layers of `group`, by its types alone.
 
-    With JAX_EP_DEBUG it is there only once it is certain that all ranks have the same.
+    With JAX_EP_DEBUG it is there only once it is certain that all ranks have the same; not in
+    elastic groups, as a collective over a dead process never ends.
     """
     check_types(group, operation, placement)
     placement = jax.tree.map(lambda leaf: jnp.asarray(leaf).astype(jnp.int32), placement)
     call = Call(group, "ht", "expert_major", 1)
-    return _refuse_differing(call, placement) if invalid_ids.may_look(call) else placement
+    looks = not group.config.elastic and invalid_ids.may_look(call)
+    return _refuse_differing(call, placement) if looks else placement
+
+
+def among(placement: Placement, takes_part: jax.Array, slots_per_rank: int) -> Placement:
+    """`placement` with the replicas on ranks that take part, in their order, before the others."""
+    maps = jnp.asarray(placement.logical_to_physical)
+    lives = (maps >= 0) & takes_part[jnp.maximum(maps, 0) // slots_per_rank]
+    order = jnp.argsort(~lives, axis=1, stable=True)
+    living = jnp.take_along_axis(maps, order, axis=1)
+    counts = jnp.sum(lives, axis=1, dtype=jnp.int32)
+    # Not by the constructor, which would refuse maps that leave out slots.
+    leaves = [placement.physical_to_logical, living, counts]
+    of_living: Placement = jax.tree.unflatten(jax.tree.structure(placement), leaves)
+    return of_living
 
 
 def check_types(group: Group, operation: str, placement: Any) -> None:

@@ -30,6 +30,30 @@ class Reachable(NamedTuple):
     placement: Placement | None
 
 
+def checked(group: Group, operation: str, active: Any) -> jax.Array:
+    """bool[N] of a mask; raises unless it is one for an elastic `group`."""
+    if not group.config.elastic:
+        raise operands.fail(
+            operation,
+            "active",
+            "for a group of Config.elastic=False",
+            "Config(elastic=True), whose ranks agree on who takes part",
+            "create the group with it, or leave active out",
+        )
+    if not hasattr(active, "shape") or not hasattr(active, "dtype"):
+        active = np.asarray(active)
+    is_mask = jnp.issubdtype(active.dtype, jnp.integer) or active.dtype == jnp.bool_
+    if not is_mask or tuple(active.shape) != (group.num_ranks,):
+        raise operands.fail(
+            operation,
+            "active",
+            f"{active.dtype}{list(active.shape)}",
+            f"integers or bools [N={group.num_ranks}]",
+            "pass what Group.agree returned",
+        )
+    return jnp.asarray(active).astype(jnp.int32) != 0
+
+
 def leave_out(
     group: Group,
     operation: str,
@@ -59,25 +83,7 @@ def leave_out(
         ValueError: `active` is no such array, the group is not elastic, or there is nothing to
             renormalize.
     """
-    if not group.config.elastic:
-        raise operands.fail(
-            operation,
-            "active",
-            "for a group of Config.elastic=False",
-            "Config(elastic=True), whose ranks agree on who takes part",
-            "create the group with it, or leave active out",
-        )
-    if not hasattr(active, "shape") or not hasattr(active, "dtype"):
-        active = np.asarray(active)
-    is_mask = jnp.issubdtype(active.dtype, jnp.integer) or active.dtype == jnp.bool_
-    if not is_mask or tuple(active.shape) != (group.num_ranks,):
-        raise operands.fail(
-            operation,
-            "active",
-            f"{active.dtype}{list(active.shape)}",
-            f"integers or bools [N={group.num_ranks}]",
-            "pass what Group.agree returned",
-        )
+    takes_part = checked(group, operation, active)
     if renormalize and topk_weights is None:
         raise operands.fail(
             operation, "renormalize=True", "without topk_weights", "weights", "leave it out"
@@ -85,13 +91,12 @@ def leave_out(
     ids = operands.check_ids(group, operation, topk_idx)
     in_range = (ids >= 0) & (ids < group.config.num_experts)
     expert = jnp.where(in_range, ids, 0)
-    takes_part = jnp.asarray(active).astype(jnp.int32) != 0
     if placement is None:
         home, lives = ids, takes_part[expert // group.experts_per_rank]
     else:
         placing.check_types(group, operation, placement)
         home = jnp.asarray(placement.logical_to_physical)[expert, 0]
-        placement = _among(placement, takes_part, group.experts_per_rank)
+        placement = placing.among(placement, takes_part, group.experts_per_rank)
         lives = placement.replica_counts[expert] > 0
     lost = in_range & ~lives
     weights = topk_weights
@@ -108,16 +113,3 @@ def leave_out(
         jnp.sum(lost, dtype=jnp.int32),
         placement,
     )
-
-
-def _among(placement: Placement, takes_part: jax.Array, slots_per_rank: int) -> Placement:
-    """`placement` with the replicas on ranks that take part, in their order, before the others."""
-    maps = jnp.asarray(placement.logical_to_physical)
-    lives = (maps >= 0) & takes_part[jnp.maximum(maps, 0) // slots_per_rank]
-    order = jnp.argsort(~lives, axis=1, stable=True)
-    living = jnp.take_along_axis(maps, order, axis=1)
-    counts = jnp.sum(lives, axis=1, dtype=jnp.int32)
-    # Not by the constructor, which would refuse maps that leave out slots.
-    leaves = [placement.physical_to_logical, living, counts]
-    of_living: Placement = jax.tree.unflatten(jax.tree.structure(placement), leaves)
-    return of_living

@@ -64,6 +64,10 @@ class _Calls:
             self._counts[devices, process] += 1
             return self._counts[devices, process]
 
+    def give_back(self, devices: str, process: int) -> None:
+        with self._lock:
+            self._counts[devices, process] -= 1
+
 
 _calls = _Calls()
 
@@ -106,6 +110,7 @@ class Exchange:
             {int(device.process_index) for device in devices}, me, number, f"jax_ep/{key}.{number}"
         )
         self._left = f"jax_ep/{key}.{number - 1}"
+        self._counted_as = key
         if self.alone:
             return
         client = _jax_compat.distributed_client()
@@ -149,6 +154,10 @@ class Exchange:
         self._is_silent: Callable[[int], bool] = lambda _: False
         self._secret = b""
         self._store = None
+
+    def uncount(self) -> None:
+        """This call was none: the next one on these devices gets its number."""
+        _calls.give_back(self._counted_as, self.me)
 
     def group_store(self) -> GroupStore | None:
         """For what the group keeps beyond this call; None if this process is alone."""

@@ -16,6 +16,8 @@ What outlives a session in programs carries the number of the decision: epochs o
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -58,15 +60,24 @@ class Elastic:
         self._decision = Decision(0, {})
         self.active = np.ones(group.num_ranks, np.int32)
         self._pulse: Pulse | None = None  # from begin or join to close
+        self._is_closed = False
 
     def _begin_pulse(self) -> None:
         if self._store is not None:
             self._pulse = Pulse(self._store, self._me, self._peer_timeout_s)
 
     def close(self) -> None:
-        """Ends what it runs."""
+        """Ends what it runs; whoever does so last removes what the group keeps in the store."""
         if self._pulse is not None:
             self._pulse.close()
+        if self._store is None or self._is_closed:
+            return
+        self._is_closed = True
+        with contextlib.suppress(Exception):  # the store may be gone
+            last = agreement.newest(self._store) or self._decision
+            is_member = last.has(self._me, self._life)  # one that was left out is none
+            if is_member and self._store.count("closed") >= len(last.members):
+                self._store.delete_all()
 
     @property
     def _member(self) -> Member:
@@ -145,6 +156,7 @@ class Elastic:
             if decision is not None and decision.has(self._me, self._life):
                 break
             if time.monotonic() >= deadline:
+                agreement.withdraw(store, self._me)
                 raise TimeoutError(
                     f"{self._label}: create_group of process {self._me}, which was started again, "
                     "waited longer than timeout_s to be admitted; the others must call "
@@ -159,6 +171,7 @@ class Elastic:
             except bootstrap.BootstrapError:
                 session = self.agree(deadline, (), lambda: None)
         except BaseException:
+            agreement.withdraw(store, self._me)
             self.close()
             raise
         agreement.withdraw(store, self._me)
@@ -233,8 +246,14 @@ class Elastic:
         )
         exchange.timeout_s = self._peer_timeout_s + _BUILD_S
         if self._pulse is not None:
+            for process, member in decision.members.items():
+                if self._decision.members.get(process) != member:
+                    self._pulse.expect(process)
             exchange.listen(self._pulse.is_silent)
         exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
+        # A process that was started again may be on another host.
+        hosts = {**self._blueprint.hosts, **{p: m.host for p, m in decision.members.items()}}
+        self._blueprint = dataclasses.replace(self._blueprint, hosts=hosts)
         active = self._blueprint.active(decision.members)
         try:
             options = self._blueprint.options(self._group, self._me, active, decision.number)

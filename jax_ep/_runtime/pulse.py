@@ -25,6 +25,7 @@ class Pulse:
         self._limit_s = limit_s
         self._seen: dict[int, tuple[int, float]] = {}  # count, since when
         self._begun = time.monotonic()
+        self._looked = self._begun  # when what is compared below was complete
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jax_ep-pulse", daemon=True)
         self._thread.start()
@@ -37,7 +38,11 @@ class Pulse:
     def is_silent(self, process: int) -> bool:
         """Whether `process` has not counted on for limit_s, as far as this one has looked."""
         _, since = self._seen.get(process, (0, self._begun))
-        return time.monotonic() - since > self._limit_s
+        return self._looked - since > self._limit_s
+
+    def expect(self, process: int) -> None:
+        """Another life of that process begins: what was seen of the one before says nothing."""
+        self._seen[process] = (0, time.monotonic())
 
     def _run(self) -> None:
         period_s = min(self._limit_s / _BEATS, _LONGEST_PERIOD_S)
@@ -55,6 +60,7 @@ class Pulse:
                 for process, newest in counts.items():
                     if stood_still or self._seen.get(process, (None, 0.0))[0] != newest:
                         self._seen[process] = (newest, now)
+                self._looked = now
             count += 1
             if self._stopping.wait(period_s):
                 return

@@ -41,7 +41,11 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     if group.config.elastic and (store := exchange.group_store()) is not None:
         record = store.get("group")
         if record is not None:
-            return _start_again(group, exchange, store, record)
+            try:
+                return _start_again(group, exchange, store, record)
+            except BaseException:
+                exchange.uncount()  # the next call is for this group, too
+                raise
     hello = _hello(group)
     greetings = _greet(group, exchange, hello)
     hosts = {process: record["host"] for process, record in greetings.items()}

@@ -84,7 +84,7 @@ class HtCombine {
 Status HtCombine::StagePartials(const Round& round) {
   bool stages_any = false;
   for (uint32_t source = 0; source < shape_.num_ranks; ++source) {
-    stages_any |= IsStagedFor(source);
+    stages_any |= op_.is_active(source) && IsStagedFor(source);
   }
   if (!stages_any) return Status::Ok();
   const TracePhase phase(rank_.trace, "stage partial sums");
@@ -126,6 +126,7 @@ void HtCombine::WriteNodePartial(uint32_t owner, uint64_t row_index, TokenSum& s
   uint32_t num_terms = 0;
   for (uint32_t local = 0; local < shape_.node_size; ++local) {
     const uint32_t mate = rank_.node_begin() + local;
+    if (!op_.is_active(mate)) continue;
     if (HeapAt<uint8_t>(op_.heap(mate), StageOf(owner))[row_index] == 0) continue;
     const std::byte* row = op_.heap(mate) + StageRowsOf(owner) + row_index * pitch_.rank_pitch;
     if (num_terms < kMaxTopK) {
@@ -149,6 +150,7 @@ Status HtCombine::SendNodePartials(const Round& round, uint32_t owner) {
   for (uint64_t token = 0; token < static_cast<uint64_t>(round.end - round.begin); ++token) {
     bool is_present = false;
     for (uint32_t local = 0; local < shape_.node_size; ++local) {
+      if (!op_.is_active(rank_.node_begin() + local)) continue;
       std::byte* heap = op_.heap(rank_.node_begin() + local);
       is_present |= HeapAt<uint8_t>(heap, StageOf(owner))[token] != 0;
     }
@@ -290,7 +292,12 @@ Status HtCombine::Receive(uint64_t epoch) {
                                      ElemBytes(shape_.elem_type));
   }
   if (is_split_) {
-    if (keeps_inputs_) TakeInputs(rank_.combine_sets[slot.set], params_);
+    if (keeps_inputs_) {
+      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.combine_sets[slot.set], params_));
+      if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
+        return op_.Invalid(wrong);
+      }
+    }
     // Nothing limits a round of which no rank writes anything.
     const bool is_in_place = is_direct_ && shape_.num_nodes() == 1;
     const uint64_t tokens = is_in_place ? shape_.max_tokens : layout_.combine_rounds.tokens;

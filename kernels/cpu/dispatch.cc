@@ -236,7 +236,7 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source, int64_t fi
       const int64_t token = next;
       next = unpacker.NextToken(source, token + 1, end);
       const int64_t row = packed_row(token);
-      if (row < 0 || row >= last) {
+      if (row < 0 || row >= last - first) {  // first is 0 where there is no map
         missing.store(token, std::memory_order_relaxed);
         continue;
       }
@@ -278,7 +278,14 @@ Status HtDispatch::Receive(uint64_t epoch) {
     PreferHugePages(params_.recv_x, static_cast<uint64_t>(params_.recv_rows) * elem_row_bytes());
   }
   if (is_split_) {
-    if (keeps_inputs_) TakeInputs(rank_.dispatch_sets[slot.set], params_);
+    if (keeps_inputs_) {
+      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.dispatch_sets[slot.set], params_));
+      if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
+        return op_.Invalid(wrong);
+      }
+      JAX_EP_RETURN_IF_ERROR(
+          CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
+    }
     JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kDispatchKind, layout_.dispatch_rounds.tokens,
                                       params_.num_tokens, [&](const Round& round) {
                                         JAX_EP_RETURN_IF_ERROR(SendRound(round));

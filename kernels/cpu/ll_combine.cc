@@ -146,7 +146,12 @@ Status LlCombine::Receive(uint64_t epoch) {
   }
   JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, rows_per_rank()));
   if (is_split_) {
-    if (keeps_inputs_) TakeInputs(rank_.ll_combine_sets[slot.set], params_);
+    if (keeps_inputs_) {
+      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.ll_combine_sets[slot.set], params_));
+      if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
+        return op_.Invalid(wrong);
+      }
+    }
     JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kLlCombineKind, layout_.ll_rounds.tokens,
                                       params_.num_tokens, [&](const Round& round) {
                                         JAX_EP_RETURN_IF_ERROR(SendRound(round));

@@ -294,8 +294,12 @@ Status LlDispatch::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlDispatchKind, epoch));
   if (keeps_inputs_) {
-    TakeInputs(rank_.ll_dispatch_sets[slot.set], params_);
-    if (plan_ == nullptr) JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
+    JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.ll_dispatch_sets[slot.set], params_));
+    if (plan_ == nullptr) {
+      JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
+    } else if (const std::string wrong = CheckRoutedSend(); !wrong.empty()) {
+      return op_.Invalid(wrong);
+    }
   }
   DispatchParams params = params_;
   if (plan_ != nullptr) {
@@ -311,11 +315,13 @@ Status LlDispatch::Receive(uint64_t epoch) {
     return op_.Invalid(wrong);
   }
   if (is_split_) {
-    JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kLlDispatchKind, layout_.ll_rounds.tokens,
-                                      params_.num_tokens, [&](const Round& round) {
-                                        JAX_EP_RETURN_IF_ERROR(SendRound(round));
-                                        return ReceiveRound(round, params);
-                                      }));
+    // Ids and weights have room for the largest call: nothing limits a round without rows.
+    const uint64_t tokens = params.recv_x == nullptr ? shape_.ll_tokens : layout_.ll_rounds.tokens;
+    JAX_EP_RETURN_IF_ERROR(
+        MakeRounds(op_, kLlDispatchKind, tokens, params_.num_tokens, [&](const Round& round) {
+          JAX_EP_RETURN_IF_ERROR(SendRound(round));
+          return ReceiveRound(round, params);
+        }));
   } else {
     const Round round{.set = slot.set,
                       .end = params_.num_tokens,
@@ -353,6 +359,7 @@ Status LlDispatch::ReceiveRound(const Round& round, const DispatchParams& params
           unpacker.Place(source, token, block + RowOffset(static_cast<uint64_t>(row)),
                          weights + static_cast<uint64_t>(token) * shape_.top_k);
         }
+        unpacker.FinishPlacing();
       });
     }
   }

@@ -21,6 +21,12 @@ void KeepRows(const std::byte* rows, uint64_t row_bytes, uint64_t num_rows, IsUs
   }
 }
 
+Status OfOtherSizes(Operation& op) {
+  return op.Invalid(
+      "a *_done got another number of tokens or rows than its *_start; pass it the "
+      "InFlight that the start returned");
+}
+
 }  // namespace
 
 void KeepInputs(const GroupShape& shape, const DispatchParams& params, Rank::SlotSet& set) {
@@ -28,6 +34,7 @@ void KeepInputs(const GroupShape& shape, const DispatchParams& params, Rank::Slo
       params.x, shape.hidden * ElemBytes(shape.elem_type), static_cast<uint64_t>(params.num_tokens),
       [](uint64_t) { return true; }, set.rows);
   set.weights.assign(params.weights.begin(), params.weights.end());
+  set.num_tokens = params.num_tokens;
 }
 
 void KeepInputs(const GroupShape& shape, const CombineParams& params, Rank::SlotSet& set) {
@@ -36,17 +43,25 @@ void KeepInputs(const GroupShape& shape, const CombineParams& params, Rank::Slot
       [&](uint64_t row) { return params.recv_src[row] >= 0; }, set.rows);
   set.weights.assign(params.row_weights.begin(), params.row_weights.end());
   set.pair_scalars.assign(params.pair_scalars.begin(), params.pair_scalars.end());
+  set.num_tokens = params.num_tokens;
+  set.recv_rows = params.recv_rows;
 }
 
-void TakeInputs(const Rank::SlotSet& set, DispatchParams& params) {
+Status TakeInputs(Operation& op, const Rank::SlotSet& set, DispatchParams& params) {
+  if (set.num_tokens != params.num_tokens) return OfOtherSizes(op);
   params.x = set.rows.get();
   params.weights = set.weights;
+  return Status::Ok();
 }
 
-void TakeInputs(const Rank::SlotSet& set, CombineParams& params) {
+Status TakeInputs(Operation& op, const Rank::SlotSet& set, CombineParams& params) {
+  if (set.num_tokens != params.num_tokens || set.recv_rows != params.recv_rows) {
+    return OfOtherSizes(op);
+  }
   params.y = set.rows.get();
   params.row_weights = set.weights;
   params.pair_scalars = set.pair_scalars;
+  return Status::Ok();
 }
 
 }  // namespace jax_ep

@@ -43,10 +43,11 @@ Status MakeRounds(Operation& op, const SlotKind& kind, uint64_t round_tokens, in
 }
 
 // The start of a split call only keeps what the caller may overwrite: a copy of rows that hold
-// something, and the floats beside them. Its done puts them back into its own parameters.
+// something, and the floats beside them. Its done puts them back into its own parameters, which it
+// must check as if they were a start's; they are refused if their sizes are not those of the start.
 void KeepInputs(const GroupShape& shape, const DispatchParams& params, Rank::SlotSet& set);
 void KeepInputs(const GroupShape& shape, const CombineParams& params, Rank::SlotSet& set);
-void TakeInputs(const Rank::SlotSet& set, DispatchParams& params);
-void TakeInputs(const Rank::SlotSet& set, CombineParams& params);
+Status TakeInputs(Operation& op, const Rank::SlotSet& set, DispatchParams& params);
+Status TakeInputs(Operation& op, const Rank::SlotSet& set, CombineParams& params);
 
 }  // namespace jax_ep

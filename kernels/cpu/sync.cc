@@ -298,8 +298,11 @@ void CountSent(Rank& rank, uint64_t num_rows, uint64_t num_bytes) {
 }
 
 bool IsNodeInProcess(const Rank& rank) {
-  const auto first = rank.in_process.begin() + rank.node_begin();
-  return std::all_of(first, first + rank.shape.node_size, [](bool is_here) { return is_here; });
+  const uint32_t end = rank.node_begin() + rank.shape.node_size;
+  for (uint32_t mate = rank.node_begin(); mate < end; ++mate) {
+    if (rank.is_active(mate) && !rank.in_process[mate]) return false;
+  }
+  return true;
 }
 
 }  // namespace jax_ep

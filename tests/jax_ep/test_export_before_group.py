@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+
+import jax_ep
+from jax_ep._session_number import SessionNumber
 
 SETUP = """
 import sys
@@ -125,3 +129,12 @@ def test_after_create_group(program: str) -> None:
     done = python(READ + FIRST + RUN, program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "(8, 1)"
+
+
+def test_a_session_has_the_id_that_it_had_before_configs_had_more_fields() -> None:
+    """Else programs that were exported by an older version do not find their group."""
+    mesh = types.SimpleNamespace(shape={"ep": 4})
+    config = jax_ep.Config(num_experts=8, top_k=2, hidden=64, max_tokens=32)
+    number = SessionNumber(mesh, ("ep",), config, lowering_only=True)
+    number.value = 0
+    assert number.session_id == -6185908652525910546  # of 9f38ce7

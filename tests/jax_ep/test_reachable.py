@@ -308,3 +308,33 @@ def test_ids_of_lost_experts_stay_negative_up_to_the_largest(group: jax_ep.Group
     lost = reachable.leave_out(group, "plan", ids, None, np.zeros(4, bool), None).ids
     np.testing.assert_array_equal(np.asarray(lost) - reachable.UNREACHABLE, ids)
     assert lax.lt(lost, np.int32(0)).all()
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1], [0, 1, 0, 1]])
+def test_experts_move_and_gradients_sum_between_active_ranks(mask: list[int]) -> None:
+    case = Case(ranks=4, tokens=7, experts=7, slots=12, top_k=3)
+    group = elastic_group(case, "xla")
+
+    def both(placements: Any, rows: Array, active: Array) -> Any:
+        old, new = placements
+        moved = jax_ep.eplb.move(group, rows, old, new, active)
+        return moved, jax_ep.eplb.reduce_gradients(group, rows, old, active)
+
+    program = placed(group, both)
+    on = np.repeat(np.array(mask, bool), 3)  # slots of active ranks
+    for seed in range(3):
+        old, new = placement_of(case, seed), placement_of(case, seed + 10)
+        rows = np.arange(12, dtype=np.float32).reshape(4, 3, 1) + 1
+        out = program((old, new), rows, spread(mask, case.ranks))
+        moved, summed = (np.asarray(each).reshape(12) for each in jax.device_get(out))
+        expert, wanted = np.asarray(old.physical_to_logical), np.asarray(new.physical_to_logical)
+        for slot in range(12):
+            own = slot + 1
+            sources = np.flatnonzero((expert == wanted[slot]) & on) + 1
+            if on[slot] and sources.size:
+                assert moved[slot] in sources
+            else:  # what nobody can send, or nobody waits for
+                assert moved[slot] == own
+            replicas = np.flatnonzero((expert == expert[slot]) & on) + 1
+            assert summed[slot] == (replicas.sum() if on[slot] else own)
+    assert program._cache_size() == 1

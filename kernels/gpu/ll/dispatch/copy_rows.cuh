@@ -36,10 +36,12 @@ struct PlainRows {
                                      const TaggedSource& source, const int32_t* rows,
                                      uint32_t num_rows, PairRange range) {
     constexpr uint32_t kInFlight = 4;  // pairs of a lane
-    for (uint32_t first = range.begin + LaneId(); first < range.end;
+    bool is_ok = true;
+    for (uint32_t first = range.begin + LaneId(); first < range.end && is_ok;
          first += kInFlight * kWarpSize) {
       uint2 data[kInFlight];
-      if (!source.Load(first, kWarpSize, range.end, data)) return false;
+      is_ok = source.Load(first, kWarpSize, range.end, data);
+      if (!is_ok) break;
       for (uint32_t copy = 0; copy < num_rows; ++copy) {
         std::byte* to = params.recv_x + static_cast<uint64_t>(rows[copy]) * params.row_bytes;
 #pragma unroll
@@ -49,7 +51,7 @@ struct PlainRows {
         }
       }
     }
-    return true;
+    return AllHaveWaited(is_ok);  // lanes without words have none to wait for
   }
 
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
