@@ -262,6 +262,25 @@ def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
         pulses[1].close()
         time.sleep(2 * limit_s)
         assert [pulses[0].is_silent(process) for process in (0, 1, 2)] == [False, True, False]
+        # Another life of process 1 is not to blame for the silence of the one before.
+        pulses[0].expect(1)
+        assert not pulses[0].is_silent(1)
+
+
+def test_a_slow_store_makes_nobody_silent() -> None:
+    store = World(2).store
+    limit_s = 0.4
+    with contextlib.ExitStack() as stack:
+        pulses = [Pulse(store, process, limit_s) for process in range(2)]
+        for pulse in pulses:
+            stack.callback(pulse.close)
+        time.sleep(limit_s)
+        with store.store._client.lock:  # it answers nobody
+            time.sleep(3 * limit_s)
+            assert not any(pulse.is_silent(p) for pulse in pulses for p in range(2))
+        for _ in range(20):  # while it answers again, whoever looks first
+            assert not any(pulse.is_silent(p) for pulse in pulses for p in range(2))
+            time.sleep(limit_s / 20)
 
 
 def test_who_is_silent_is_waited_for_a_moment_only() -> None:
