@@ -71,9 +71,8 @@ def test_faulty_networks_give_the_same_bits(node_size):
     assert done.value(0, "seeds").startswith("10 disorder ")
 
 
-@pytest.mark.parametrize(
-    ("processes", "devices"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("processes", "devices"), [(1, 4), (4, 1)])
 def test_sixteen_independent_layers_a_thousand_times(processes, devices):
     done = launch("many_layers.py", processes=processes, devices_per_process=devices)
     assert done.returncode == 0, done.text[-6000:]
