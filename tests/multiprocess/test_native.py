@@ -44,7 +44,11 @@ def test_node_sizes_give_the_same_bits_in_one_process(node_size):
 
 @pytest.mark.parametrize(
     ("processes", "devices", "node_sizes"),
-    [(4, 2, "8,1"), (2, 4, "2"), pytest.param(8, 1, "4", marks=pytest.mark.ci)],
+    [
+        pytest.param(4, 2, "8,1", marks=pytest.mark.ci),
+        (2, 4, "2"),
+        pytest.param(8, 1, "4", marks=pytest.mark.ci),
+    ],
 )
 def test_process_models_give_the_same_bits(processes, devices, node_sizes):
     for cases in _cases(processes, devices, "--node-sizes", node_sizes).values():
