@@ -254,7 +254,8 @@ class Exchange:
         while True:
             # Looked up first: who ends after the outcome is there is no concern of this round.
             lost = self._find_lost(stage)
-            outcome = self._store.wait(place, min(_POLL_S, deadline - time.monotonic()))
+            slice_s = _POLL_S if lost is None else 0.0  # else the outcome is there already
+            outcome = self._store.wait(place, min(slice_s, deadline - time.monotonic()))
             if outcome is not None:
                 return bytes(outcome)
             if lost is not None:

@@ -259,8 +259,8 @@ class Rank:
             decide = agreement.decide
             agreement.decide = lambda *args, **kwargs: die(decide(*args, **kwargs))
         else:
-            put = agreement.Store.put
-            agreement.Store.put = lambda *args, **kwargs: die(put(*args, **kwargs))
+            put = agreement.GroupStore.put
+            agreement.GroupStore.put = lambda *args, **kwargs: die(put(*args, **kwargs))
 
     def held(self):
         """Descriptors, threads and bytes of shared memory of this process."""
