@@ -491,7 +491,8 @@ class Group:
             >>> waits = group.wait_ns()
             >>> slowest = waits.sum(axis=0).argmax()  # whom the others wait for
         """
-        return _stats.wait_matrix(self.stats(), phase, team)
+        ranks = self.stats().get("ranks", ())
+        return _stats.wait_matrix(self.num_ranks, ranks, phase, team)
 
     def expert_load(
         self, placement: Placement | None = None, *, all_processes: bool = False
@@ -535,7 +536,8 @@ class Group:
                 "ranks, expected all of them; sum over the living processes yourself"
             )
         config = self._whole.config
-        slots = _stats.pairs_per_slot(self.stats(), _config.physical_experts(config))
+        ranks = self.stats().get("ranks", ())
+        slots = _stats.pairs_per_slot(ranks, _config.physical_experts(config))
         load = _stats.pairs_per_logical(slots, placement, config.num_experts)
         return _stats.sum_over_processes(load) if all_processes else load
 

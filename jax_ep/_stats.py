@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
@@ -138,14 +139,16 @@ class GroupStats(TypedDict):
     flows: NotRequired[list[FlowStats]]
 
 
-def wait_matrix(stats: GroupStats, phase: str | None, team: int) -> np.ndarray[Any, Any]:
-    """As `Group.wait_ns`."""
+def wait_matrix(
+    num_ranks: int, ranks: Iterable[Mapping[str, Any]], phase: str | None, team: int
+) -> np.ndarray[Any, Any]:
+    """As `Group.wait_ns`, of `RankStats`."""
     if phase is not None and phase not in WAIT_PHASES:
         raise ValueError(
             f"Group.wait_ns: got phase={phase!r}, expected one of {WAIT_PHASES} or None for all"
         )
-    waits = np.zeros((stats["num_ranks"],) * 2, np.int64)
-    for rank in stats.get("ranks", ()):
+    waits = np.zeros((num_ranks,) * 2, np.int64)
+    for rank in ranks:
         if rank["team"] != team or "wait_by_peer" not in rank:
             continue
         for name, by_peer in rank["wait_by_peer"].items():
@@ -154,10 +157,10 @@ def wait_matrix(stats: GroupStats, phase: str | None, team: int) -> np.ndarray[A
     return waits
 
 
-def pairs_per_slot(stats: GroupStats, num_slots: int) -> np.ndarray[Any, Any]:
-    """i64[P], the pairs of each slot of the group's ranks here; 0 for those of other processes."""
+def pairs_per_slot(ranks: Iterable[Mapping[str, Any]], num_slots: int) -> np.ndarray[Any, Any]:
+    """i64[P] of `RankStats`, the pairs of each slot; 0 for those of ranks that are not here."""
     pairs = np.zeros(num_slots, np.int64)
-    for rank in stats.get("ranks", ()):
+    for rank in ranks:
         counts = rank["pairs_per_expert"]
         first = rank["rank"] * len(counts)
         pairs[first : first + len(counts)] += counts

@@ -1,14 +1,12 @@
-"""The plot of one case of a report: an SVG that lives inside a page and takes its colors."""
+"""The plot of one case of a benchmark report."""
 
 from __future__ import annotations
 
-import io
-import re
 from typing import Any
 
 from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
+from jax_ep._cli.inline_svg import INK, drawing
 
-INK = "#010203"  # stands for the page's own text color
 _COLORS = {
     OURS: "#2da44e",
     "all_gather + psum_scatter": "#4c8dff",
@@ -21,22 +19,10 @@ _STEP = 0.19  # between the methods of an operation
 
 def plot(case: dict[str, Any], number: int) -> str:
     """Medians as points and quartiles as lines, by operation, on a logarithmic axis."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import lines, pyplot, ticker
-
     names = [name for name in _COLORS if any(r["method"] == name for r in case["results"])]
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": f"case{number}",
-        "font.family": "sans-serif",
-        "font.size": 10,
-        **dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-        ),
-    }
-    with pyplot.rc_context(settings):
+    with drawing(f"case{number}") as (pyplot, done):
+        from matplotlib import lines, ticker
+
         height = 0.9 + len(OPERATIONS) * (0.28 + 0.2 * len(names))
         figure, axes = pyplot.subplots(figsize=(5.4, height), layout="constrained")
         for place, name in enumerate(names):
@@ -63,12 +49,7 @@ def plot(case: dict[str, Any], number: int) -> str:
             for n in names
         ]
         figure.legend(handles=handles, loc="outside upper left", ncols=2, frameon=False, fontsize=9)
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
-    return inline(
-        text.getvalue(), f"case{number}", f"Times of {case['name']}; the table has the numbers"
-    )
+        return done(figure, f"Times of {case['name']}; the table has the numbers")
 
 
 def duration(us: float) -> str:
@@ -92,17 +73,3 @@ def _point(axes: Any, result: dict[str, Any], y: float) -> None:
         va="center",
         fontsize=8,
     )
-
-
-def inline(svg: str, name: str, label: str) -> str:
-    """The <svg> alone: ids that begin with the name, the page's ink and font, no own size."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
-    svg = re.sub(r'id="', f'id="{name}-', svg)
-    svg = re.sub(r'href="#', f'href="#{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    svg = svg.replace(INK, "currentColor")
-    svg = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", svg)
-    svg = re.sub(r'<svg width="[^"]*" height="[^"]*"', "<svg", svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_ep._cli.bench_report_page import STYLE
 from jax_ep._cli.extras import require
+from jax_ep._cli.html_page import document
 from jax_ep._cli.report import ask, no_answer, to_ask
 from jax_ep._cli.report_plots import load_plot, waits_plot
+from jax_ep._stats import WAIT_PHASES, pairs_per_slot, wait_matrix
 
 REQUEST = b'{"version": 1, "want": "counters"}'  # kCountersRequest
 _LONGEST_LISTS = 64  # rows of a table
@@ -48,22 +49,18 @@ class Counted:
 
     def waits(self, team: int) -> dict[str, Any]:
         """By phase, f64[N, N] seconds: [i, j] is how long rank i waited for rank j."""
-        phases: dict[str, Any] = {}
-        for rank in self.ranks:
-            for phase, by_peer in rank["wait_by_peer"].items():
-                matrix = phases.setdefault(phase, np.zeros((self.num_ranks,) * 2))
-                if rank["team"] == team:
-                    matrix[rank["rank"]] = np.asarray(by_peer) * 1e-9
-        return phases
+        return {
+            phase: wait_matrix(self.num_ranks, self.ranks, phase, team) * 1e-9
+            for phase in WAIT_PHASES
+        }
 
     def load(self) -> Any:
         """f64[P]: pairs of each slot, over all teams; NaN where its rank is not on this host."""
         per_rank = len(self.ranks[0]["pairs_per_expert"])
-        load = np.full((self.num_ranks, per_rank), np.nan)
-        for rank in self.ranks:
-            row = load[rank["rank"]]
-            load[rank["rank"]] = np.nan_to_num(row) + rank["pairs_per_expert"]
-        return load.ravel()
+        load = pairs_per_slot(self.ranks, self.num_ranks * per_rank).astype(np.float64)
+        elsewhere = set(range(self.num_ranks)) - {rank["rank"] for rank in self.ranks}
+        load.reshape(self.num_ranks, per_rank)[sorted(elsewhere)] = np.nan
+        return load
 
 
 def report_page(pid: int | None, folder: str) -> int:
@@ -153,15 +150,11 @@ def page(groups: list[Counted]) -> str:
     """The whole page: it loads nothing else."""
     now = datetime.datetime.now(datetime.UTC).isoformat(" ", "seconds")[:19]
     sections = [_section(group, number) for number, group in enumerate(groups)]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>jax_ep report</title>\n<style>{STYLE}</style></head>\n<body>\n"
+    head = (
         "<h1>Expert-parallel groups on this host</h1>\n"
         f'<p class="soft">{now} UTC. Totals since each group was made.</p>\n'
-        + "\n".join(sections)
-        + "\n</body></html>\n"
     )
+    return document("jax_ep report", head + "\n".join(sections))
 
 
 def _section(group: Counted, number: int) -> str:

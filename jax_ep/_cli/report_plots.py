@@ -1,22 +1,19 @@
-"""The pictures of ``report --html``: SVGs that live inside a page and take its colors."""
+"""The plots of ``report --html``."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from jax_ep._cli.bench_report_plot import INK, inline
+from jax_ep._cli.inline_svg import INK, drawing
 
 _BAR = "#2da44e"
 
 
 def load_plot(load: Any, name: str) -> str:
     """Bars of f64[P], and their mean; NaN is not known."""
-    with _drawing(name) as (pyplot, done):
+    with drawing(name) as (pyplot, done):
         figure, axes = pyplot.subplots(figsize=(7.2, 2.6), layout="constrained")
         axes.bar(range(load.size), np.nan_to_num(load), width=0.8, color=_BAR)
         if not np.isnan(load).all():
@@ -32,7 +29,7 @@ def load_plot(load: Any, name: str) -> str:
 
 def waits_plot(waits: dict[str, Any], name: str) -> str:
     """Heat maps of f64[N, N] seconds, one for each phase, on one scale."""
-    with _drawing(name) as (pyplot, done):
+    with drawing(name) as (pyplot, done):
         figure, all_axes = pyplot.subplots(
             1,
             len(waits),
@@ -50,31 +47,3 @@ def waits_plot(waits: dict[str, Any], name: str) -> str:
         all_axes[0][0].set_ylabel("rank that waits")
         figure.colorbar(image, ax=list(all_axes[0]), label="seconds", shrink=0.8)
         return done(figure, "Seconds that ranks waited for each other, by phase")
-
-
-@contextlib.contextmanager
-def _drawing(name: str) -> Iterator[tuple[Any, Callable[[Any, str], str]]]:
-    """(pyplot, a function that turns a figure into SVG). Ids in it begin with the name."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": name,
-        "font.family": "sans-serif",
-        "font.size": 10,
-        **dict.fromkeys(
-            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-        ),
-    }
-
-    def done(figure: Any, label: str) -> str:
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-        pyplot.close(figure)
-        return inline(out.getvalue(), name, label)
-
-    with pyplot.rc_context(settings):
-        yield pyplot, done
