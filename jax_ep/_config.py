@@ -185,15 +185,12 @@ class Config:
             raise _bad(
                 "overlap", self.overlap, "None, True or False", "pass a bool or leave it out"
             )
-        if not isinstance(self.batch_invariant, bool):
-            raise _bad("batch_invariant", self.batch_invariant, "True or False", "pass a bool")
-        if not isinstance(self.elastic, bool):
-            raise _bad("elastic", self.elastic, "True or False", "pass a bool")
+        for name in ("batch_invariant", "elastic", "wire_backward"):
+            if not isinstance(getattr(self, name), bool):
+                raise _bad(name, getattr(self, name), "True or False", "pass a bool")
         self._check_wire()
 
     def _check_wire(self) -> None:
-        if not isinstance(self.wire_backward, bool):
-            raise _bad("wire_backward", self.wire_backward, "True or False", "pass a bool")
         if self.wire is None:
             if self.wire_backward:
                 raise _bad("wire_backward", True, "False without a wire", "set wire=jax_ep.FP8()")

@@ -339,8 +339,8 @@ class Group:
 
         Args:
             **sizes: fields of `Config` to replace. num_experts (or physical_experts, where the
-                group has it), top_k and hidden may be lower;
-                align, recv_rows, capacity_factor and overflow may be any that a Config takes.
+                group has it), top_k and hidden may be lower; align, recv_rows, capacity_factor and
+                overflow may be any that a Config takes.
 
         Returns:
             A `Group`. Make one per layer, not one per call: each is static under jit.

@@ -158,20 +158,9 @@ def moe(
             "exchanges run beside another's experts; pass chunks=2, or leave overlap out"
         )
 
-    num_unreachable = None if plan is None else plan.num_unreachable
-    if active is not None:
-        if topk_idx is None:
-            raise ValueError(
-                "jax_ep.moe: got active with a plan, expected one of them; "
-                "plan(..., active=active) makes such a plan"
-            )
-        topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
-            group, "moe", topk_idx, topk_weights, active, placement, renormalize=renormalize
-        )
-    elif renormalize:
-        raise ValueError(
-            "jax_ep.moe: got renormalize=True without active, expected both; leave it out"
-        )
+    topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
+        group, "moe", topk_idx, topk_weights, active, placement, plan=plan, renormalize=renormalize
+    )
 
     num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:

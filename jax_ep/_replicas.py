@@ -98,11 +98,8 @@ def move(
     """
     _check_slots(group, "eplb.move", tree)
     per_rank = group.experts_per_rank
-    old, new = (placing.checked(group, "eplb.move", placement) for placement in (old, new))
-    takes_part = None
-    if active is not None:
-        takes_part = reachable.checked(group, "eplb.move", active)
-        old = placing.among(old, takes_part, per_rank)
+    old, takes_part = _living(group, "eplb.move", old, active)
+    new = placing.checked(group, "eplb.move", new)
     slot = lax.iota(jnp.int32, new.physical_experts)
     replicas = old.logical_to_physical[new.physical_to_logical]  # [P, X]
     # On the slot's own rank if there is one (it may stay where it is), else spread over all.
@@ -142,11 +139,7 @@ def reduce_gradients(
         >>> gradients = jax_ep.eplb.reduce_gradients(group, kernels, placement)
     """
     _check_slots(group, "eplb.reduce_gradients", gradients)
-    placement = placing.checked(group, "eplb.reduce_gradients", placement)
-    takes_part = None
-    if active is not None:
-        takes_part = reachable.checked(group, "eplb.reduce_gradients", active)
-        placement = placing.among(placement, takes_part, group.experts_per_rank)
+    placement, takes_part = _living(group, "eplb.reduce_gradients", placement, active)
     slot = lax.iota(jnp.int32, placement.physical_experts)
     replicas = placement.logical_to_physical[placement.physical_to_logical]  # [P, X]
     counts = placement.replica_counts[placement.physical_to_logical]
@@ -172,6 +165,17 @@ def reduce_gradients(
     sums = lax.fori_loop(1, jnp.max(placement.replica_counts), add, first)
     rounded = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, gradients)
     return _slots.fetch(group, rounded, home, takes_part)
+
+
+def _living(
+    group: Group, operation: str, placement: Any, active: Any
+) -> tuple[Placement, jax.Array | None]:
+    """The placement's replicas on active ranks, and bool[N] of these ranks; None: on all."""
+    placement = placing.checked(group, operation, placement)
+    if active is None:
+        return placement, None
+    takes_part = reachable.checked(group, operation, active)
+    return placing.among(placement, takes_part, group.experts_per_rank), takes_part
 
 
 def _check_slots(group: Group, operation: str, tree: Any) -> None:

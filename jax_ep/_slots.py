@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_ep import _jax_compat
+from jax_ep._config import align_up
 from jax_ep._group import Group
 from jax_ep._ops import api, quantized, sharding
-
-_UNIT = 16  # bytes of opaque rows are a multiple of it
+from jax_ep._ops.operands import UNIT_BYTES
 
 
 def varying(group: Group, array: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Arr
 
 def _row_bytes(group: Group, num_bytes: int) -> int:
     """Bytes of a row: those of a slot, or as many as the group moves at once."""
-    return min(max(group.room_bytes, _UNIT), -(-num_bytes // _UNIT) * _UNIT)
+    return min(max(group.room_bytes, UNIT_BYTES), align_up(num_bytes, UNIT_BYTES))
 
 
 def _in_rows(data: jax.Array, width: int) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Literal, overload
 
 import jax
@@ -61,16 +60,13 @@ def plan(
         >>> recv = jax_ep.dispatch(group, x, plan=plan)
     """
     sharding.check_call(group, "plan")
-    num_unreachable = None
-    if active is not None:
-        topk_idx, _, num_unreachable, placement = reachable.leave_out(
-            group, "plan", topk_idx, None, active, placement
-        )
+    topk_idx, _, num_unreachable, placement = reachable.leave_out(
+        group, "plan", topk_idx, None, active, placement
+    )
     ids = operands.check_ids(group, "plan", topk_idx)
     call = operands.make_call(group, "plan", ids.shape[0], mode, layout, "zero")
     (slots,) = operands.vary(call, placing.place(call, "plan", ids, placement))
-    made = results.as_plan(call, vjp.plan(call, slots))
-    return dataclasses.replace(made, num_unreachable=num_unreachable)
+    return results.as_plan(call, vjp.plan(call, slots), num_unreachable)
 
 
 def dispatch(
@@ -114,19 +110,16 @@ def dispatch(
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv)
     """
-    num_unreachable = None if plan is None else plan.num_unreachable
-    if active is not None and plan is not None:
-        raise operands.fail(
-            "dispatch", "active", "with a plan", "one of them", "plan(..., active=active)"
-        )
-    if renormalize and active is None:
-        raise operands.fail(
-            "dispatch", "renormalize=True", "without active", "active", "pass it, or leave it out"
-        )
-    if active is not None:
-        topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
-            group, "dispatch", topk_idx, topk_weights, active, placement, renormalize=renormalize
-        )
+    topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
+        group,
+        "dispatch",
+        topk_idx,
+        topk_weights,
+        active,
+        placement,
+        plan=plan,
+        renormalize=renormalize,
+    )
     call, rows, weights, ids, arrays = operands.dispatch_operands(
         group, "dispatch", x, topk_idx, topk_weights, plan, mode, layout, pad, placement
     )
@@ -139,11 +132,7 @@ def dispatch(
     else:
         arrays = vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    made = results.make_received(call, arrays, recv_x, recv_weights)
-    if num_unreachable is None:
-        return made
-    counted = dataclasses.replace(made.plan, num_unreachable=num_unreachable)
-    return dataclasses.replace(made, plan=counted)
+    return results.make_received(call, arrays, recv_x, recv_weights, num_unreachable)
 
 
 @overload

@@ -7,6 +7,7 @@ each slot is combined alone, which adds nothing, and the results are added here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +23,17 @@ def combine(
 ) -> jax.Array:
     """[T, H]: rows [R, H], times f32[R] if given, to their tokens."""
     call = _of_any_rows(call)
-    total = jnp.zeros((), jnp.float32)
-    for slot in range(call.top_k):
+
+    def of_slot(slot: int) -> jax.Array:
         route = _only(call, arrays.route(), slot)
         if row_weights is None:
             part, _ = vjp.combine(call, rows, None, route)
         else:
             part, _ = vjp.combine_weighted(call, rows, row_weights, None, route)
         assert part is not None
-        total = total + part.astype(jnp.float32) if slot else part.astype(jnp.float32)
-    return total.astype(call.dtype)
+        return part.astype(jnp.float32)
+
+    return functools.reduce(jnp.add, map(of_slot, range(call.top_k))).astype(call.dtype)
 
 
 def _of_any_rows(call: Call) -> Call:

@@ -15,6 +15,7 @@ import numpy as np
 from jax_ep._group import Group
 from jax_ep._ops import operands, placing
 from jax_ep._placement import Placement
+from jax_ep._types import Plan
 
 # Added to the id of an expert that cannot be reached: negative, so no expert to anyone, and native
 # kernels see by which mask it was left out (kernels/launch.h, kUnreachable).
@@ -22,11 +23,14 @@ UNREACHABLE = np.int32(np.iinfo(np.int32).min)
 
 
 class Reachable(NamedTuple):
-    """Ids and weights [T, K] of a call, and how many of its pairs cannot be reached (i32[])."""
+    """Ids and weights [T, K] of a call, and how many of its pairs cannot be reached (i32[]).
 
-    ids: jax.Array
+    Ids are None with a plan; the number is None where nobody has asked who takes part.
+    """
+
+    ids: Any
     weights: jax.Array | None
-    num_unreachable: jax.Array
+    num_unreachable: jax.Array | None
     placement: Placement | None
 
 
@@ -62,6 +66,7 @@ def leave_out(
     active: Any,
     placement: Placement | None,
     *,
+    plan: Plan | None = None,
     renormalize: bool = False,
 ) -> Reachable:
     """Leaves out the pairs of `topk_idx` [T, K] whose expert lives on no active rank.
@@ -71,8 +76,10 @@ def leave_out(
         operation: for messages.
         topk_idx: integers [T, K].
         topk_weights: floats [T, K], or None.
-        active: integers or bools [N], not 0 where a rank takes part; uniform over the group.
+        active: integers or bools [N], not 0 where a rank takes part; uniform over the group. None:
+            nothing is left out but what `plan` left out.
         placement: where the experts are; None: expert e on rank e // E_l.
+        plan: that the call follows instead of `topk_idx`.
         renormalize: scale a token's weights so that those of its reachable pairs have the sum that
             all had. (None of them: all are 0.)
 
@@ -80,9 +87,28 @@ def leave_out(
         A `Reachable`; its placement is that of the replicas on active ranks.
 
     Raises:
-        ValueError: `active` is no such array, the group is not elastic, or there is nothing to
-            renormalize.
+        ValueError: `active` is no such array or is given with a plan, the group is not elastic, or
+            there is nothing to renormalize.
     """
+    if active is None:
+        if renormalize:
+            raise operands.fail(
+                operation,
+                "renormalize=True",
+                "without active",
+                "active",
+                "pass it, or leave renormalize out",
+            )
+        left_out = None if plan is None else plan.num_unreachable
+        return Reachable(topk_idx, topk_weights, left_out, placement)
+    if plan is not None:
+        raise operands.fail(
+            operation,
+            "active",
+            "with a plan",
+            "one of them",
+            "plan(..., active=active) makes such a plan",
+        )
     takes_part = checked(group, operation, active)
     if renormalize and topk_weights is None:
         raise operands.fail(

@@ -13,10 +13,11 @@ from jax_ep._ops.wire import Records
 from jax_ep._types import Plan, PlanArrays, Quantized, Received, ReceivedQuantized
 
 
-def as_plan(call: Call, arrays: PlanArrays) -> Plan:
+def as_plan(call: Call, arrays: PlanArrays, num_unreachable: jax.Array | None = None) -> Plan:
     """What plan returns."""
     return Plan(
         **arrays._asdict(),
+        num_unreachable=num_unreachable,
         layout=call.layout,
         mode=call.mode,
         max_tokens=call.group.config.max_tokens,
@@ -24,13 +25,18 @@ def as_plan(call: Call, arrays: PlanArrays) -> Plan:
 
 
 def make_received(
-    call: Call, arrays: PlanArrays, recv_x: jax.Array | Records | None, recv_weights: Any
+    call: Call,
+    arrays: PlanArrays,
+    recv_x: jax.Array | Records | None,
+    recv_weights: Any,
+    num_unreachable: jax.Array | None = None,
 ) -> Received:
     """What dispatch returns."""
     assert recv_x is not None
     assert not isinstance(recv_x, Records)
     recv_x = _jax_compat.checkpoint_name(_poison(call, arrays, recv_x), "jax_ep_recv")
-    return Received(x=recv_x.reshape(call.recv_shape), **_beside_rows(call, arrays, recv_weights))
+    beside = _beside_rows(call, arrays, recv_weights, num_unreachable)
+    return Received(x=recv_x.reshape(call.recv_shape), **beside)
 
 
 def make_quantized(
@@ -51,17 +57,19 @@ def make_quantized(
         carrier=recv_x.carrier.reshape(call.recv_shape),
         scales_layout="columns" if call.scales_in_columns else "rows",
     )
-    return ReceivedQuantized(x=quantized, **_beside_rows(call, arrays, recv_weights))
+    return ReceivedQuantized(x=quantized, **_beside_rows(call, arrays, recv_weights, None))
 
 
-def _beside_rows(call: Call, arrays: PlanArrays, weights: jax.Array | None) -> dict[str, Any]:
+def _beside_rows(
+    call: Call, arrays: PlanArrays, weights: jax.Array | None, num_unreachable: jax.Array | None
+) -> dict[str, Any]:
     """The fields of a Received besides x."""
     if weights is not None:
         weights = _jax_compat.checkpoint_name(_poison(call, arrays, weights), "jax_ep_recv")
     return {
         "weights": weights,
         "group_sizes": arrays.group_sizes,
-        "plan": as_plan(call, arrays),
+        "plan": as_plan(call, arrays, num_unreachable),
         "topk_idx": arrays.recv_topk_idx,
     }
 
