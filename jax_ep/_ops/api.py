@@ -270,7 +270,7 @@ def dispatch_start(
         carried = None
     else:
         epoch = vjp.dispatch_start(call, rows, weights, arrays.route())
-        carried = results.as_plan(call, arrays)
+        carried = results.as_plan(call, arrays, None if plan is None else plan.num_unreachable)
     return InFlight(
         rows=rows,
         weights=weights,
@@ -305,14 +305,16 @@ def dispatch_done(group: Group, inflight: InFlight) -> Received:
     rows, weights, ids, plan, epoch = operands.vary(
         call, inflight.rows, inflight.weights, inflight.topk_idx, inflight.plan, inflight.epoch
     )
+    num_unreachable = None
     if plan is None:
         arrays, recv_x, recv_weights = vjp.ll_dispatch_done(call, rows, weights, ids, epoch)
         arrays = vjp.name_plan(arrays)
     else:
         assert inflight.plan is not None
+        num_unreachable = inflight.plan.num_unreachable
         arrays = operands.plan_arrays(plan)._replace(overflow=inflight.plan.overflow)
         recv_x, recv_weights = vjp.dispatch_done(call, rows, weights, arrays.route(), epoch)
-    return results.make_received(call, arrays, recv_x, recv_weights)
+    return results.make_received(call, arrays, recv_x, recv_weights, num_unreachable)
 
 
 def combine_start(

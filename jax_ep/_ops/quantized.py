@@ -76,7 +76,8 @@ def dispatch_quantized(
     else:
         arrays = arrays or vjp.plan(call, ids)
         recv_x, recv_weights = vjp.dispatch(call, rows, weights, arrays.route())
-    return results.make_quantized(call, arrays, recv_x, recv_weights)
+    num_unreachable = None if plan is None else plan.num_unreachable
+    return results.make_quantized(call, arrays, recv_x, recv_weights, num_unreachable)
 
 
 def dispatch_bytes(group: Group, payload: jax.Array, plan: Plan, *, pad: Pad = "zero") -> jax.Array:

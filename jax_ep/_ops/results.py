@@ -44,6 +44,7 @@ def make_quantized(
     arrays: PlanArrays,
     recv_x: jax.Array | Records | None,
     recv_weights: Any,
+    num_unreachable: jax.Array | None = None,
 ) -> ReceivedQuantized:
     """What dispatch_quantized returns."""
     assert isinstance(recv_x, Records)
@@ -57,7 +58,8 @@ def make_quantized(
         carrier=recv_x.carrier.reshape(call.recv_shape),
         scales_layout="columns" if call.scales_in_columns else "rows",
     )
-    return ReceivedQuantized(x=quantized, **_beside_rows(call, arrays, recv_weights, None))
+    beside = _beside_rows(call, arrays, recv_weights, num_unreachable)
+    return ReceivedQuantized(x=quantized, **beside)
 
 
 def _beside_rows(

@@ -114,6 +114,28 @@ def test_replicas_on_active_ranks_serve_for_the_others(mode: Any) -> None:
     assert run._cache_size() == 1
 
 
+def test_every_dispatch_of_a_plan_keeps_its_count() -> None:
+    case = dataclasses.replace(CASE, hidden=128)  # of which FP8 has blocks
+    group = elastic_group(case, "xla")
+    inputs = inputs_of(case)
+
+    def layer(x: Array, ids: Array, active: Array) -> Any:
+        plan = jax_ep.plan(group, ids, active=active)
+        flight = jax_ep.dispatch_start(group, x, plan=plan)
+        received = [
+            jax_ep.dispatch(group, x, plan=plan),
+            jax_ep.dispatch_done(group, flight),
+            jax_ep.dispatch_quantized(group, x, plan=plan),
+        ]
+        return [recv.plan.num_unreachable for recv in received]
+
+    counts = run(group, layer, inputs.x, inputs.ids, spread(MASKS[1], case.ranks))
+    lost = lost_pairs(case, inputs.ids, MASKS[1]).sum((1, 2))
+    assert lost.any()
+    for count in counts:
+        np.testing.assert_array_equal(count, lost)
+
+
 def test_renormalize_keeps_the_sum_of_each_tokens_weights() -> None:
     group = elastic_group(CASE, "xla")
     inputs = inputs_of(CASE)
