@@ -151,31 +151,33 @@ class Elastic:
         assert store is not None
         seen = agreement.newest(store)
         agreement.request(store, self._me, self._member)
+        try:
+            decision = self._admission(store, deadline)
+            self._decision = seen or Decision(0, {})
+            self._begin_pulse()
+            try:
+                return self._build(decision)
+            except bootstrap.BootstrapError:
+                return self.agree(deadline, (), lambda: None)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            agreement.withdraw(store, self._me)
+
+    def _admission(self, store: GroupStore, deadline: float) -> Decision:
+        """The decision that has this process, once there is one."""
         while True:
             decision = agreement.newest(store)
             if decision is not None and decision.has(self._me, self._life):
-                break
+                return decision
             if time.monotonic() >= deadline:
-                agreement.withdraw(store, self._me)
                 raise TimeoutError(
                     f"{self._label}: create_group of process {self._me}, which was started again, "
                     "waited longer than timeout_s to be admitted; the others must call "
                     "group.readmit(rank) and then group.agree()"
                 )
             time.sleep(_REQUEST_POLL_S)
-        self._decision = seen or Decision(0, {})
-        self._begin_pulse()
-        try:
-            try:
-                session = self._build(decision)
-            except bootstrap.BootstrapError:
-                session = self.agree(deadline, (), lambda: None)
-        except BaseException:
-            agreement.withdraw(store, self._me)
-            self.close()
-            raise
-        agreement.withdraw(store, self._me)
-        return session
 
     def readmit(self, rank: int, deadline: float) -> None:
         """As `Group.readmit`."""
@@ -238,18 +240,14 @@ class Elastic:
         """The session of `decision`; collective over its members."""
         here = bootstrap.host_id()
         exchange = bootstrap.Exchange.among(
-            decision.members,
-            self._me,
-            self._store,
-            str(decision.number),
-            self._label,
+            decision.members, self._me, self._store, str(decision.number), self._label
         )
         exchange.timeout_s = self._peer_timeout_s + _BUILD_S
         if self._pulse is not None:
             for process, member in decision.members.items():
                 if self._decision.members.get(process) != member:
                     self._pulse.expect(process)
-            exchange.listen(self._pulse.is_silent)
+        exchange.listen(self._is_silent)
         exchange.watch({p: m.pid for p, m in decision.members.items() if m.host == here})
         # A process that was started again may be on another host.
         hosts = {**self._blueprint.hosts, **{p: m.host for p, m in decision.members.items()}}

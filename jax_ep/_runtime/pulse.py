@@ -48,15 +48,13 @@ class Pulse:
         period_s = min(self._limit_s / _BEATS, _LONGEST_PERIOD_S)
         # A process that is started again does not begin as it ended.
         count = time.time_ns()
-        looked = time.monotonic()
         while True:
             with contextlib.suppress(Exception):  # the store is gone: others will say so
                 self._store.put(f"pulse/{self._me}", count, overwrite=True)
                 counts = self._store.folder("pulse")
                 now = time.monotonic()
                 # If this thread stood still, that says nothing of the others.
-                stood_still = now - looked > self._limit_s / 2
-                looked = now
+                stood_still = now - self._looked > self._limit_s / 2
                 for process, newest in counts.items():
                     if stood_still or self._seen.get(process, (None, 0.0))[0] != newest:
                         self._seen[process] = (newest, now)

@@ -38,14 +38,13 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     name = f"{group._label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
-    if group.config.elastic and (store := exchange.group_store()) is not None:
-        record = store.get("group")
-        if record is not None:
-            try:
-                return _start_again(group, exchange, store, record)
-            except BaseException:
-                exchange.uncount()  # the next call is for this group, too
-                raise
+    store = exchange.group_store() if group.config.elastic else None
+    if store is not None and (record := store.get("group")) is not None:
+        try:
+            return _start_again(group, exchange, store, record)
+        except BaseException:
+            exchange.uncount()  # the next call is for this group, too
+            raise
     hello = _hello(group)
     greetings = _greet(group, exchange, hello)
     hosts = {process: record["host"] for process, record in greetings.items()}
@@ -66,7 +65,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     blueprint = Blueprint(name, layout, hosts, transport, threads)
     elastic = None
     if group.config.elastic:
-        elastic = Elastic(exchange.group_store(), group, exchange.me, blueprint, hello["life"])
+        elastic = Elastic(store, group, exchange.me, blueprint, hello["life"])
     options = blueprint.options(group, exchange.me, None if elastic is None else elastic.active)
     if on_gpu:
         session = gpu.start(options, exchange, layout.devices, layout.mates)
