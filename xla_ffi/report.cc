@@ -185,8 +185,8 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
     }
     if (rank.awaits_rank() && rank.awaited < team.ranks.size() && rank.awaited != at) {
       before = std::exchange(at, rank.awaited);
-    } else if (rank.awaits_turn() && !rank.next_is_announced && at != team.announcer) {
-      before = std::exchange(at, team.announcer);
+    } else if (rank.awaits_turn() && !rank.next_is_announced && at != team.Announcer()) {
+      before = std::exchange(at, team.Announcer());
     } else {
       const RankView& waits = team.ranks[victim];
       std::string why;

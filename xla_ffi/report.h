@@ -2,6 +2,7 @@
 // ranks show (proxy/abi/activity.h); knows nothing of sessions.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -62,9 +63,14 @@ struct TeamView {
   uint32_t node_size = 1;
   std::vector<RankView> ranks;
   std::vector<uint8_t> active;  // by rank, 0: the group goes on without it; empty: all are
-  uint32_t announcer = 0;       // the first active one, which announces calls
 
   bool IsActive(uint32_t rank) const { return active.empty() || active[rank] != 0; }
+  // The first active rank, which announces calls (xla_ffi/order.h).
+  uint32_t Announcer() const {
+    const auto is_active = [](uint8_t is) { return is != 0; };
+    const auto first = std::find_if(active.begin(), active.end(), is_active);
+    return static_cast<uint32_t>(first - active.begin());
+  }
 };
 
 struct Culprit {

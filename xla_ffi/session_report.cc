@@ -1,8 +1,6 @@
 // What a session tells of itself: who hangs, and everything else for a bug report.
 #include <unistd.h>
 
-#include <algorithm>
-
 #include "proxy/base/log.h"
 #include "xla_ffi/call_lines.h"
 #include "xla_ffi/members.h"
@@ -17,7 +15,6 @@ TeamView Session::ViewTeam(uint32_t team) const {
                 .node_size = options_.shape.node_size,
                 .ranks = {},
                 .active = {options_.active.begin(), options_.active.end()}};
-  while (!view.IsActive(view.announcer)) ++view.announcer;
   for (uint32_t rank = 0; rank < options_.shape.num_ranks; ++rank) {
     RankView& seen = view.ranks.emplace_back();
     for (const auto& member : members_) {

@@ -5,7 +5,6 @@
 #include <array>
 #include <cstring>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "kernels/cpu/huge_pages.h"
@@ -176,9 +175,7 @@ Status HtCombine::SendNodePartials(const Round& round, uint32_t owner) {
 
 Status HtCombine::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
-  if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineSend(shape_, params_)));
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kCombineKind));
   *epoch = op_.epoch();
   if (is_split_) {
@@ -282,36 +279,24 @@ Status HtCombine::Sum(const Round& round) {
 Status HtCombine::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kCombineKind, epoch));
-  if (const std::string wrong = CheckCombineReceive(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineReceive(shape_, params_)));
   JAX_EP_RETURN_IF_ERROR(
       CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
   if (rank_.uses_huge_pages) {
     PreferHugePages(params_.out, static_cast<uint64_t>(params_.num_tokens) * shape_.hidden *
                                      ElemBytes(shape_.elem_type));
   }
-  if (is_split_) {
-    if (keeps_inputs_) {
-      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.combine_sets[slot.set], params_));
-      if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
-        return op_.Invalid(wrong);
-      }
-    }
-    // Nothing limits a round of which no rank writes anything.
-    const bool is_in_place = is_direct_ && shape_.num_nodes() == 1;
-    const uint64_t tokens = is_in_place ? shape_.max_tokens : layout_.combine_rounds.tokens;
-    JAX_EP_RETURN_IF_ERROR(
-        MakeRounds(op_, kCombineKind, tokens, params_.num_tokens, [&](const Round& round) {
-          JAX_EP_RETURN_IF_ERROR(SendRound(round));
-          return ReceiveRound(round);
-        }));
-  } else {
-    JAX_EP_RETURN_IF_ERROR(ReceiveRound({.set = slot.set,
-                                         .end = params_.num_tokens,
-                                         .signal = epoch,
-                                         .done = NextDoneSeq(op_, kCombineKind)}));
+  if (keeps_inputs_) {
+    JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.combine_sets[slot.set], params_));
+    JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineSend(shape_, params_)));
   }
+  Rounds rounds = layout_.combine_rounds;
+  // Nothing limits a round of which no rank writes anything.
+  if (is_direct_ && shape_.num_nodes() == 1) rounds.tokens = shape_.max_tokens;
+  JAX_EP_RETURN_IF_ERROR(ReceiveRounds(
+      op_, kCombineKind, slot, epoch, rounds, params_.num_tokens,
+      [&](const Round& round) { return SendRound(round); },
+      [&](const Round& round) { return ReceiveRound(round); }));
   EndCall(op_, kCombineKind, slot.set);
   CountCombine(rank_);
   return Status::Ok();

@@ -48,6 +48,7 @@ class HtDispatch {
   };
 
   uint64_t elem_row_bytes() const { return shape_.hidden * ElemBytes(shape_.elem_type); }
+  Status CheckSend();
   Status SendRound(const Round& round);
   Status ReceiveRound(const Round& round, const RowUnpacker& unpacker);
   Status StageRows();
@@ -144,13 +145,14 @@ Status HtDispatch::SendToNode(const Round& round, uint32_t node) {
   return stream.Finish();
 }
 
+Status HtDispatch::CheckSend() {
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckDispatchSend(shape_, params_)));
+  return CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows));
+}
+
 Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
-  if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
-  JAX_EP_RETURN_IF_ERROR(
-      CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
+  JAX_EP_RETURN_IF_ERROR(CheckSend());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kDispatchKind));
   *epoch = op_.epoch();
   if (is_split_) {
@@ -268,36 +270,21 @@ Status HtDispatch::Pull(const RowUnpacker& unpacker, uint32_t source, int64_t fi
 Status HtDispatch::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kDispatchKind, epoch));
-  if (const std::string wrong = CheckDispatchReceive(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckDispatchReceive(shape_, params_)));
   JAX_EP_ASSIGN_OR_RETURN(const RowIndex index,
                           RowIndex::Build(op_, params_.num_tokens, params_.recv_src));
   const RowUnpacker unpacker(shape_, params_, index);
   if (rank_.uses_huge_pages) {
     PreferHugePages(params_.recv_x, static_cast<uint64_t>(params_.recv_rows) * elem_row_bytes());
   }
-  if (is_split_) {
-    if (keeps_inputs_) {
-      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.dispatch_sets[slot.set], params_));
-      if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
-        return op_.Invalid(wrong);
-      }
-      JAX_EP_RETURN_IF_ERROR(
-          CheckSlots(op_, params_.send_slot, static_cast<uint64_t>(params_.recv_rows)));
-    }
-    JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kDispatchKind, layout_.dispatch_rounds.tokens,
-                                      params_.num_tokens, [&](const Round& round) {
-                                        JAX_EP_RETURN_IF_ERROR(SendRound(round));
-                                        return ReceiveRound(round, unpacker);
-                                      }));
-  } else {
-    const Round round{.set = slot.set,
-                      .end = params_.num_tokens,
-                      .signal = epoch,
-                      .done = NextDoneSeq(op_, kDispatchKind)};
-    JAX_EP_RETURN_IF_ERROR(ReceiveRound(round, unpacker));
+  if (keeps_inputs_) {
+    JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.dispatch_sets[slot.set], params_));
+    JAX_EP_RETURN_IF_ERROR(CheckSend());
   }
+  JAX_EP_RETURN_IF_ERROR(ReceiveRounds(
+      op_, kDispatchKind, slot, epoch, layout_.dispatch_rounds, params_.num_tokens,
+      [&](const Round& round) { return SendRound(round); },
+      [&](const Round& round) { return ReceiveRound(round, unpacker); }));
   EndCall(op_, kDispatchKind, slot.set);
   CountDispatch(rank_, index.num_rows());
   return Status::Ok();

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "kernels/cpu/partials.h"
@@ -106,9 +105,7 @@ Status LlCombine::SendTo(const Round& round, const PartialPitch& pitch, uint32_t
 
 Status LlCombine::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
-  if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineSend(shape_, params_)));
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlCombineKind));
   *epoch = op_.epoch();
   if (is_split_) {
@@ -141,28 +138,16 @@ Status LlCombine::SendRound(const Round& round) {
 Status LlCombine::Receive(uint64_t epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlCombineKind, epoch));
-  if (const std::string wrong = CheckCombineReceive(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineReceive(shape_, params_)));
   JAX_EP_RETURN_IF_ERROR(CheckSlots(op_, params_.send_slot, rows_per_rank()));
-  if (is_split_) {
-    if (keeps_inputs_) {
-      JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.ll_combine_sets[slot.set], params_));
-      if (const std::string wrong = CheckCombineSend(shape_, params_); !wrong.empty()) {
-        return op_.Invalid(wrong);
-      }
-    }
-    JAX_EP_RETURN_IF_ERROR(MakeRounds(op_, kLlCombineKind, layout_.ll_rounds.tokens,
-                                      params_.num_tokens, [&](const Round& round) {
-                                        JAX_EP_RETURN_IF_ERROR(SendRound(round));
-                                        return ReceiveRound(round);
-                                      }));
-  } else {
-    JAX_EP_RETURN_IF_ERROR(ReceiveRound({.set = slot.set,
-                                         .end = params_.num_tokens,
-                                         .signal = epoch,
-                                         .done = NextDoneSeq(op_, kLlCombineKind)}));
+  if (keeps_inputs_) {
+    JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.ll_combine_sets[slot.set], params_));
+    JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineSend(shape_, params_)));
   }
+  JAX_EP_RETURN_IF_ERROR(ReceiveRounds(
+      op_, kLlCombineKind, slot, epoch, layout_.ll_rounds, params_.num_tokens,
+      [&](const Round& round) { return SendRound(round); },
+      [&](const Round& round) { return ReceiveRound(round); }));
   EndCall(op_, kLlCombineKind, slot.set);
   CountCombine(rank_);
   return Status::Ok();

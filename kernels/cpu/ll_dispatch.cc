@@ -61,7 +61,7 @@ class LlDispatch {
   }
 
   std::string CheckRoutedSend() const;
-  Status CheckPlannedSend();
+  Status CheckSend();
   Status SendRound(const Round& round);
   Status ReceiveRound(const Round& round, const DispatchParams& params);
   // The destination ranks of each token, without repeats.
@@ -200,20 +200,15 @@ std::string LlDispatch::CheckRoutedSend() const {
   return "";
 }
 
-Status LlDispatch::CheckPlannedSend() {
-  if (const std::string wrong = CheckDispatchSend(shape_, params_); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+Status LlDispatch::CheckSend() {
+  if (plan_ != nullptr) return op_.Require(CheckRoutedSend());
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckDispatchSend(shape_, params_)));
   return CheckSlots(op_, params_.send_slot, shape_.num_ranks * num_tokens_);
 }
 
 Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.CheckLatch());
-  if (plan_ == nullptr) {
-    JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
-  } else if (const std::string wrong = CheckRoutedSend(); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(CheckSend());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
   *epoch = op_.epoch();
   if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(CheckIds(op_, plan_->topk_idx));
@@ -295,40 +290,24 @@ Status LlDispatch::Receive(uint64_t epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, OpenCall(op_, kLlDispatchKind, epoch));
   if (keeps_inputs_) {
     JAX_EP_RETURN_IF_ERROR(TakeInputs(op_, rank_.ll_dispatch_sets[slot.set], params_));
-    if (plan_ == nullptr) {
-      JAX_EP_RETURN_IF_ERROR(CheckPlannedSend());
-    } else if (const std::string wrong = CheckRoutedSend(); !wrong.empty()) {
-      return op_.Invalid(wrong);
-    }
+    JAX_EP_RETURN_IF_ERROR(CheckSend());
   }
   DispatchParams params = params_;
   if (plan_ != nullptr) {
-    if (const std::string wrong = CheckPlanParams(shape_, *plan_); !wrong.empty()) {
-      return op_.Invalid(wrong);
-    }
+    JAX_EP_RETURN_IF_ERROR(op_.Require(CheckPlanParams(shape_, *plan_)));
     params.layout = plan_->layout;
     params.recv_rows = plan_->recv_rows;
     params.recv_src = plan_->out.recv_src;
     params.recv_topk_idx = plan_->out.recv_topk_idx;
   }
-  if (const std::string wrong = CheckDispatchReceive(shape_, params); !wrong.empty()) {
-    return op_.Invalid(wrong);
-  }
-  if (is_split_) {
-    // Ids and weights have room for the largest call: nothing limits a round without rows.
-    const uint64_t tokens = params.recv_x == nullptr ? shape_.ll_tokens : layout_.ll_rounds.tokens;
-    JAX_EP_RETURN_IF_ERROR(
-        MakeRounds(op_, kLlDispatchKind, tokens, params_.num_tokens, [&](const Round& round) {
-          JAX_EP_RETURN_IF_ERROR(SendRound(round));
-          return ReceiveRound(round, params);
-        }));
-  } else {
-    const Round round{.set = slot.set,
-                      .end = params_.num_tokens,
-                      .signal = epoch,
-                      .done = NextDoneSeq(op_, kLlDispatchKind)};
-    JAX_EP_RETURN_IF_ERROR(ReceiveRound(round, params));
-  }
+  JAX_EP_RETURN_IF_ERROR(op_.Require(CheckDispatchReceive(shape_, params)));
+  Rounds rounds = layout_.ll_rounds;
+  // Ids and weights have room for the largest call: nothing limits a round without rows.
+  if (params.recv_x == nullptr) rounds.tokens = shape_.ll_tokens;
+  JAX_EP_RETURN_IF_ERROR(ReceiveRounds(
+      op_, kLlDispatchKind, slot, epoch, rounds, params_.num_tokens,
+      [&](const Round& round) { return SendRound(round); },
+      [&](const Round& round) { return ReceiveRound(round, params); }));
   EndCall(op_, kLlDispatchKind, slot.set);
   CountDispatch(rank_, index_->num_rows());
   return Status::Ok();

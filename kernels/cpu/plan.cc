@@ -1,7 +1,6 @@
 // RunPlan: the HT exchange of counts and routing records. In mode LL the LL dispatch does it.
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <vector>
 
 #include "kernels/cpu/ll_dispatch.h"
@@ -105,9 +104,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   op.set_epoch(++rank.epochs.plan);
   JAX_EP_RETURN_IF_ERROR(op.CheckLatch());
   const GroupShape& shape = rank.shape;
-  if (const std::string wrong = CheckPlanParams(shape, params); !wrong.empty()) {
-    return op.Invalid(wrong);
-  }
+  JAX_EP_RETURN_IF_ERROR(op.Require(CheckPlanParams(shape, params)));
   JAX_EP_RETURN_IF_ERROR(CheckIds(op, params.topk_idx));
   const auto set = static_cast<uint32_t>(op.epoch() % shape.depth);
   if (op.epoch() > shape.depth) {

@@ -19,24 +19,31 @@ struct Round {
   uint64_t done = 0;     // what the *Done flags get when it is read
 };
 
-// Makes every round of a split call, one after the other: make(round). All ranks make the same
-// rounds in the same order.
-template <typename Make>
-Status MakeRounds(Operation& op, const SlotKind& kind, uint64_t round_tokens, int64_t num_tokens,
-                  Make&& make) {
+// What is left of a call to its Receive, send(round) and receive(round) of each of its rounds. A
+// call that is not split has one, which its Send has sent. All ranks make the same rounds in the
+// same order.
+template <typename Send, typename Receive>
+Status ReceiveRounds(Operation& op, const SlotKind& kind, const CallSlot& slot, uint64_t epoch,
+                     const Rounds& rounds, int64_t num_tokens, Send&& send, Receive&& receive) {
+  if (!rounds.is_split) {
+    return receive(
+        Round{.set = slot.set, .end = num_tokens, .signal = epoch, .done = NextDoneSeq(op, kind)});
+  }
   uint64_t& num_made = op.rank().epochs.*kind.rounds;
   int64_t begin = 0;
   do {
-    const int64_t end = std::min(num_tokens, begin + static_cast<int64_t>(round_tokens));
+    const int64_t end = std::min(num_tokens, begin + static_cast<int64_t>(rounds.tokens));
     ++num_made;
     JAX_EP_RETURN_IF_ERROR(op.CheckLatch());
-    JAX_EP_RETURN_IF_ERROR(make(Round{.begin = begin,
-                                      .end = end,
-                                      .is_first = begin == 0,
-                                      .is_last = end == num_tokens,
-                                      .signal = num_made,
-                                      .free_at = num_made - 1,
-                                      .done = num_made}));
+    const Round round{.begin = begin,
+                      .end = end,
+                      .is_first = begin == 0,
+                      .is_last = end == num_tokens,
+                      .signal = num_made,
+                      .free_at = num_made - 1,
+                      .done = num_made};
+    JAX_EP_RETURN_IF_ERROR(send(round));
+    JAX_EP_RETURN_IF_ERROR(receive(round));
     begin = end;
   } while (begin < num_tokens);
   return Status::Ok();

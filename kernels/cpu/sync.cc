@@ -52,6 +52,10 @@ Status Operation::Invalid(std::string message) const {
   return Fail(InvalidArgument(std::move(message)));
 }
 
+Status Operation::Require(std::string wrong) const {
+  return wrong.empty() ? Status::Ok() : Invalid(std::move(wrong));
+}
+
 Status Operation::OwnerLeft(uint32_t owner) const {
   JAX_EP_RETURN_IF_ERROR(CheckLatch());
   return Fail(FailedPrecondition(

@@ -71,6 +71,8 @@ class Operation {
   Status Fail(const Status& status, int64_t blamed = FailureLatch::kNobody) const;
   // A caller's mistake: Fail with kInvalidArgument.
   Status Invalid(std::string message) const;
+  // OK if `wrong`, what a check of the operands has found, is empty; else Invalid.
+  Status Require(std::string wrong) const;
   // What to return when the buffers that `owner` has published are gone: why the group has failed.
   Status OwnerLeft(uint32_t owner) const;
 
