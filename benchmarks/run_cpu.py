@@ -21,15 +21,20 @@ import sys
 HERE = pathlib.Path(__file__).resolve().parent
 
 
-def run(command, env=None):
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    environment.update(env or {})
+def environment(changes=None):
+    """This process's, without what tests set for theirs, and with `changes`."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    return kept | (changes or {})
+
+
+def run(command, env=None, timeout=None):
     done = subprocess.run(
         [str(c) for c in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=environment,
+        env=environment(env),
+        timeout=timeout,
     )
     if done.returncode != 0:
         raise SystemExit(f"{command} failed:\n{done.stdout[-4000:]}")

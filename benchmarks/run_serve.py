@@ -19,7 +19,7 @@ import sys
 import tempfile
 import urllib.request
 
-from run_cpu import HERE, run, stamp
+from run_cpu import HERE, environment, run, stamp
 
 EXAMPLES = HERE.parent / "examples"
 LIMIT_S = 300
@@ -31,9 +31,8 @@ class Server:
     def __init__(self, model, options):
         command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2", EXAMPLES / "serve_moe.py"]
         command += ["--model", model, "--port", "0", *options]
-        environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
         self.process = subprocess.Popen(
-            [str(word) for word in command], stdout=subprocess.PIPE, text=True, env=environment
+            [str(word) for word in command], stdout=subprocess.PIPE, text=True, env=environment()
         )
         for line in self.process.stdout:
             if found := re.search(r"ready: (http://[^/]*)/", line):

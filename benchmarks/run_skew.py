@@ -15,7 +15,7 @@ import subprocess
 import sys
 
 import plots
-from run_cpu import HERE, stamp
+from run_cpu import HERE, environment, stamp
 from run_gpu import file_name_of
 
 CPU = ["-m", "jax_ep", "launch", "-n", "2", "--bind-to", "core"]
@@ -23,8 +23,7 @@ CPU = ["-m", "jax_ep", "launch", "-n", "2", "--bind-to", "core"]
 
 def results_of(command):
     """The worker's lines as they come."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    worker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     for line in worker.stdout:
         _, is_result, text = line.partition("RESULT ")
         if is_result:
@@ -34,7 +33,7 @@ def results_of(command):
 
 
 def add_ratios(results):
-    """The issue's figure: a workload's layer over the balanced one without EPLB."""
+    """A workload's layer over the balanced one without EPLB."""
     balanced = next(r["us"]["plain"]["layer"] for r in results if r["workload"] == "balanced")
     for result in results:
         result["layer_over_balanced"] = {

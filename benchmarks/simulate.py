@@ -11,34 +11,18 @@ docs/images/scale_*.svg.
 
 import argparse
 import json
-import os
-import pathlib
-import platform
-import subprocess
-import time
 
+from run_cpu import HERE, stamp
 from simulator import check, memory, projections
 from simulator.networks import Network
 
-HERE = pathlib.Path(__file__).resolve().parent
 IMAGES = HERE.parent / "docs" / "images"
 
 
 def save(name, report):
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=HERE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ).stdout.strip()
-    head = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": {"cores": os.cpu_count(), "kernel": platform.release()},
-        "commit": commit,
-        "program": "benchmarks/simulate.py",
-    }
+    record = stamp() | {"program": "benchmarks/simulate.py"} | report
     path = HERE / "results" / f"{name}.json"
-    path.write_text(json.dumps(head | report, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def ask(args):

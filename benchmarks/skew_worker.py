@@ -74,7 +74,7 @@ class Side:
     """Without or with EPLB: a group, its programs and the experts in their slots."""
 
     def __init__(self, options, spec, mesh, tokens, slots):
-        self.mesh, self.slots, self.experts = mesh, slots, spec.num_experts
+        self.spec, self.mesh, self.slots = spec, mesh, slots
         self.has_placement = slots > spec.num_experts
         config = jax_ep.Config(
             num_experts=spec.num_experts,
@@ -100,7 +100,7 @@ class Side:
 
     def place(self, slots):
         """Fills the slots; the maps are an argument of every program."""
-        self.placement = jax_ep.Placement.from_physical(slots, self.experts)
+        self.placement = jax_ep.Placement.from_physical(slots, self.spec.num_experts)
         self.kernels = kernels_of(self, slots)
 
     def _received(self, placement, x, ids, gates):
@@ -126,10 +126,9 @@ def sharded(mesh, array):
 
 def kernels_of(side, slots):
     """Each slot's expert: one matrix, scaled by the expert's number, so a misplaced one shows."""
-    spec = SPEC
+    spec = side.spec
     up, down = (spec.hidden, spec.expert_hidden), (spec.expert_hidden, spec.hidden)
     shapes = (up, down) if jax.default_backend() == "cpu" else (up, up, down)
-
     scale = np.float32(1) + (slots / spec.num_experts).astype(np.float32)
 
     def make(shape, number):
@@ -176,15 +175,15 @@ def measure_step(sides, arrays, repeats):
     return seconds
 
 
-def measure(options, name, sides, mesh, tokens):
+def measure(options, name, sides, spec, mesh, tokens):
     """The figures of one workload."""
-    ranks, experts, top_k = mesh.size, SPEC.num_experts, SPEC.top_k
+    ranks, experts, top_k = mesh.size, spec.num_experts, spec.top_k
 
     def ids_of(step):
         return routing(name, options.seed, step, ranks, tokens, top_k, experts)
 
     rng = np.random.default_rng(options.seed)
-    x = rng.standard_normal((ranks * tokens, SPEC.hidden), np.float32).astype(SPEC.dtype)
+    x = rng.standard_normal((ranks * tokens, spec.hidden), np.float32).astype(spec.dtype)
     gates = rng.random((ranks * tokens, top_k), np.float32)
     us, busiest = {}, {side: [] for side in sides}
     first = options.every  # steps before it are only looked at
@@ -192,8 +191,9 @@ def measure(options, name, sides, mesh, tokens):
         if (step - first) % options.every == 0:
             seen = sum(load_of(ids_of(s), experts) for s in range(step - options.every, step))
             slots = sides["eplb"].slots
-            nodes = 1
-            placement = eplb.rebalance(seen[None], slots, 1, nodes, ranks)[0]
+            placement = eplb.rebalance(
+                seen[None], slots, num_groups=1, num_nodes=1, num_gpus=ranks
+            )[0]
             sides["eplb"].place(np.asarray(placement.physical_to_logical))
         ids = ids_of(step)
         arrays = [sharded(mesh, a) for a in (x, ids.reshape(-1, top_k), gates)]
@@ -229,18 +229,17 @@ def main():
     options = parse_options()
     if not jax.distributed.is_initialized():
         jax_ep.initialize()
-    global SPEC
-    SPEC = SPECS[options.spec]
+    spec = SPECS[options.spec]
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
-    tokens = options.tokens or SPEC.tokens
-    ranks, experts = mesh.size, SPEC.num_experts
+    tokens = options.tokens or spec.tokens
+    ranks, experts = mesh.size, spec.num_experts
     slots = -(-round(experts * (1 + options.redundant)) // ranks) * ranks
     sides = {
-        "plain": Side(options, SPEC, mesh, tokens, experts),
-        "eplb": Side(options, SPEC, mesh, tokens, slots),
+        "plain": Side(options, spec, mesh, tokens, experts),
+        "eplb": Side(options, spec, mesh, tokens, slots),
     }
     for name in options.workloads:
-        result = measure(options, name, sides, mesh, tokens)
+        result = measure(options, name, sides, spec, mesh, tokens)
         if jax.process_index() == 0:
             sizes = {"ranks": ranks, "tokens": tokens, "experts": experts, "slots": slots}
             result |= {"spec": options.spec, **sizes, "machine": machine(ranks)}

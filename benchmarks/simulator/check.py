@@ -5,30 +5,24 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 from typing import Any
+
+from run_cpu import run as run_program
+from run_cpu import worker_result
 
 from simulator import costs, model, traffic
 
 CASES = ((2, 1), (4, 1), (8, 1), (8, 2), (16, 2), (16, 4))  # ranks, node size
+LIMIT_S = 600
 PROGRAM = pathlib.Path(__file__).with_name("real_run.py")
 
 
 def run(ranks: int, node_size: int, *options: str) -> dict[str, Any]:
     """One real run: what real_run.py prints."""
     command = [sys.executable, str(PROGRAM), "--ranks", str(ranks), "--node-size", str(node_size)]
-    environment = {"NPROC": "64", "JAX_EP_SOCKET_IFNAME": "lo"} | os.environ
-    done = subprocess.run(
-        [*command, *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    result: dict[str, Any] = json.loads(line[len("RESULT ") :])
+    env = {"NPROC": "64", "JAX_EP_SOCKET_IFNAME": "lo"}
+    result: dict[str, Any] = worker_result(run_program([*command, *options], env, LIMIT_S))
     return result
 
 

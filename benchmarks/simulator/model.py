@@ -91,7 +91,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
             rows * size / (rate * 1e3) * options.pinned
             for rows, rate in zip((stored, into.number), costs.stage_gb_s, strict=True)
         )
-        wire = network.gb_s * network.efficiency * 1e3
+        wire = network.bytes_per_us
         post_us = (costs.command_us + network.post_us) / options.proxy_threads
         # One thread posts what leaves and notices what arrives, each with a signal for every piece.
         proxy_us = ((out.writes + into.writes) / 2 + flows * pieces) * post_us / pieces
@@ -125,7 +125,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     plan_bytes = others * 4 * (options.experts + 1) + 4 * traffic.pairs.sum(1).max()
     plan = (
         costs.plan_us
-        + max(2 * others * post_us, plan_bytes / (network.gb_s * network.efficiency * 1e3))
+        + max(2 * others * post_us, plan_bytes / network.bytes_per_us)
         + network.latency_us
         + costs.signal_us
     )
@@ -169,7 +169,7 @@ def ll(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     """Microseconds of dispatch and combine in mode ll: all pairs of ranks, a write for each row."""
     others = traffic.ranks - traffic.node_size
     rows = float(traffic.away(traffic.to_rank).sum(1).max())
-    wire = network.gb_s * network.efficiency * 1e3
+    wire = network.bytes_per_us
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
     result = {}
     # Routing and a count to each peer, in combine a count.
@@ -193,7 +193,7 @@ def all_gather(
 ) -> dict[str, float]:
     """Microseconds of lax.all_gather of all tokens: rings over the rails, then inside each node."""
     nodes, size = traffic.nodes, traffic.tokens * options.row_bytes
-    over_network = (nodes - 1) * size / (network.gb_s * network.efficiency * 1e3)
+    over_network = (nodes - 1) * size / network.bytes_per_us
     inside = (traffic.ranks - nodes) * size / (costs.copy_gb_s * 1e3)
     return {"gather_us": max(over_network, inside) + (nodes - 1) * network.latency_us}
 

@@ -26,6 +26,11 @@ class Network:
     source: str
     efficiency: float = 0.9
 
+    @property
+    def bytes_per_us(self) -> float:
+        """What messages reach."""
+        return self.gb_s * self.efficiency * 1e3
+
 
 # Neither vendor publishes one-way latencies of writes with immediate, nor what a post costs. The
 # assumed ones are round numbers: `simulate.py --latency-us` and `--post-us` try others.

@@ -1,9 +1,8 @@
 """Real exchanges of virtual nodes on this machine's cores, to check the simulator against.
 
 One process plays all ranks: `NPROC=64 python benchmarks/simulator/real_run.py --ranks 8
---node-size 2
---transport ofi` prints a JSON line: the least microseconds of dispatch and combine, in both modes,
-and the messages and bytes of a call on each channel, of all ranks.
+--node-size 2 --transport ofi` prints a JSON line: the least microseconds of dispatch and combine,
+in both modes, and the messages and bytes of a call on each channel, of all ranks.
 """
 
 import argparse
@@ -90,8 +89,7 @@ for mode, tokens in SIZES.items():
         flows = group.stats()["flows"]
         result["per_call"][mode] = {
             channel: [
-                sum(flow[key] for flow in group.stats()["flows"] if flow["channel"] == number)
-                / calls
+                sum(flow[key] for flow in flows if flow["channel"] == number) / calls
                 for key in ("messages", "bytes")
             ]
             for number, channel in enumerate(CHANNELS)
