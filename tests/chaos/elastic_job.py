@@ -215,25 +215,6 @@ class Job:
     def drop(self, victim):
         self.children.pop(victim).end()
 
-    def find_out(self):
-        """What a rank meets that the others have left out: its call's error, and agree's."""
-        error = self.until_it_fails()
-        try:
-            self.group.agree()
-        except RuntimeError as left_out:
-            assert "was left out" in str(left_out), left_out
-        else:
-            raise AssertionError("agree did not raise")
-        assert "was left out" in self.group.health().message
-        assert "closed" in self.until_it_fails()
-        self.group.close()
-        return error
-
-    def wrong_mask(self):
-        """Steps with all ranks, as if nobody was lost; the error."""
-        self.active[:] = 1
-        return self.until_it_fails()
-
     def refuse_another_config(self, rank):
         """Who is started again with another Config is told so, before anything moves."""
         self.start(rank, dataclasses.replace(self.setup, align=2))

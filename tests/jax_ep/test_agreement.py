@@ -68,7 +68,7 @@ class World:
         suspects: Collection[int] = (),
         within_s: float = 20.0,
         usable: Any = lambda living: living,
-    ) -> None:
+    ) -> Decision:
         self.decided[process] = agreement.decide(
             self.store,
             last,
@@ -80,6 +80,7 @@ class World:
             is_silent=lambda process: process in self.silent,
             usable=usable,
         )
+        return self.decided[process]
 
     def together(self, processes: Collection[int], **options: Any) -> Decision:
         """All of them decide at once; the one decision."""
@@ -142,17 +143,7 @@ def test_who_joins_a_round_that_was_decided_reads_its_decision() -> None:
     last = agreement.newest(world.store)
     assert last is not None
     decision = world.together([0], within_s=0.0)
-    late = agreement.decide(
-        world.store,
-        last,
-        1,
-        world.members[1],
-        suspects=(),
-        deadline=time.monotonic() + 5,
-        is_gone=lambda _: False,
-        is_silent=lambda _: False,
-        usable=lambda living: living,
-    )
+    late = world.decide(1, last, within_s=5)
     assert late == decision and not late.has(1, "life1")
 
 
@@ -234,17 +225,7 @@ def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> Non
     for _ in range(4):
         decision = world.together([0, 1])
         agreement.forget(world.store, decision.number)
-    late = agreement.decide(
-        world.store,
-        old,
-        2,
-        world.members[2],
-        suspects=(),
-        deadline=time.monotonic() + 20,
-        is_gone=lambda _: False,
-        is_silent=lambda _: False,
-        usable=lambda living: living,
-    )
+    late = world.decide(2, old, within_s=20)
     assert late == decision and not late.has(2, "life2")
 
 
