@@ -144,7 +144,8 @@ def main() -> int:
         if not is_first:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
-            follow(ranks, Member(options.control_host), trained.size.layers)
+            with contextlib.closing(Member(options.control_host)) as link:
+                follow(ranks, link, trained.size.layers)
             return 0
         hub, balancer = Hub(options.control_host), balancer_of(options, group)
         engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
