@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py check      real runs of 2 to 16 ranks here against the simulator
     python benchmarks/simulate.py project    8 to 1,024 ranks on the vendors' NICs, and the plots
-    python benchmarks/simulate.py memory     the memory table of docs/scale.md, from Config.memory
+    python benchmarks/simulate.py memory     the memory tables of docs/, from Config.memory
     python benchmarks/simulate.py ask --ranks 512 --gb-s 50 --latency-us 5 --post-us 0.2
 
 `check` writes results/simulator_check_cpu.json, `project` results/simulator_cpu.json and
@@ -75,9 +75,9 @@ def main():
     if args.command == "ask":
         ask(args)
     elif args.command == "memory":
-        rows = memory.rows()
-        memory.write(HERE.parent / "docs" / "scale.md", rows)
-        save("memory_cpu", {"gib_per_rank": rows})
+        report = memory.report()
+        memory.write(HERE.parent / "docs", report)
+        save("memory_cpu", report)
     elif args.command == "check":
         save("simulator_check_cpu", {"results, [real, simulated]": check.check()})
     else:

@@ -1,7 +1,8 @@
-"""The memory table of docs/scale.md: what Config.memory says, written between two marks."""
+"""The memory tables of docs/scale.md and docs/tuning.md: what Config.memory says, between marks."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import jax_ep
 
 RANKS = (8, 64, 256, 1024)
+NODE_SIZE = 8
 BEGIN, END = "<!-- memory: benchmarks/simulate.py memory -->", "<!-- end of memory -->"
 
 
@@ -33,7 +35,7 @@ def rows() -> list[dict[str, Any]]:
     for mode in ("ht", "ll"):
         for ranks in RANKS:
             cpu, gpu = (
-                config(mode, ranks).memory(ranks, node_size=8, platform=platform)
+                config(mode, ranks).memory(ranks, node_size=NODE_SIZE, platform=platform)
                 for platform in ("cpu", "gpu")
             )
             delivered = gpu.expert_major if mode == "ht" else gpu.expert_batched
@@ -44,25 +46,62 @@ def rows() -> list[dict[str, Any]]:
                 "received_rows": delivered.recv_bytes,
             }
             in_gib = {
-                name: None if count is None else round(count / 2**30, 2)
-                for name, count in counts.items()
+                name: None if count is None else _gib(count) for name, count in counts.items()
             }
             found.append({"mode": mode, "ranks": ranks} | in_gib)
     return found
 
 
-def write(page: pathlib.Path, found: list[dict[str, Any]]) -> None:
-    """Puts the table between the marks of `page`."""
-    lines = [
-        "| mode | ranks | CPU heap | GPU heap | pinned stage (GPU) | received rows |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in found:
-        cells = ["?" if row[name] is None else f"{row[name]:.2f}" for name in list(row)[2:]]
-        lines.append(f"| {row['mode']} | {row['ranks']:,} | {' | '.join(cells)} |")
+def cpu_heaps() -> list[dict[str, Any]]:
+    """GiB per rank of CPU heaps, by what a group is made for."""
+    found = []
+    for ranks in RANKS:
+        ht, ll = config("ht", ranks), config("ll", ranks)
+        settings = {
+            "ht": ht,
+            'ht, `partials="dtype"`': dataclasses.replace(ht, partials="dtype"),
+            "auto": dataclasses.replace(ht, mode="auto"),
+            "ll of 128 tokens": ll,
+        }
+        heaps = {
+            name: _gib(each.memory(ranks, node_size=NODE_SIZE, platform="cpu").heap_bytes)
+            for name, each in settings.items()
+        }
+        found.append({"ranks": ranks} | heaps)
+    return found
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 2)
+
+
+def report() -> dict[str, Any]:
+    """What results/memory_cpu.json holds."""
+    return {"gib_per_rank": rows(), "gib_per_rank of CPU heaps": cpu_heaps()}
+
+
+def write(docs: pathlib.Path, found: dict[str, Any]) -> None:
+    """Puts the tables between the marks of the pages in `docs`."""
+    of_modes, of_cpus = found.values()
+    head = ("mode", "ranks", "CPU heap", "GPU heap", "pinned stage (GPU)", "received rows")
+    _put(docs / "scale.md", head, of_modes)
+    _put(docs / "tuning.md", tuple(of_cpus[0]), of_cpus)
+
+
+def _put(page: pathlib.Path, head: tuple[str, ...], found: list[dict[str, Any]]) -> None:
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines += [f"| {' | '.join(map(_cell, row.values()))} |" for row in found]
     block = "\n".join([BEGIN, *lines, END])
     text = page.read_text(encoding="utf-8")
     page.write_text(
         re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL),
         encoding="utf-8",
     )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.2f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return "?" if value is None else str(value)
