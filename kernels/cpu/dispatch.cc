@@ -29,9 +29,8 @@ class HtDispatch {
         shape_(rank.shape),
         layout_(rank.layout),
         params_(params),
-        is_split_(layout_.dispatch_rounds.is_split),
-        keeps_inputs_(is_split_ && !is_whole),
-        is_whole_(is_whole || is_split_),
+        keeps_inputs_(layout_.dispatch_rounds.is_split && !is_whole),
+        is_whole_(is_whole || layout_.dispatch_rounds.is_split),
         is_direct_(is_whole_ && IsNodeInProcess(rank)) {}
 
   Status Send(uint64_t* epoch);
@@ -75,8 +74,7 @@ class HtDispatch {
   const GroupShape& shape_;
   const HeapLayout& layout_;
   DispatchParams params_;
-  const bool is_split_;      // the call is made in rounds, whole, by Receive
-  const bool keeps_inputs_;  // from a start to its done
+  const bool keeps_inputs_;  // from the start of a split call to its done
   const bool is_whole_;
   const bool is_direct_;  // node-mates read this rank's buffers, not its stage
   uint32_t set_ = 0;
@@ -155,12 +153,8 @@ Status HtDispatch::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(CheckSend());
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kDispatchKind));
   *epoch = op_.epoch();
-  if (is_split_) {
-    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.dispatch_sets[slot.set]);
-    return Status::Ok();
-  }
-  return SendRound(
-      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+  return SendRounds(op_, kDispatchKind, slot, layout_.dispatch_rounds, params_, keeps_inputs_,
+                    [&](const Round& round) { return SendRound(round); });
 }
 
 Status HtDispatch::SendRound(const Round& round) {

@@ -22,8 +22,7 @@ class LlCombine {
         shape_(rank.shape),
         layout_(rank.layout),
         params_(params),
-        is_split_(layout_.ll_rounds.is_split),
-        keeps_inputs_(is_split_ && !is_whole) {}
+        keeps_inputs_(layout_.ll_rounds.is_split && !is_whole) {}
 
   Status Send(uint64_t* epoch);
   Status Receive(uint64_t epoch);
@@ -44,8 +43,7 @@ class LlCombine {
   const GroupShape& shape_;
   const HeapLayout& layout_;
   CombineParams params_;
-  const bool is_split_;      // the call is made in rounds, whole, by Receive
-  const bool keeps_inputs_;  // from a start to its done
+  const bool keeps_inputs_;  // from the start of a split call to its done
   std::optional<RowIndex> index_;
 };
 
@@ -108,12 +106,8 @@ Status LlCombine::Send(uint64_t* epoch) {
   JAX_EP_RETURN_IF_ERROR(op_.Require(CheckCombineSend(shape_, params_)));
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlCombineKind));
   *epoch = op_.epoch();
-  if (is_split_) {
-    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.ll_combine_sets[slot.set]);
-    return Status::Ok();
-  }
-  return SendRound(
-      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+  return SendRounds(op_, kLlCombineKind, slot, layout_.ll_rounds, params_, keeps_inputs_,
+                    [&](const Round& round) { return SendRound(round); });
 }
 
 Status LlCombine::SendRound(const Round& round) {

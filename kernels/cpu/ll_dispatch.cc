@@ -39,8 +39,7 @@ class LlDispatch {
         layout_(rank.layout),
         plan_(plan),
         params_(params),
-        is_split_(layout_.ll_rounds.is_split),
-        keeps_inputs_(is_split_ && !is_whole),
+        keeps_inputs_(layout_.ll_rounds.is_split && !is_whole),
         num_tokens_(static_cast<uint64_t>(params.num_tokens)),
         row_pitch_(RowBytes(shape_.hidden, shape_.elem_type)),
         cells_bytes_(AlignUp(num_tokens_ * shape_.top_k * sizeof(int32_t), kWireUnitBytes)) {}
@@ -80,8 +79,7 @@ class LlDispatch {
   const HeapLayout& layout_;
   const PlanParams* plan_;
   DispatchParams params_;
-  const bool is_split_;      // the call is made in rounds, whole, by Receive
-  const bool keeps_inputs_;  // from a start to its done
+  const bool keeps_inputs_;  // from the start of a split call to its done
   const uint64_t num_tokens_;
   const uint64_t row_pitch_;
   const uint64_t cells_bytes_;  // of [T, K] ids or weights
@@ -212,12 +210,8 @@ Status LlDispatch::Send(uint64_t* epoch) {
   JAX_EP_ASSIGN_OR_RETURN(const CallSlot slot, BeginCall(op_, kLlDispatchKind));
   *epoch = op_.epoch();
   if (plan_ != nullptr) JAX_EP_RETURN_IF_ERROR(CheckIds(op_, plan_->topk_idx));
-  if (is_split_) {
-    if (keeps_inputs_) KeepInputs(shape_, params_, rank_.ll_dispatch_sets[slot.set]);
-    return Status::Ok();
-  }
-  return SendRound(
-      {.set = slot.set, .end = params_.num_tokens, .signal = *epoch, .free_at = slot.reusable_at});
+  return SendRounds(op_, kLlDispatchKind, slot, layout_.ll_rounds, params_, keeps_inputs_,
+                    [&](const Round& round) { return SendRound(round); });
 }
 
 Status LlDispatch::SendRound(const Round& round) {
