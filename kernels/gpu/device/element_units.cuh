@@ -16,10 +16,10 @@ __device__ inline uint32_t LargerHalves(uint32_t a, uint32_t b) {
 
 // A row of elements in memory, a source (record_units.cuh). kCount units of a lane are on their way
 // together, and are quantised side by side: alone each would wait for its own results all the time.
-template <typename Elem>
+template <typename Elem, uint32_t kUnits = sizeof(typename Elem::Storage) == 4 ? 2 : 4>
 class ElementUnits {
  public:
-  static constexpr uint32_t kCount = sizeof(typename Elem::Storage) == 4 ? 2 : 4;
+  static constexpr uint32_t kCount = kUnits;
 
   __device__ explicit ElementUnits(const RecordFormat& format) : format_(format) {}
   __device__ ElementUnits(const RecordFormat& format, const std::byte* row) : format_(format) {

@@ -46,11 +46,7 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
             .sequence = slot.started,
             .peer = source,
             .operation = params.operation};
-        if (!Rows::PlaceTagged(
-                params, row, item.rows, num_rows,
-                PairsOf<typename Rows::Word>(params.pieces, piece, params.row_words))) {
-          break;
-        }
+        if (!Rows::PlaceTagged(params, row, item.rows, num_rows, range)) break;
         num_remote_words += range.end - range.begin;
         continue;
       }

@@ -24,7 +24,6 @@ __device__ inline void PublishPiece(const LlDispatchKernelParams& params, const 
 template <typename Word>
 __device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& slot) {
   const DeviceRank& device = params.device;
-  const PushArea& area = device.layout.ll_dispatch;
   const uint32_t num_ranks = device.shape.num_ranks;
   const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
   const uint32_t num_dests = num_ranks - first_step;
@@ -45,7 +44,7 @@ __device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& s
     const uint32_t token = (item - word_items) / params.pieces.count;
     const uint32_t piece = (item - word_items) % params.pieces.count;
     const WordRange range = WordsOf(params.pieces, piece, params.row_words);
-    const uint64_t place = area.blocks.At(slot.set, device.rank) + area.rows + token * area.pitch;
+    const uint64_t place = PushedRow(device.layout.ll_dispatch, slot.set, device.rank, token);
     const Destinations destinations(params, token);
     LaneWords<Word> words;
     const std::byte* from = params.x + token * params.x_bytes;
@@ -79,8 +78,8 @@ __device__ void SendTaggedRows(const LlDispatchKernelParams& params, const CallS
       continue;
     }
     const uint32_t token = (item - word_items) / params.pieces.count;
-    const PairRange range =
-        PairsOf<Word>(params.pieces, (item - word_items) % params.pieces.count, params.row_words);
+    const uint32_t piece = (item - word_items) % params.pieces.count;
+    const PairRange range = PairsOf<Word>(WordsOf(params.pieces, piece, params.row_words));
     const uint64_t place =
         TaggedRow(device.layout.ll_dispatch_tagged, slot.set, device.rank, token);
     const Destinations destinations(params, token);

@@ -42,6 +42,12 @@ inline Pieces CutUnits(const RecordFormat& format, uint64_t wanted) {
           .num_words = static_cast<uint32_t>(AlignUp(units, format.units_per_block))};
 }
 
+// Offset of a row in the heap of the rank that `source` pushes it to.
+__device__ inline uint64_t PushedRow(const PushArea& area, uint32_t set, uint32_t source,
+                                     uint64_t token) {
+  return area.blocks.At(set, source) + area.rows + token * area.pitch;
+}
+
 // Offset of a flag in the heap of the rank that `source` pushes to.
 __device__ inline uint64_t PieceFlag(const PushArea& area, uint32_t set, uint32_t source,
                                      uint64_t token, uint32_t piece) {

@@ -39,8 +39,7 @@ struct PairRange {
   uint32_t begin, end;
 };
 template <typename Word>
-__device__ inline PairRange PairsOf(const Pieces& pieces, uint32_t piece, uint32_t row_words) {
-  const WordRange range = WordsOf(pieces, piece, row_words);
+__device__ inline PairRange PairsOf(WordRange range) {
   if constexpr (sizeof(Word) >= kPairBytes) {
     constexpr uint32_t kPairs = sizeof(Word) / kPairBytes;
     return {range.begin * kPairs, range.end * kPairs};

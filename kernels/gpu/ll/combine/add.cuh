@@ -83,7 +83,8 @@ class LlCombineAdder {
   }
   // One warp: brings them there. False: this rank has failed.
   __device__ bool Gather(uint64_t holders, uint64_t token, uint32_t piece) const {
-    const PairRange range = PairsOf<typename T::PartialWord>(call_.pieces, piece, call_.row_words);
+    const PairRange range =
+        PairsOf<typename T::PartialWord>(WordsOf(call_.pieces, piece, call_.row_words));
     bool is_ok = true;
     for (uint32_t rank = 0; rank < call_.device.shape.num_ranks; ++rank) {
       if ((holders >> rank & 1) == 0 || rank == summed_here_) continue;

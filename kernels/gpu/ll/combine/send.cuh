@@ -119,7 +119,7 @@ class LlCombineSender {
         device, unit.owner,
         TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank, unit.token));
     using PartialWord = typename T::PartialWord;
-    const PairRange range = PairsOf<PartialWord>(call_.pieces, unit.piece, call_.row_words);
+    const PairRange range = PairsOf<PartialWord>(RangeOf(unit));
     const auto* sum = reinterpret_cast<const uint2*>(buffer.sum());
     SyncWarp();  // the sum is read by other lanes than have written it
     for (uint32_t pair = range.begin + LaneId(); pair < range.end; pair += kWarpSize) {

@@ -34,7 +34,8 @@ struct PlainRows {
 
   __device__ static bool PlaceTagged(const LlDispatchKernelParams& params,
                                      const TaggedSource& source, const int32_t* rows,
-                                     uint32_t num_rows, PairRange range) {
+                                     uint32_t num_rows, WordRange words) {
+    const PairRange range = PairsOf<Word>(words);
     constexpr uint32_t kInFlight = 4;  // pairs of a lane
     bool is_ok = true;
     for (uint32_t first = range.begin + LaneId(); first < range.end && is_ok;

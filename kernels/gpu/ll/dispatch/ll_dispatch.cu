@@ -132,10 +132,13 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const bool is_weighted =
       part != CallPart::kStart && (!call.row_weights.empty() || !call.recv_dots.empty());
   const bool is_tagged =
-      part == CallPart::kWhole && !has_records && !is_weighted && call.recv_x != nullptr &&
+      part == CallPart::kWhole && !is_weighted && call.recv_x != nullptr &&
       TravelsTagged(rank.device, static_cast<uint64_t>(call.num_tokens), x_bytes);
+  // Tagged records: a unit for each lane, so that many warps quantise a row.
+  const uint64_t record_pieces =
+      is_tagged ? DivideUp(uint64_t{format.num_units}, kWarpSize) : DivideUp(x_bytes, kPieceBytes);
   const Pieces pieces =
-      has_records ? CutUnits(format, DivideUp(x_bytes, kPieceBytes))
+      has_records ? CutUnits(format, record_pieces)
                   : CutRow(shape, x_bytes, is_tagged ? kTaggedPieceBytes : kPieceBytes, word_bytes);
 
   LlDispatchKernelParams params{

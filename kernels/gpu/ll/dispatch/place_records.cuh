@@ -19,27 +19,43 @@ struct RecordRows : Delivered {
   };
   static constexpr bool kTakesWholeRows = false;
   static constexpr bool kFitBulkCopies = false;  // of what is placed
-  static constexpr bool kFitTaggedWords = false;
+  static constexpr bool kFitTaggedWords = true;
   static constexpr uint32_t kWireBytes = sizeof(uint4);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   using Sender = RecordSender<Elem>;
 #endif
 
   __device__ static void Send(const LlDispatchKernelParams& params, const CallSlot& slot) {
-    SendRecords<Elem>(params, slot);
+    params.is_tagged ? SendRecords<Elem, true>(params, slot)
+                     : SendRecords<Elem, false>(params, slot);
+  }
+  __device__ static bool PlaceTagged(const LlDispatchKernelParams& params,
+                                     const TaggedSource& source, const int32_t* rows,
+                                     uint32_t num_rows, WordRange range) {
+    TaggedUnits units(params.format, source);
+    ForUnits(units, range.begin, range.end, SinkOf(params, rows, num_rows));
+    return AllHaveWaited(units.is_ok());
   }
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
                                bool is_pushed, const int32_t* rows, uint32_t num_rows,
                                WordRange range) {
-    const auto place = [&](uint32_t unit, uint32_t end, const Unit& in_hand) {
+    const auto sink = SinkOf(params, rows, num_rows);
+    if (is_pushed) {
+      ForUnits(RecordUnits(params.format, from), range.begin, range.end, sink);
+    } else if (params.is_tagged) {
+      ForUnits(TaggedElements<Elem>(params.format, from), range.begin, range.end, sink);
+    } else {
+      ForUnits(ElementUnits<Elem>(params.format, from), range.begin, range.end, sink);
+    }
+  }
+
+ private:
+  __device__ static auto SinkOf(const LlDispatchKernelParams& params, const int32_t* rows,
+                                uint32_t num_rows) {
+    return [&params, rows, num_rows](uint32_t unit, uint32_t end, const Unit& in_hand) {
       Delivered::Store(params.format, params.recv_x, params.scales, rows, num_rows, unit, end,
                        in_hand);
     };
-    if (is_pushed) {
-      ForUnits(RecordUnits(params.format, from), range.begin, range.end, place);
-    } else {
-      ForUnits(ElementUnits<Elem>(params.format, from), range.begin, range.end, place);
-    }
   }
 };
 

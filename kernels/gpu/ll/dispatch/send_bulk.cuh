@@ -50,8 +50,8 @@ class BlockSender {
   }
   // Where the row of a token is in the heap of each of its destinations.
   __device__ uint64_t PlaceOf(const CallSlot& slot, uint32_t token) const {
-    const PushArea& area = params_.device.layout.ll_dispatch;
-    return area.blocks.At(slot.set, params_.device.rank) + area.rows + token * area.pitch;
+    const DeviceRank& device = params_.device;
+    return PushedRow(device.layout.ll_dispatch, slot.set, device.rank, token);
   }
   // function(rank) for the others of a mask.
   template <typename Function>
