@@ -20,6 +20,7 @@ import sys
 import threading
 
 import plots
+from specs import file_name_of
 
 HERE = pathlib.Path(__file__).parent
 SIZES = {"ht": ["1024", "4096", "8192", "16384"], "ll": ["1", "8", "32", "128", "512"]}
@@ -150,11 +151,6 @@ class Report:
     def draw(self):
         if self.results:
             self.plot(self.results, self.path.with_suffix(".png"))
-
-
-def file_name_of(machine):
-    """`4xh200` of "4x NVIDIA H200"."""
-    return "".join(machine.replace("NVIDIA", "").split()).lower()
 
 
 def commit_here():

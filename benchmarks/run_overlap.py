@@ -42,7 +42,7 @@ import numpy as np
 import plots
 from overlap_layers import LAYERS, variants_of
 from run_cpu import HERE, stamp
-from specs import SPECS, machine
+from specs import SPECS, file_name_of, machine
 
 import jax_ep
 
@@ -285,8 +285,7 @@ def main():
         "program": f"run_overlap.py, {options.tokens} tokens a rank",
         "specs": {name: report_of(name, ranks, options, deadline) for name in options.specs},
     }
-    kind = jax.devices()[0].device_kind.split()[-1].lower()
-    path = options.out / f"overlap_{ranks}x{kind}.json"
+    path = options.out / f"overlap_{file_name_of(report['machine'])}.json"
     path.write_text(json.dumps(report) + "\n")
     if "shared" in options.layers:
         plots.overlap(report, path.with_suffix(".png"))

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from run_cpu import HERE, stamp
+from specs import file_name_of, machine
 
 from jax_ep.pallas import grouped_ffn
 
@@ -101,7 +102,7 @@ def main():
         clocks[f"{num_groups} groups, random"] = busy(program, (x, g, *weights, sizes["random"]))
         del weights
     report = stamp(options.commit) | {
-        "machine": f"1 x {jax.devices()[0].device_kind}",
+        "machine": machine(1)["machine"],
         "program": "run_products.py",
         "rows, hidden, width": [ROWS, HIDDEN, WIDTH],
         "forward and backward": {
@@ -114,8 +115,8 @@ def main():
         "while it runs": clocks,
     }
     print(json.dumps(report, indent=1))
-    kind = jax.devices()[0].device_kind.split()[-1].lower()
-    (options.out / f"products_1x{kind}.json").write_text(json.dumps(report, indent=1) + "\n")
+    name = file_name_of(machine(1)["machine"])
+    (options.out / f"products_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

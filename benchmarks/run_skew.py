@@ -16,7 +16,7 @@ import sys
 
 import plots
 from run_cpu import HERE, environment, stamp
-from run_gpu import file_name_of
+from specs import file_name_of
 
 CPU = ["-m", "jax_ep", "launch", "-n", "2", "--bind-to", "core"]
 

@@ -44,3 +44,8 @@ def machine(num_devices):
     """What a result was measured on."""
     kind = jax.devices()[0].device_kind
     return {"machine": f"{num_devices}x {kind}", "jax": jax.__version__}
+
+
+def file_name_of(machine):
+    """`2xh100` of "2x NVIDIA H100 80GB HBM3"."""
+    return "".join(machine.replace("NVIDIA", "").split()[:2]).lower()

@@ -29,6 +29,16 @@ def _benchmarks(monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", emulated_collectives.ragged_all_to_all)
 
 
+@pytest.mark.parametrize(
+    ("machine", "name"),
+    [("2x NVIDIA H100 80GB HBM3", "2xh100"), ("4x NVIDIA H200", "4xh200"), ("1x AMD", "1xamd")],
+)
+def test_a_result_is_named_after_the_gpus(machine: str, name: str) -> None:
+    from specs import file_name_of
+
+    assert file_name_of(machine) == name
+
+
 def inputs(routing):
     rng = np.random.default_rng(0)
     ids = make_routing(

@@ -227,6 +227,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     params.num_bulk_warps = BulkRowsOf(rank, params.slot_bytes, 0, most * kSendSlots) / kSendSlots;
   }
   constexpr int64_t kFewestPlaced = 64;  // measured: lanes place fewer tokens as quickly
+  static_assert(kFewestPlaced > static_cast<int64_t>(kMostTaggedTokens),
+                "bulk copies wait for flags");
   if (is_vectorised && !is_start && call.recv_x != nullptr && !is_weighted && !has_records &&
       call.num_tokens >= kFewestPlaced) {
     params.num_place_warps = BulkRowsOf(rank, row_bytes, PlanBytes(rank), kMostPlaceWarps);
