@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from moe_lm.model import ModelSize
 from moe_serve.decoder import AXIS, Decoder, group_config
-from moe_serve.engine import Ranks
+from moe_serve.ranks import Ranks
 from moe_serve.scheduler import Request, Scheduler
 from moe_serve.work import Shape
 
