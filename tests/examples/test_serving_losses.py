@@ -12,6 +12,7 @@ from fake_model import FakeRanks, completion
 
 pytest.importorskip("flax")
 
+from moe_serve import engine as engine_module
 from moe_serve.engine import MOST_TRIES, Balancer, Engine
 from moe_serve.processes import FailedStepError, Kind, LostProcessError
 from moe_serve.scheduler import Request
@@ -34,6 +35,7 @@ class Job:
         self.coming, self.gone = next(self.losses, None), None
         self.active = np.ones(3, np.int32)
         self.num_steps, self.before, self.tokens, self.places = 0, None, {}, 0
+        self.has_forgotten = threading.Event()
         self.told, self.forgotten = [], []  # kinds of frames, processes
 
     def fail(self, where, error, step=None):
@@ -73,6 +75,8 @@ class Job:
         self.told.append(kind)
         if kind == Kind.STEP:
             self.fail("send", LostProcessError)
+        if kind == Kind.IDLE:
+            self.fail("idle", LostProcessError)
 
     def collect(self, kind):
         if kind == Kind.STEP:
@@ -85,9 +89,10 @@ class Job:
 
     def forget(self, processes):
         self.forgotten += processes
+        self.has_forgotten.set()
 
 
-def serve(monkeypatch, losses):
+def serve(monkeypatch, losses, waits_for_loss=False):
     """Texts of nine requests, the engine and the job."""
     devices = [SimpleNamespace(process_index=process) for process in range(3)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
@@ -95,6 +100,8 @@ def serve(monkeypatch, losses):
     job = Job(shape, losses)
     balancer = Balancer(0, lambda load, active: np.tile(active, (1, 2)))
     engine = Engine(job, shape, job, 64, balancer)
+    if waits_for_loss:
+        assert job.has_forgotten.wait(LIMIT_S)
     events, done = [[] for _ in range(9)], threading.Semaphore(0)
     for seed, of_request in enumerate(events):
 
@@ -131,6 +138,13 @@ def test_another_process_is_lost_while_the_living_agree(monkeypatch):
     check(events)
     assert job.forgotten == [2, 1] and job.places == 1
     assert (engine.counters.lost_processes, engine.counters.moved_requests) == (2, 4)
+
+
+def test_a_process_is_lost_while_there_is_nothing_to_do(monkeypatch):
+    monkeypatch.setattr(engine_module, "IDLE_S", 0.01)
+    events, engine, job = serve(monkeypatch, [(1, "idle", 1)], waits_for_loss=True)
+    check(events)
+    assert job.forgotten == [1] and engine.counters.moved_requests == 0
 
 
 def test_a_process_that_was_only_slow_stays(monkeypatch, capsys):

@@ -197,6 +197,8 @@ def test_streams_go_on_without_lost_processes(start):
             assert gap < GAP_S
             assert got == wanted if how == signal.SIGKILL else all(got)
         health = server.health()
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=LIMIT_S) as answer:
+            assert b"jax_ep_healthy{" in answer.read()
     assert health["status"] == "ok" and health["lost_processes"] == 2
     server.process.send_signal(signal.SIGTERM)
     code, text = server.end()
