@@ -5,7 +5,7 @@
 
 Ranks are devices: several processes, several devices of one, or one.  Process 0 takes requests and
 says what each step does; all processes run the same steps.  At SIGTERM the requests at hand are
-finished first.
+finished first.  With --elastic, and launch --keep-going, the others go on when one is lost.
 """
 
 from __future__ import annotations

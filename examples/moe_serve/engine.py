@@ -47,8 +47,8 @@ class Counters:
         """What a server says at its end."""
         per_step = 1e3 / max(1, self.steps)
         lost = (
-            f"; {self.lost_processes} processes were lost, and {self.moved_requests} requests "
-            f"moved, after {self.agree_s:.2f} s to agree on who goes on"
+            f"; processes lost: {self.lost_processes}, requests moved: {self.moved_requests}, "
+            f"time to agree on who goes on: {self.agree_s:.2f} s"
         )
         return (
             f"{self.tokens} tokens in {self.steps} steps of {self.step_s * per_step:.2f} ms, of "

@@ -130,7 +130,7 @@ def test_texts_stay_the_same_wherever_a_loss_is_noticed(monkeypatch, capsys, whe
     said = capsys.readouterr().out
     assert "lost process 2 (ranks [2]): 2 of 3 ranks go on, agreed after 0.0" in said
     assert "2 requests move to them, 0 experts of each layer are missing" in said
-    assert "1 processes were lost, and 2 requests moved" in engine.counters.sentence()
+    assert "processes lost: 1, requests moved: 2, " in engine.counters.sentence()
 
 
 def test_another_process_is_lost_while_the_living_agree(monkeypatch):
