@@ -5,7 +5,7 @@
 
 Ranks are devices: several processes, several devices of one, or one.  Process 0 takes requests and
 says what each step does; all processes run the same steps.  At SIGTERM the requests at hand are
-finished first.
+finished first.  With --elastic, and launch --keep-going, the others go on when one is lost.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 import jax_ep
-from jax_ep import eplb
 
 try:
     from moe_lm import checkpoint
     from moe_serve import front_end
     from moe_serve.decoder import AXIS, Decoder, group_config
-    from moe_serve.engine import Balancer, Engine, Ranks, follow
-    from moe_serve.processes import Hub, Member
+    from moe_serve.engine import Balancer, Engine
+    from moe_serve.placing import place
+    from moe_serve.processes import REPLY_LIMIT_S, Hub, Member
+    from moe_serve.ranks import Ranks, follow
     from moe_serve.work import Shape
 except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing; this example needs: pip install '.[serve]'")
@@ -53,10 +54,17 @@ def parse_options() -> argparse.Namespace:
     add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
     add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
     add("--eplb-every", type=int, default=0, help="steps, after which experts are placed by load")
+    add("--elastic", action="store_true", help="go on without processes that are lost (CPUs)")
+    add("--peer-timeout-s", type=float, help="silence of a process that is lost (elastic: 5)")
     add("--node-size", type=int, help="ranks per (virtual) node")
     add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")
     add("--oracle", action="store_true", help='run with implementation="xla": jax.lax only')
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.elastic and options.oracle:
+        parser.error("--elastic: got it with --oracle, whose collectives need all ranks")
+    if options.elastic and options.peer_timeout_s is None:
+        options.peer_timeout_s = 5.0
+    return options
 
 
 def load(
@@ -68,6 +76,8 @@ def load(
         size,
         shape,
         options.redundant,
+        elastic=options.elastic,
+        peer_timeout_s=options.peer_timeout_s,
         node_size=options.node_size,
         transport=options.transport,
     )
@@ -80,16 +90,10 @@ def load(
 
 def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | None:
     """Places by EPLB's policies, or None: experts stay where they are."""
-    if not options.eplb_every:
+    if not options.eplb_every and not options.elastic:
         return None
-    slots, ranks = group.config.physical_experts, group.num_ranks
-
-    def place(load: np.ndarray) -> np.ndarray:
-        # One more each: nothing is known of an expert that nobody chose.
-        placements = eplb.rebalance(load + 1, slots, num_groups=1, num_nodes=1, num_gpus=ranks)
-        return np.stack([placement.physical_to_logical for placement in placements])
-
-    return Balancer(options.eplb_every, place)
+    slots = group.experts_per_rank * group.num_ranks
+    return Balancer(options.eplb_every, lambda load, active: place(load, slots, active))
 
 
 def metrics_of(group: jax_ep.Group) -> Any:
@@ -147,7 +151,8 @@ def main() -> int:
             with contextlib.closing(Member(options.control_host)) as link:
                 follow(ranks, link, trained.size.layers)
             return 0
-        hub, balancer = Hub(options.control_host), balancer_of(options, group)
+        reply_limit_s = options.peer_timeout_s if options.elastic else REPLY_LIMIT_S
+        hub, balancer = Hub(options.control_host, reply_limit_s), balancer_of(options, group)
         engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
         try:
             asyncio.run(serve(options, engine, group))

@@ -17,7 +17,8 @@ already initialised, so a script that also runs elsewhere says
 
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
 later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
-it), 0 if none did.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
+it), 0 if none did.  With --keep-going, for programs that go on without lost processes, process 0
+alone decides both.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
 SIGUSR1 is passed on to the processes: each with an open group writes who hangs.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
@@ -142,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
         help=f"seconds that the others run on after a failure (default {DEFAULT_GRACE_S:g})",
     )
     launcher.add_argument(
+        "--keep-going",
+        action="store_true",
+        help="the others run on after a failure, for as long as process 0 does",
+    )
+    launcher.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
@@ -177,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
                 hide_other_gpus=options.hide_other_gpus,
                 bind_to=options.bind_to,
                 grace_s=options.grace,
+                keep_going=options.keep_going,
             )
         except ValueError as error:
             parser.error(str(error))

@@ -69,8 +69,10 @@ class Decoder:
         # As a checkpoint has them: slot e of a new layer has expert e, replicas follow.
         self.experts = jax.tree.map(lambda leaf: leaf[: size.num_experts], in_slots)
         self._by_rank = NamedSharding(mesh, P(AXIS))
+        # A step that fails because a rank is lost is repeated: from the state before it.
+        donated = () if group.config.elastic else (4,)
         # Typed as the state that goes in, or the second step would compile again.
-        self.step = jax.jit(self._step, donate_argnums=3, out_shardings=self._by_rank)
+        self.step = jax.jit(self._step, donate_argnums=donated, out_shardings=self._by_rank)
 
     def first_state(self) -> State:
         """Empty caches."""
@@ -134,20 +136,25 @@ class Decoder:
         dense: nnx.State,
         experts: nnx.State,
         placements: jax_ep.Placement,
+        active: jax.Array | None,
         state: State,
         rows: jax.Array,
     ) -> tuple[State, jax.Array]:
-        """(state, i32[N, S + 1]): each slot's next byte, and the byte behind the chunk."""
+        """(state, i32[N, S + 1]): each slot's next byte, and the byte behind the chunk.
+
+        `active` is what an elastic group has agreed on, and None for another one.
+        """
 
         def of_this_rank(
             dense: nnx.State,
             experts: nnx.State,
             placements: jax_ep.Placement,
+            active: jax.Array | None,
             state: State,
             rows: jax.Array,
         ) -> tuple[State, jax.Array]:
             model = nnx.merge(self._graph, experts, dense)
-            forward = Forward(model, placements, self._size, self._shape, self._window)
+            forward = Forward(model, placements, active, self._size, self._shape, self._window)
             work = self._shape.split(rows[0])
             work = work._replace(temperature=work.temperature.view(jnp.float32))
             state = jax.tree.map(lambda leaf: leaf[0], state)
@@ -167,7 +174,7 @@ class Decoder:
         return jax.shard_map(
             of_this_rank,
             mesh=self._mesh,
-            in_specs=(P(), P(AXIS), P(), P(AXIS), P(AXIS)),
+            in_specs=(P(), P(AXIS), P(), P(), P(AXIS), P(AXIS)),
             out_specs=P(AXIS),
             check_vma=False,
-        )(dense, experts, placements, state, rows)
+        )(dense, experts, placements, active, state, rows)

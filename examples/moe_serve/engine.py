@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
 
-import jax_ep
-from moe_serve.decoder import Decoder
-from moe_serve.processes import IDLE_S, Hub, Kind, Member
+from moe_serve.placing import num_missing
+from moe_serve.processes import IDLE_S, Hub, Kind, LostProcessError
+from moe_serve.ranks import LOSSES, Ranks
 from moe_serve.scheduler import Request, Scheduler
 from moe_serve.work import Shape
+
+MOST_TRIES = 3  # to repeat a step while nobody is lost: the fourth failure is no loss
 
 
 class QueueFullError(Exception):
@@ -24,52 +26,6 @@ class QueueFullError(Exception):
 
 class ClosedError(Exception):
     """The server takes no more requests; says why."""
-
-
-class Ranks:
-    """This process's ranks: the compiled step, the parameters and the state.
-
-    Args:
-        decoder: of the whole mesh.
-        group: that its experts exchange through.
-        dense: replicated parameters, NumPy.
-        experts: all experts' parameters, NumPy [E, ...]: a process keeps them, so that it can place
-            them anew without asking another one.
-    """
-
-    def __init__(self, decoder: Decoder, group: jax_ep.Group, dense: Any, experts: Any) -> None:
-        self._decoder, self._group, self._host_experts = decoder, group, experts
-        self._dense = decoder.replicate(dense)
-        self._state = decoder.first_state()
-        self._load_read = np.uint32(0)
-        self.place(decoder.first_slots())
-
-    def run(self, rows: np.ndarray) -> dict[int, np.ndarray]:
-        """One step; {rank: i32[S + 1]} of this process's ranks.
-
-        Raises:
-            Exception: as Group.check, where a rank was lost.
-        """
-        decoder = self._decoder
-        self._state, out = decoder.step(
-            self._dense, self._experts, self._placements, self._state, decoder.shard(rows)
-        )
-        parts = out.addressable_shards
-        tokens = {part.index[0].start or 0: np.asarray(part.data)[0] for part in parts}
-        self._group.check()  # what a lost rank left is not given to anybody
-        return tokens
-
-    def place(self, slots: np.ndarray) -> None:
-        """Puts the experts where i32[layers, P] says, from the next step on. Compiles nothing."""
-        self._experts, self._placements = self._decoder.place(self._host_experts, slots)
-
-    def read_load(self) -> np.ndarray:
-        """i32[layers, E]: pairs of this process's bytes that chose each expert since last time."""
-        parts = self._state.load.addressable_shards
-        total = sum(np.asarray(part.data)[0].view(np.uint32) for part in parts)
-        load = total - self._load_read  # the counters may wrap
-        self._load_read = total
-        return load.view(np.int32)
 
 
 @dataclasses.dataclass
@@ -83,32 +39,24 @@ class Counters:
     exchange_s: float = 0.0  # of them: telling the others, and waiting for them afterwards
     placements: int = 0  # how often the experts were placed anew
     place_s: float = 0.0  # that it took, between steps
+    lost_processes: int = 0
+    moved_requests: int = 0  # from ranks of lost processes to others
+    agree_s: float = 0.0  # that it took to agree on who goes on, in all
 
     def sentence(self) -> str:
         """What a server says at its end."""
         per_step = 1e3 / max(1, self.steps)
+        lost = (
+            f"; processes lost: {self.lost_processes}, requests moved: {self.moved_requests}, "
+            f"time to agree on who goes on: {self.agree_s:.2f} s"
+        )
         return (
             f"{self.tokens} tokens in {self.steps} steps of {self.step_s * per_step:.2f} ms, of "
             f"which {self.exchange_s * per_step:.2f} ms to tell the other processes and to wait "
             f"for their answers; experts were placed {self.placements} times"
+            + lost
+            * bool(self.lost_processes)
         )
-
-
-def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
-    """The loop of every process but 0, until process 0 stops it."""
-    while True:
-        kind, payload = link.receive()
-        if kind == Kind.STOP:
-            return
-        if kind == Kind.STEP:
-            rows = np.frombuffer(payload, np.int32)
-            tokens = ranks.run(rows.reshape(jax.device_count(), -1))
-            link.answer(np.concatenate([tokens[rank] for rank in sorted(tokens)]))
-        if kind == Kind.LOAD:
-            link.answer(ranks.read_load())
-        if kind == Kind.PLACE:
-            slots = np.frombuffer(payload, np.int32)
-            ranks.place(slots.reshape(num_layers, -1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +64,13 @@ class Balancer:
     """When the experts are placed anew, and where.
 
     Args:
-        every: steps.
-        place: i32[layers, P], the expert in each slot, of the load i32[layers, E] of these steps.
+        every: steps; 0: only after a process was lost.
+        place: i32[layers, P], the expert in each slot, of the load i32[layers, E] since the last
+            time and the ranks that take part, i32[N].
     """
 
     every: int
-    place: Callable[[np.ndarray], np.ndarray]
+    place: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Engine:
@@ -132,7 +81,7 @@ class Engine:
         shape: of the steps.
         hub: to the other processes.
         max_waiting: requests that may wait for a slot.
-        balancer: that places the experts by their load; None: they stay.
+        balancer: that places the experts by their load; None: they stay. Elastic ranks need one.
     """
 
     def __init__(
@@ -153,6 +102,8 @@ class Engine:
         self._ranks_of: dict[int, list[int]] = {}
         for rank, device in enumerate(jax.devices()):
             self._ranks_of.setdefault(device.process_index, []).append(rank)
+        self._num_steps = 0  # that all processes have ended
+        self._num_failures = 0  # since then, or since a process was lost
         self._step(shape.empty()[0])  # compiles; no request waits for that
         self.counters = Counters()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -200,34 +151,101 @@ class Engine:
 
     def _loop(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    rows = self._scheduler.next_step()
-                    if rows is None:
-                        if self._is_draining:
-                            self._hub.send(Kind.STOP)
-                            return
-                        self._changed.wait(IDLE_S)
-                if rows is None:
-                    self._hub.send(Kind.IDLE)
-                else:
-                    self._step(rows)
-                    if self._balancer and self.counters.steps % self._balancer.every == 0:
-                        self._balance(self._balancer)
+            while self._turn():
+                pass
         except Exception as error:  # a lost rank or process: whoever waits is told
             with self._changed:
                 self.failure = error
                 for request in self._scheduler.requests():
                     request.deliver(ClosedError(f"the server has failed: {error}"))
 
-    def _balance(self, balancer: Balancer) -> None:
+    def _turn(self) -> bool:
+        """A step, or a while without one; False: no more are wanted.
+
+        Where a process is lost, the others agree and the step is left out. The next one does the
+        same, as a step follows from what was accepted.
+        """
+        try:
+            with self._changed:
+                rows = self._scheduler.next_step()
+                is_over = rows is None and self._is_draining
+                if rows is None and not is_over:
+                    self._changed.wait(IDLE_S)
+            if is_over:
+                self._stop()
+                return False
+            if rows is None:
+                self._hub.send(Kind.IDLE)
+                return True
+            self._step(rows)
+            every = self._balancer.every if self._balancer else 0
+            if every and self.counters.steps % every == 0:
+                self._balance()
+        except LOSSES as error:
+            if not self._ranks.is_elastic:
+                raise
+            self._go_on_after(error)
+        return True
+
+    def _stop(self) -> None:
+        try:
+            self._hub.send(Kind.STOP)
+        except LostProcessError:
+            if not self._ranks.is_elastic:
+                raise
+
+    def _go_on_after(self, trouble: Exception) -> None:
+        """Has all processes agree on who goes on; then none knows of a step that has failed."""
+        while True:
+            if self._num_failures == MOST_TRIES:
+                raise trouble
+            self._num_failures += 1
+            begin = time.perf_counter()
+            with contextlib.suppress(LostProcessError):
+                self._hub.send(Kind.AGREE, np.int32(self._num_steps).tobytes())
+            self._ranks.agree(self._num_steps)
+            self._leave_out_lost(trouble, time.perf_counter() - begin)
+            try:
+                self._hub.collect(Kind.AGREE)
+                self._balance()
+                return
+            except LOSSES as error:  # one more
+                trouble = error
+
+    def _leave_out_lost(self, trouble: Exception, seconds: float) -> None:
+        """Gives the requests of ranks that take part no more to others, and says so."""
+        counters, active = self.counters, self._ranks.active
+        counters.agree_s += seconds
+        lost = {p: ranks for p, ranks in self._ranks_of.items() if not active[ranks].all()}
+        for process in lost:
+            del self._ranks_of[process]
+        self._hub.forget(lost)
+        with self._changed:
+            moved = self._scheduler.lose([rank for ranks in lost.values() for rank in ranks])
+        counters.lost_processes += len(lost)
+        counters.moved_requests += moved
+        if not lost:
+            print(f"a step is repeated, nobody is lost: {trouble}", flush=True)
+            return
+        self._num_failures = 0
+        names = ", ".join(f"{process} (ranks {ranks})" for process, ranks in lost.items())
+        missing = num_missing(self._ranks.num_experts, self._ranks.num_slots, active)
+        print(
+            f"lost process {names}: {active.sum()} of {active.size} ranks go on, agreed after "
+            f"{seconds:.2f} s; {moved} requests move to them, {missing} experts of each layer are "
+            f"missing",
+            flush=True,
+        )
+
+    def _balance(self) -> None:
         """Between two steps, on all processes, as frames come in order."""
+        assert self._balancer is not None
         begin = time.perf_counter()
         self._hub.send(Kind.LOAD)
         load = self._ranks.read_load()
-        for words in self._hub.collect().values():
+        for words in self._hub.collect(Kind.LOAD).values():
             load = load + words.reshape(load.shape)
-        slots = np.ascontiguousarray(balancer.place(load), np.int32)
+        slots = np.ascontiguousarray(self._balancer.place(load, self._ranks.active), np.int32)
         self._hub.send(Kind.PLACE, slots.tobytes())
         self._ranks.place(slots)
         self.counters.placements += 1
@@ -239,12 +257,14 @@ class Engine:
         sent = time.perf_counter()
         tokens = self._ranks.run(rows)
         ran = time.perf_counter()
-        for process, words in self._hub.collect().items():
+        for process, words in self._hub.collect(Kind.STEP).items():
             parts = words.reshape(len(self._ranks_of[process]), -1)
             tokens |= dict(zip(self._ranks_of[process], parts, strict=True))
         collected = time.perf_counter()
         with self._changed:
             counters.tokens += self._scheduler.accept(tokens)
+        self._num_steps += 1
+        self._num_failures = 0
         counters.steps += 1
         counters.run_s += ran - sent
         counters.exchange_s += sent - begin + collected - ran

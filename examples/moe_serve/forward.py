@@ -37,6 +37,7 @@ class Forward(NamedTuple):
 
     model: Transformer
     placements: jax_ep.Placement  # of all layers, stacked
+    active: jax.Array | None  # i32[N], ranks that take part; None: all
     size: ModelSize
     shape: Shape
     window: int
@@ -123,7 +124,9 @@ class Forward(NamedTuple):
             state, out = _attend(block, layer, state, x, heads, attend)
             x = x + out
             placement = jax.tree.map(lambda leaf, at=layer: leaf[at], self.placements)
-            out, stats = block.moe(block.moe_norm(x), mask=mask, mode=mode, placement=placement)
+            out, stats = block.moe(
+                block.moe_norm(x), mask=mask, mode=mode, placement=placement, active=self.active
+            )
             x = x + out
             loads.append(stats.load)
         state = state._replace(load=state.load + jnp.stack(loads))

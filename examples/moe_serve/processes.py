@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Collection
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jax.experimental import multihost_utils
 HEADER = struct.Struct("<II")
 SECRET_BYTES = 32
 JOIN_LIMIT_S = 60.0
-REPLY_LIMIT_S = 120.0  # of a step; the first one compiles
+REPLY_LIMIT_S = 120.0
 IDLE_S = 2.0  # process 0 says at least this often that it is there
 SILENCE_LIMIT_S = 60.0  # of process 0, before the others give up
 MAX_FRAME = 1 << 28
@@ -36,10 +37,16 @@ class Kind(enum.IntEnum):
     STOP = 3  # no more steps
     LOAD = 4  # answered by the load of the experts, i32[layers, E], since the last time
     PLACE = 5  # i32[layers, P], the expert in each slot, from the next step on
+    FAILED = 6  # answers a step that has failed, with the error's text
+    AGREE = 7  # go on with the processes that live, after i32 steps; answered when it is done
 
 
 class LostProcessError(RuntimeError):
     """Another process of the job has gone or is silent."""
+
+
+class FailedStepError(RuntimeError):
+    """A step has failed on another process; says why."""
 
 
 def _send(connection: socket.socket, kind: Kind, payload: bytes = b"") -> None:
@@ -68,10 +75,12 @@ class Hub:
 
     Args:
         host: name or address of process 0's host, at which the others reach it.
+        reply_limit_s: for an answer, after process 0 has done the same step itself.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, reply_limit_s: float = REPLY_LIMIT_S) -> None:
         self._others: dict[int, socket.socket] = {}
+        self._reply_limit_s = reply_limit_s
         secret = secrets.token_bytes(SECRET_BYTES)
         with socket.create_server((host, 0)) as server:
             _share(server.getsockname()[1], secret)
@@ -100,27 +109,50 @@ class Hub:
         except OSError:
             connection.close()
             return
-        connection.settimeout(REPLY_LIMIT_S)
+        connection.settimeout(self._reply_limit_s)
         self._others[int.from_bytes(payload[SECRET_BYTES:], "little")] = connection
 
     def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Sends a frame to every other process."""
-        for process, connection in self._others.items():
+        """Sends a frame to every other process that can be reached; raises if one cannot."""
+        lost = None
+        for process, connection in list(self._others.items()):
             try:
                 _send(connection, kind, payload)
             except OSError as error:
-                raise LostProcessError(f"process {process} is lost: {error}") from error
+                lost = self._lose(process, error)
+        if lost is not None:
+            raise lost
 
-    def collect(self) -> dict[int, np.ndarray]:
-        """{process: i32 words that it answered} of all other processes."""
+    def collect(self, kind: Kind) -> dict[int, np.ndarray]:
+        """{process: i32 words of its answer of that kind}; answers before that are skipped.
+
+        Raises:
+            LostProcessError: a process has gone, or did not answer in time.
+            FailedStepError: it answers that a step, of which this asks, has failed.
+        """
         answers = {}
-        for process, connection in self._others.items():
-            try:
-                _, payload = _receive(connection)
-            except OSError as error:
-                raise LostProcessError(f"process {process} is lost: {error}") from error
+        for process, connection in list(self._others.items()):
+            found = None
+            while found != kind:
+                try:
+                    found, payload = _receive(connection)
+                except OSError as error:
+                    raise self._lose(process, error) from error
+                if found == Kind.FAILED and kind == Kind.STEP:
+                    raise FailedStepError(f"process {process}: {payload.decode(errors='replace')}")
             answers[process] = np.frombuffer(payload, np.int32)
         return answers
+
+    def forget(self, processes: Collection[int]) -> None:
+        """Ends the connections to these, if there are any: they take part no more."""
+        for process in processes:
+            if connection := self._others.pop(process, None):
+                connection.close()
+
+    def _lose(self, process: int, error: OSError) -> LostProcessError:
+        """Ends its connection, of which half a frame may have been read."""
+        self.forget([process])
+        return LostProcessError(f"process {process} is lost: {error}")
 
     def close(self) -> None:
         """Ends all connections."""
@@ -145,10 +177,10 @@ class Member:
         except OSError as error:
             raise LostProcessError(f"process 0 is lost: {error}") from error
 
-    def answer(self, words: np.ndarray) -> None:
-        """Gives process 0 the bytes of this process's ranks."""
+    def answer(self, kind: Kind, payload: bytes | np.ndarray = b"") -> None:
+        """Gives process 0 what it asked for; arrays are i32."""
         try:
-            _send(self._connection, Kind.STEP, np.ascontiguousarray(words, np.int32).tobytes())
+            _send(self._connection, kind, bytes(payload))
         except OSError as error:
             raise LostProcessError(f"process 0 is lost: {error}") from error
 

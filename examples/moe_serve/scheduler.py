@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
 import numpy as np
@@ -37,7 +37,8 @@ class Request:
     seed: int
     deliver: Callable[[int | Finish | Exception], None]
     text: bytearray = dataclasses.field(init=False)  # the prompt, and what was written
-    prefilled: int = 0  # bytes of the prompt that are in the cache
+    given: int = dataclasses.field(init=False)  # bytes of the text that are to be prefilled
+    prefilled: int = 0  # of them, bytes that are in the cache
     number: int = 0  # by which the scheduler knows who came first
     is_cancelled: bool = False
 
@@ -45,11 +46,16 @@ class Request:
         """An empty prompt becomes the byte that files begin after."""
         self.prompt = self.prompt or bytes([END])
         self.text = bytearray(self.prompt)
+        self.given = len(self.text)
+
+    def restart(self) -> None:
+        """Its cache is lost: what it has written so far is prefilled with its prompt."""
+        self.given, self.prefilled = len(self.text), 0
 
     @property
     def is_prefilled(self) -> bool:
         """Whether the next step decodes."""
-        return self.prefilled == len(self.prompt)
+        return self.prefilled == self.given
 
     def take(self, token: int) -> bool:
         """Takes the byte that the model wrote; whether the request has ended."""
@@ -72,6 +78,7 @@ class Scheduler:
         self.queue: collections.deque[Request] = collections.deque()
         self._num_added = 0
         self.slots: list[list[Request | None]] = [[None] * shape.slots for _ in range(shape.ranks)]
+        self._lost: set[int] = set()  # ranks that get no requests
         self._chunks: dict[int, tuple[int, int]] = {}  # rank -> (slot, bytes) of the step at hand
         self._decoding: list[tuple[int, int]] = []
 
@@ -91,6 +98,22 @@ class Scheduler:
         request.is_cancelled = True
         if request in self.queue:
             self.queue.remove(request)
+
+    def lose(self, ranks: Collection[int]) -> int:
+        """From now on these ranks get no requests; those they had are the first of the queue.
+
+        Returns:
+            How many requests were moved.
+        """
+        self._lost |= set(ranks)
+        self._free_cancelled()
+        moved = [request for rank in ranks for request in self.slots[rank] if request is not None]
+        for rank in ranks:
+            self.slots[rank] = [None] * self.shape.slots
+        for request in sorted(moved, key=lambda request: -request.number):
+            request.restart()
+            self.queue.appendleft(request)
+        return len(moved)
 
     def requests(self) -> list[Request]:
         """All that have not ended: those with a slot, then those that wait."""
@@ -159,7 +182,10 @@ class Scheduler:
     def _admit(self) -> None:
         """First come, first served; on the rank that has most free slots."""
         while self.queue:
-            free = [slots.count(None) for slots in self.slots]
+            free = [
+                0 if rank in self._lost else slots.count(None)
+                for rank, slots in enumerate(self.slots)
+            ]
             rank = int(np.argmax(free))
             if not free[rank]:
                 return
@@ -169,10 +195,10 @@ class Scheduler:
         request = self.slots[rank][slot]
         assert request is not None
         start = request.prefilled
-        count = min(self.shape.chunk, len(request.prompt) - start)
+        count = min(self.shape.chunk, request.given - start)
         before = NUM_RECENT - 1
         first = max(0, start - before)
-        given = request.prompt[first : start + count]
+        given = request.text[first : start + count]
         begin = before - (start - first)
         work.chunk[rank, begin : begin + len(given)] = list(given)
         work.chunk_slot[rank], work.chunk_start[rank] = slot, start

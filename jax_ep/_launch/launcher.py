@@ -55,6 +55,8 @@ class _Job:
         self._kill_at: float | None = None
         self._told_process_0 = False
         self._port_taken = False
+        self._left_behind: set[int] = set()  # processes that failed, and others went on
+        self._is_over = False  # process 0 has ended well, and nothing else counts
         self._signals: list[int] = []
         is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
         self._leave_out = (lambda line: False) if is_debugged else noise.is_harmless
@@ -147,6 +149,10 @@ class _Job:
             elif word == b"exit" and int(argument) != 0:
                 # Process 0 waits here for the others: it hosts JAX's coordinator.
                 self._note_failure(child, int(argument), f"failed with exit code {int(argument)}")
+            elif word == b"exit" and child.index == 0 and self._options.keep_going:
+                # Somebody whom it has left out may hang; then the others, and it, are ended.
+                self._is_over = True
+                self._term_at = self._term_at or time.monotonic() + self._options.grace_s
 
     def _forward_signals(self) -> None:
         while self._signals:
@@ -187,7 +193,12 @@ class _Job:
             self._note_failure(child, 128 + number, f"was ended by {name}")
 
     def _note_failure(self, child: Child, exit_code: int, what: str) -> None:
-        if self._first_failure is not None or self._port_taken:
+        if self._first_failure is not None or self._port_taken or self._is_over:
+            return
+        if self._options.keep_going and child.index != 0:
+            if child.index not in self._left_behind:  # it may report, and then exit
+                _say(f"process {child.index} {what}; the others go on (--keep-going)")
+            self._left_behind.add(child.index)
             return
         self._first_failure = exit_code
         others = [other for other in self._live() if other is not child]

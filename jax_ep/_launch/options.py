@@ -20,7 +20,8 @@ class LaunchOptions:
 
     With gpus_per_process G > 0, process i gets GPUs i*G to i*G + G - 1: it uses those of all that
     it sees, or with hide_other_gpus it sees no others. With bind_to "core" each process runs on its
-    share of the cores only, or on one of them if there are fewer cores than processes.
+    share of the cores only, or on one of them if there are fewer cores than processes. With
+    keep_going only process 0 decides when and how the job ends.
     """
 
     num_processes: int
@@ -31,6 +32,7 @@ class LaunchOptions:
     hide_other_gpus: bool = False
     bind_to: str = "none"
     grace_s: float = DEFAULT_GRACE_S
+    keep_going: bool = False
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:

@@ -149,6 +149,7 @@ class Layer:
         mask: jax.Array | None = None,
         mode: Mode | None = None,
         experts_at: jax_ep.Placement | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """The layer's output, shaped as x in the group's dtype, and its stats.
 
@@ -170,18 +171,18 @@ class Layer:
             _check_mask(mask, x)
         manual = _manual_axes()
         if manual & set(self.group.axes):
-            return self._local(weights, x, mask, experts_at, mode=mode, stat_axes=())
+            return self._local(weights, x, mask, experts_at, active, mode=mode, stat_axes=())
         mesh = _jax_compat.context_mesh() if manual else self.group.mesh
         token_axes = self.placement.token_axes(self.group)
         spec = self.placement.token_spec(self.group)
         x_spec = P(*spec, *(None,) * (x.ndim - len(spec)))
         specs = {name: self._spec(name) for name in weights}
-        given = (dict(weights), x, mask, experts_at)
+        given = (dict(weights), x, mask, experts_at, active)
         in_specs = (
             specs,
             x_spec,
             None if mask is None else P(*x_spec[:-1]),
-            jax.tree.map(lambda _: P(), experts_at),
+            *jax.tree.map(lambda _: P(), (experts_at, active)),
         )
         if any(kind == AxisType.Explicit for kind in mesh.axis_types):
             given = jax.sharding.reshard(
@@ -203,6 +204,7 @@ class Layer:
         x: jax.Array,
         mask: jax.Array | None,
         experts_at: jax_ep.Placement | None,
+        active: jax.Array | None,
         *,
         mode: Mode | None,
         stat_axes: tuple[str, ...],
@@ -228,8 +230,7 @@ class Layer:
         ]
         tokens, experts = jax_ep.overlap_gradients(tokens, experts)
         topk_weights = _jax_compat.to_varying(topk_weights, tp)
-        dispatch = jax_ep.dispatch_quantized if self.precision == "fp8" else jax_ep.dispatch
-        recv = dispatch(self.group, tokens, ids, topk_weights, mode=mode, placement=experts_at)
+        recv = self._dispatch(tokens, ids, topk_weights, mode, experts_at, active)
         if config.shared_width:
             # Beside the dispatch the shared expert's first products, beside the combine the last.
             recv, hidden = jax_ep.overlap(recv, self._shared_hidden(weights, tokens))
@@ -245,6 +246,35 @@ class Layer:
             out = lax.psum(out, tp)
         return out.reshape(x.shape), self._stats(
             ids, probabilities, mask, recv.plan.num_dropped, stat_axes
+        )
+
+    def _dispatch(
+        self,
+        tokens: jax.Array,
+        ids: jax.Array,
+        weights: jax.Array,
+        mode: Mode | None,
+        experts_at: jax_ep.Placement | None,
+        active: jax.Array | None,
+    ) -> jax_ep.Received | jax_ep.ReceivedQuantized:
+        if self.precision is None:
+            return jax_ep.dispatch(
+                self.group,
+                tokens,
+                ids,
+                weights,
+                mode=mode,
+                placement=experts_at,
+                active=active,
+                renormalize=active is not None,
+            )
+        if active is not None:
+            raise ValueError(
+                f"jax_ep.flax.MoE: got active with precision={self.precision!r}, expected "
+                "precision=None in a group whose ranks may be lost; leave one of them out"
+            )
+        return jax_ep.dispatch_quantized(
+            self.group, tokens, ids, weights, mode=mode, placement=experts_at
         )
 
     def _experts(

@@ -102,6 +102,7 @@ class MoE(nnx.Module):
         mask: jax.Array | None = None,
         mode: Mode | None = None,
         placement: jax_ep.Placement | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
@@ -112,6 +113,9 @@ class MoE(nnx.Module):
             mode: "ht" or "ll"; None: the group's.
             placement: in which slots the experts' weights are (docs/placement.md), an array
                 argument. None: expert e is in slot e.
+            active: i32[N] of an elastic group, which ranks take part: what `Group.agree` returned.
+                Where a pair's expert is on none of them, the token's other experts stand for it
+                (`renormalize` of `jax_ep.dispatch`). None: all ranks take part.
 
         Returns:
             ([..., T, H] in the group's dtype, stats of the real tokens in x).
@@ -124,7 +128,7 @@ class MoE(nnx.Module):
         """
         layer = self._layer()
         weights = {name: getattr(self, name)[...] for name in layer.weights()}
-        return layer(weights, x, mask, mode, placement)
+        return layer(weights, x, mask, mode, placement, active)
 
     def update_bias(self, load: jax.Array, rate: float = 1e-3) -> None:
         """Moves `router_bias` against `load`, once per training step (see `updated_bias`).

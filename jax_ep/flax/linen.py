@@ -74,6 +74,7 @@ class MoE(nn.Module):
         mask: jax.Array | None = None,
         mode: Mode | None = None,
         placement: jax_ep.Placement | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, MoEStats]:
         """Sends the tokens through their experts.
 
@@ -84,6 +85,9 @@ class MoE(nn.Module):
             mode: "ht" or "ll"; None: the group's.
             placement: in which slots the experts' weights are (docs/placement.md), an array
                 argument. None: expert e is in slot e.
+            active: i32[N] of an elastic group, which ranks take part: what `Group.agree` returned.
+                Where a pair's expert is on none of them, the token's other experts stand for it
+                (`renormalize` of `jax_ep.dispatch`). None: all ranks take part.
 
         Returns:
             ([..., T, H] in the group's dtype, stats of the real tokens in x).
@@ -104,4 +108,4 @@ class MoE(nn.Module):
             made = _placed(layer.initializer(self.kernel_init, name), weight.spec)
             init: Any = nn.with_partitioning(made, tuple(weight.spec))
             values[name] = self.param(name, init, shape, self.param_dtype)
-        return layer(values, x, mask, mode, placement)
+        return layer(values, x, mask, mode, placement, active)

@@ -98,12 +98,43 @@ def test_texts_and_programs_stay_while_experts_move(expected_texts):
         assert not world.ranks.read_load().any()
     assert texts == expected_texts[0.9]
     assert len(moves) > 10 and any((a != b).any() for a, b in itertools.pairwise(moves))
-    # The last byte of a text that did not end by itself is written, but not read.
+    check_load(load, texts)
+
+
+def check_load(load, texts):
+    """Each byte was counted once: all but the last of a text that did not end by itself."""
     num_read = sum(
         len(text) - (len(text) == max(1, len(prompt)) + max_tokens)
         for text, (prompt, max_tokens, *_) in zip(texts, requests(0.9), strict=True)
     )
     assert load.sum(axis=1).tolist() == [SIZE.top_k * num_read] * SIZE.layers
+
+
+def test_a_step_that_ended_here_and_failed_elsewhere_is_run_again_with_the_same_bytes(
+    expected_texts,
+):
+    world = World(2, None, elastic=True)
+    run, steps = world.ranks.run, itertools.count()
+
+    def run_twice(rows):
+        tokens, step = run(rows), next(steps)
+        if step % 3:
+            return tokens
+        world.ranks.agree(step)
+        again = run(rows)
+        assert all(np.array_equal(again[rank], tokens[rank]) for rank in tokens)
+        return again
+
+    world.ranks.run = run_twice
+    with world.group:
+        texts = world.complete(requests(0.9), range(0, 28, 2))
+        load = world.ranks.read_load()
+        assert world.decoder.step._cache_size() == 1
+        world.ranks.agree(next(steps))
+        with pytest.raises(RuntimeError, match=r"has run \d+ steps, expected 0"):
+            world.ranks.agree(0)
+    assert texts == expected_texts[0.9]
+    check_load(load, texts)
 
 
 def test_the_text_is_the_one_that_the_trained_model_finds_likeliest(one_rank, monkeypatch):

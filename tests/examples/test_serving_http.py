@@ -29,7 +29,7 @@ class NoOthers:
     def send(self, kind, payload=b""):
         self.sent.append(kind.name)
 
-    def collect(self):
+    def collect(self, kind):
         return {}
 
 
@@ -41,6 +41,9 @@ class SlowRanks(FakeRanks):
         self.gate = threading.Event()
         self.gate.set()
         self.slots = []
+
+    is_elastic = False
+    active = np.ones(1, np.int32)
 
     def read_load(self):
         return np.array([[1, 2]], np.int32) * (len(self.slots) + 1)
@@ -261,7 +264,8 @@ def test_draining_ends_after_its_limit():
 def test_experts_are_placed_by_the_load_of_the_steps_before():
     placed = []
 
-    def place(load):
+    def place(load, active):
+        assert active.tolist() == [1]
         placed.append(load.copy())
         return load + 1
 

@@ -1,11 +1,14 @@
-"""examples/serve_moe.py as two processes, over HTTP: its texts, the load generator, its ends."""
+"""examples/serve_moe.py as processes, over HTTP: its texts, load, ends, and lost processes."""
 
+import concurrent.futures
+import itertools
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -28,12 +31,13 @@ LIMIT_S = 120
 
 
 class Server:
-    """The launcher with two serving processes."""
+    """The launcher with serving processes."""
 
-    def __init__(self, model):
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2"]
+    def __init__(self, model, *options, processes=2):
+        command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes)]
+        command += ["--grace", "5"] + ["--keep-going"] * ("--elastic" in options)
         command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model), "--port", "0"]
-        command += ["--slots", "3", "--chunk", "8", "--redundant", "2", "--eplb-every", "7"]
+        command += ["--slots", "3", "--chunk", "8", "--redundant", "2", *options]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -53,6 +57,33 @@ class Server:
         request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return json.loads(answer.read())["choices"][0]["text"]
+
+    def stream(self, body):
+        """[(time of arrival, text)] of the parts of an answer."""
+        data = json.dumps(body | {"stream": True}).encode()
+        request, parts = urllib.request.Request(f"{self.url}/v1/completions", data), []
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    choice = json.loads(line.removeprefix(b"data: "))["choices"][0]
+                    parts.append((time.monotonic(), choice["text"]))
+        return parts
+
+    def health(self):
+        with urllib.request.urlopen(f"{self.url}/health", timeout=LIMIT_S) as answer:
+            return json.loads(answer.read())
+
+    def send_signal(self, index, number):
+        """Sends it to a process; when that was."""
+        parent = self.process.pid
+        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_text()
+            except ProcessLookupError:  # one that was killed before
+                continue
+            if f'"index": {index},' in environment:
+                os.kill(int(pid), number)
+        return time.monotonic()
 
     def end(self):
         """(exit code, all that was printed)."""
@@ -74,12 +105,24 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def server(model):
-    server = Server(model[0])
-    yield server
-    if server.process.poll() is None:
-        server.process.terminate()
-        server.process.communicate(timeout=LIMIT_S)
+def start(model):
+    """Starts a server with options, and ends it."""
+    started = []
+
+    def run(*options, **more):
+        started.append(Server(model[0], *options, **more))
+        return started[-1]
+
+    yield run
+    for server in started:
+        if server.process.poll() is None:
+            server.process.terminate()
+            server.process.communicate(timeout=LIMIT_S)
+
+
+@pytest.fixture
+def server(start):
+    return start("--eplb-every", "7")
 
 
 def test_texts_load_and_sigterm(server, model, tmp_path):
@@ -109,14 +152,62 @@ def test_texts_load_and_sigterm(server, model, tmp_path):
 
 def test_a_killed_process_ends_the_server_with_its_name(server, model):
     server.complete({"prompt": "def ", "max_tokens": 3})
-    parent = server.process.pid
-    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    environments = {pid: Path(f"/proc/{pid}/environ").read_text() for pid in pids}
-    (second,) = (pid for pid, text in environments.items() if '"index": 1,' in text)
-    os.kill(int(second), signal.SIGKILL)
+    server.send_signal(1, signal.SIGKILL)
     code, text = server.end()
     assert code != 0
     assert re.search(r"process 1|rank 1", text), text
+
+
+PEER_TIMEOUT_S = 3.0
+# Beyond the silence of a lost process: 2 s to agree, as tests/chaos/elastic.py allows; 2 s to place
+# the experts and to prefill, on cores that all processes share with sixteen clients.
+GAP_S = PEER_TIMEOUT_S + 2.0 + 2.0
+
+
+def test_streams_go_on_without_lost_processes(start):
+    """One of three is killed, one is stopped for ever, while sixteen clients read."""
+    options = ("--elastic", "--peer-timeout-s", str(PEER_TIMEOUT_S))
+    server = start(*options, processes=3)  # 6 slots for 4 experts: two ranks have room for all
+    bodies = [
+        {"prompt": PROMPTS[n % 5].decode(), "max_tokens": 150, "temperature": 0.8, "seed": n}
+        for n in range(16)
+    ]
+
+    def ask_all(pool):
+        return [pool.submit(server.stream, body) for body in bodies]
+
+    def texts(answers):
+        return ["".join(text for _, text in answer.result(LIMIT_S)) for answer in answers]
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        wanted = texts(ask_all(pool))
+        written = server.health()["tokens"]
+        for lost, how in ((2, signal.SIGKILL), (1, signal.SIGSTOP)):
+            begun = server.health()["tokens"]
+            answers = ask_all(pool)
+            while server.health()["tokens"] < begun + written // 3:
+                time.sleep(0.01)
+            lost_at = server.send_signal(lost, how)
+            got = texts(answers)
+            parts = [part for answer in answers for part in answer.result()]
+            arrivals = sorted(at for at, _ in parts if at > lost_at)
+            assert len(arrivals) > 200
+            gap = max(b - a for a, b in itertools.pairwise([lost_at, *arrivals]))
+            print(f"{how.name} of process {lost}: {gap:.2f} s without a byte")
+            assert gap < GAP_S
+            assert got == wanted if how == signal.SIGKILL else all(got)
+        health = server.health()
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=LIMIT_S) as answer:
+            assert b"jax_ep_healthy{" in answer.read()
+    assert health["status"] == "ok" and health["lost_processes"] == 2
+    server.process.send_signal(signal.SIGTERM)
+    code, text = server.end()
+    print(text)
+    assert code == 0
+    assert re.search(r"lost process 2 .* 2 of 3 ranks go on.* 0 experts of each layer", text)
+    assert re.search(r"lost process 1 .* 1 of 3 ranks go on.* 2 experts of each layer", text)
+    assert f"processes lost: 2, requests moved: {health['moved_requests']}" in text
+    assert health["moved_requests"] >= 2
 
 
 def test_a_port_that_is_taken_ends_all_processes(server, model):

@@ -91,6 +91,49 @@ def test_a_rank_that_does_not_answer_keeps_its_requests_as_they_were():
     assert asked[0].request.prefilled == 4 and asked[1].request.prefilled == 0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_of_lost_ranks_go_on_elsewhere_with_the_same_text(seed):
+    """Each is lost in a step that was computed but not accepted; nobody notices."""
+    rng = random.Random(seed)
+    shape = Shape(4, rng.randint(1, 3), rng.randint(1, 9))
+    scheduler, ranks = Scheduler(shape), FakeRanks(shape)
+    asked = [
+        Asked(rng.randbytes(rng.randrange(30)), rng.randint(1, 60), rng.randrange(1 << 31))
+        for _ in range(40)
+    ]
+    for one in asked:
+        scheduler.add(one.request)
+    losses, living = {15: [3], 16: [1], 40: [2]}, {0, 1, 2, 3}
+    for step in range(3000):
+        rows = scheduler.next_step()
+        if rows is None:
+            break
+        if step in losses:
+            lost = losses[step]
+            had = [request for rank in lost for request in scheduler.slots[rank] if request]
+            assert scheduler.lose(lost) == len(had) > 0
+            assert list(scheduler.queue)[: len(had)] == sorted(had, key=lambda one: one.number)
+            living -= set(lost)
+            continue
+        tokens = ranks.run(rows)
+        scheduler.accept({rank: tokens[rank] for rank in living})
+        assert not any(any(scheduler.slots[rank]) for rank in {0, 1, 2, 3} - living)
+    assert living == {0} and not scheduler.requests()
+    for one in asked:
+        one.check()
+
+
+def test_a_cancelled_request_of_a_lost_rank_is_gone():
+    scheduler = Scheduler(Shape(2, 1, 4))
+    asked = [Asked(b"abc", 50, seed) for seed in range(2)]
+    for one in asked:
+        scheduler.add(one.request)
+    scheduler.next_step()
+    scheduler.cancel(asked[1].request)
+    assert scheduler.lose([1]) == 0
+    assert scheduler.requests() == [asked[0].request]
+
+
 def test_a_row_of_work_has_every_field_once():
     shape = Shape(2, 3, 5)
     rows = np.arange(2 * shape.words, dtype=np.int32).reshape(2, -1)

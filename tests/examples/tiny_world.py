@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh
 from moe_lm.model import ModelSize
 from moe_serve.decoder import AXIS, Decoder, group_config
-from moe_serve.engine import Ranks
+from moe_serve.ranks import Ranks
 from moe_serve.scheduler import Request, Scheduler
 from moe_serve.work import Shape
 
@@ -22,10 +22,10 @@ PROMPTS = (b"def ", b"", b"x = [1, 2, 3]\nfor i in x:\n", b"import os", b"class 
 class World:
     """A decoder on some devices, with random parameters that are the same on any number."""
 
-    def __init__(self, num_ranks, implementation, redundant=0):
+    def __init__(self, num_ranks, implementation, redundant=0, **options):
         mesh = Mesh(np.array(jax.devices()[:num_ranks]), (AXIS,))
         self.mesh, self.shape = mesh, Shape(num_ranks, SLOTS, CHUNK)
-        config = group_config(SIZE, self.shape, redundant)
+        config = group_config(SIZE, self.shape, redundant, **options)
         self.group = jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
         self.decoder = Decoder(mesh, self.group, SIZE, self.shape, WINDOW)
         rng = np.random.default_rng(1)

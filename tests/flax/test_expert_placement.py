@@ -49,8 +49,8 @@ def place(moe: ep_flax.MoE, logical: Any, placement: jax_ep.Placement) -> None:
         variable[...] = jax.device_put(array, variable[...].sharding)
 
 
-def loss(moe: ep_flax.MoE, x: Any, placement: Any) -> Any:
-    out, stats = moe(x, placement=placement)
+def loss(moe: ep_flax.MoE, x: Any, placement: Any, active: Any = None) -> Any:
+    out, stats = moe(x, placement=placement, active=active)
     return jnp.sum(jnp.sin(out)) + stats.balance_loss, (out, stats)
 
 
@@ -148,3 +148,33 @@ def test_a_placement_of_the_other_kind_is_refused() -> None:
     moe = moe_of(MIXTRAL, group_of(MIXTRAL, mesh_of((2,))))
     with pytest.raises(ValueError, match=r"jax_ep.flax.Placement in a call"):
         moe(tokens_of(SHAPE), placement=ep_flax.Placement())
+
+
+def test_experts_that_live_answer_for_those_of_lost_ranks() -> None:
+    """`active` of an elastic group: replicas take their pairs, or the token's other experts do."""
+    group = group_of(
+        MIXTRAL, mesh_of((4,)), implementation="xla", physical_experts=SLOTS, elastic=True
+    )
+    moe, x, run = moe_of(MIXTRAL, group), tokens_of(SHAPE), nnx.jit(loss)
+    logical = jax.device_get(eplb.to_logical(experts_of(moe), jax_ep.Placement.identity(8, SLOTS)))
+    lost = np.array([1, 0, 1, 1], np.int32)  # rank 1: slots 3, 4 and 5
+    everywhere = jax_ep.Placement.from_physical([0, 1, 2, 3, 4, 5, 6, 7, 3, 4, 5, 0], 8)
+    place(moe, logical, everywhere)
+    whole, stats = run(moe, x, everywhere)[1]
+    out, same = run(moe, x, everywhere, lost)[1]
+    assert_close(out, whole, "out")
+    np.testing.assert_array_equal(same.load, stats.load)
+
+    missing = jax_ep.Placement.from_physical([0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 6], 8)
+    router = jnp.asarray(moe.router[...])
+    ids, weights = jax_ep.routing.topk_softmax(x @ router, 2, normalize=True)
+    reached = jnp.where((ids >= 3) & (ids <= 5), 0, weights).sum(axis=1)
+    place(moe, logical, missing)
+    out, _ = run(moe, x, missing, lost)[1]
+    w_down = logical["w_down"].copy()
+    w_down[3:6] = 0
+    place(moe, logical | {"w_down": w_down}, missing)
+    part, _ = run(moe, x, missing, np.ones(4, np.int32))[1]
+    factor = jnp.where(reached == 0, 0, 1 / jnp.where(reached == 0, 1, reached))
+    assert 0 < int((reached == 0).sum()) < int((reached < 0.999).sum()) < x.shape[0]
+    assert_close(out, part * factor[:, None], "renormalised")

@@ -200,3 +200,10 @@ def test_only_a_layer_in_fp8_imports_pallas():
     code = "import sys, jax_ep.flax; print('jax_ep.pallas' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.stdout == "False\n", done.stdout + done.stderr
+
+
+def test_it_does_not_take_active():
+    group = group_of(WIDE, mesh_of((2,)), wire=WIRE, implementation="xla", elastic=True)
+    moe = moe_of(WIDE, group, precision="fp8")
+    with pytest.raises(ValueError, match=r"got active with precision='fp8', expected precision=No"):
+        moe(tokens_of((8, 128)), active=np.ones(2, np.int32))

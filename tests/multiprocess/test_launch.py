@@ -305,6 +305,33 @@ class TestFailure:
         assert end - float(begin) < 30
         assert not _is_alive(int(pid))
 
+    @pytest.mark.parametrize(
+        ("failure", "what", "exit_code"),
+        [
+            ("os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL", 0),
+            pytest.param("sys.exit(6)", "failed with exit code 6", 4, marks=pytest.mark.ci),
+        ],
+    )
+    def test_who_keeps_going_ends_with_process_0(self, script, failure, what, exit_code):
+        """One fails, one hangs: process 0 goes on, then the other one is ended."""
+        path = script(
+            f"""
+            import os, signal, sys, time, jax
+            if jax.process_index() == 1:
+                {failure}
+            if jax.process_index() == 2:
+                time.sleep(1000)
+            time.sleep(2.0)
+            print("went on")
+            sys.exit({exit_code})
+            """
+        )
+        done = _launch(path, "-n", "3", "--grace", "1", "--keep-going")
+        assert done.returncode == exit_code, done.stderr
+        assert "[0] went on" in done.stdout
+        assert done.stderr.count(f"process 1 {what}; the others go on (--keep-going)") == 1
+        assert "ending process 0, 2" in done.stderr
+
 
 class TestSignals:
     BODY = """

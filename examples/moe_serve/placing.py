@@ -1,0 +1,43 @@
+"""Which expert is in which slot: by load, over the ranks that take part."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jax_ep import eplb
+
+
+def place(load: np.ndarray, num_slots: int, active: np.ndarray) -> np.ndarray:
+    """i32[layers, P], the expert in each slot, with as few experts missing as can be.
+
+    The slots of active ranks hold all experts, with replicas by EPLB's global policy, or, if there
+    are too few of them, the experts with the most load. The other slots hold the rest: nobody
+    reads those, but a placement names every expert.
+
+    Args:
+        load: [layers, E], how often each expert was chosen.
+        num_slots: P, at least E; the ranks divide it.
+        active: i32[N], 1 where a rank takes part; one does at least.
+    """
+    num_layers, num_experts = load.shape
+    lives = np.repeat(active != 0, num_slots // active.size)
+    room = int(lives.sum())
+    slots = np.empty((num_layers, num_slots), np.int32)
+    if room >= num_experts:
+        # One more each: nothing is known of an expert that nobody chose.
+        placements = eplb.rebalance(
+            load + 1, room, num_groups=1, num_nodes=1, num_gpus=int(active.astype(bool).sum())
+        )
+        slots[:, lives] = np.stack([one.physical_to_logical for one in placements])
+        slots[:, ~lives] = np.arange(num_slots - room) % num_experts
+    else:
+        by_load = np.argsort(-load, axis=1, kind="stable")
+        slots[:, lives] = by_load[:, :room]
+        rest = np.arange(num_slots - room) % (num_experts - room)
+        slots[:, ~lives] = by_load[:, room:][:, rest]
+    return slots
+
+
+def num_missing(num_experts: int, num_slots: int, active: np.ndarray) -> int:
+    """Experts of a layer that `place` can give no slot on an active rank."""
+    return max(0, num_experts - num_slots // active.size * int(active.astype(bool).sum()))
