@@ -54,8 +54,7 @@ class Counters:
             f"{self.tokens} tokens in {self.steps} steps of {self.step_s * per_step:.2f} ms, of "
             f"which {self.exchange_s * per_step:.2f} ms to tell the other processes and to wait "
             f"for their answers; experts were placed {self.placements} times"
-            + lost
-            * bool(self.lost_processes)
+            f"{lost if self.lost_processes else ''}"
         )
 
 
