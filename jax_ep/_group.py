@@ -502,8 +502,7 @@ class Group:
         What `jax_ep.eplb.rebalance` wants is the difference of two readings: stack those of the
         layers, whose groups count apart. The counters are by slot: read them before another
         placement comes into use, and subtract that reading from later ones. `agree` begins them
-        anew. `eplb.move` and `eplb.reduce_gradients` count what they exchange, too: read before and
-        after a `move`, and while replicas train, sum `jax_ep.routing.expert_load` instead.
+        anew. What `eplb.move` and `eplb.reduce_gradients` exchange is no load.
 
         Args:
             placement: the one that was used; None if the group has as many slots as experts and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -12,8 +13,9 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._config import align_up
 from jax_ep._group import Group
-from jax_ep._ops import api, quantized, sharding
+from jax_ep._ops import operands, quantized, results, sharding, vjp
 from jax_ep._ops.operands import UNIT_BYTES
+from jax_ep._types import Plan
 
 
 def varying(group: Group, array: jax.Array) -> jax.Array:
@@ -88,7 +90,7 @@ def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Arr
         sends = travels[slots] & (source[slots] // per_rank == rank)
         from_slot = jnp.where(sends, source[slots] - rank * per_rank, 0)
         ids = jnp.repeat(jnp.where(sends, slots, -1), together)[:, None]
-        plan = api.plan(view, ids)
+        plan = _plan(view, ids)
         first = jnp.cumsum(plan.group_sizes, dtype=jnp.int32) - plan.group_sizes
         comes = plan.group_sizes > 0
         at = jnp.where(comes, first, 0)[:, None] + lax.iota(jnp.int32, together)
@@ -101,6 +103,14 @@ def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Arr
         arrived = jnp.where(comes[:, None, None], got, arrived)
     whole = jnp.moveaxis(arrived, 0, 1).reshape(per_rank, steps * together, width)
     return whole[:, :num_rows]
+
+
+def _plan(view: Group, slots: jax.Array) -> Plan:
+    """Where rows go, i32[T, 1]; they are no tokens, so `Group.stats` counts no load of experts."""
+    call = operands.make_call(view, "plan", slots.shape[0], None, None, "zero")
+    call = dataclasses.replace(call, counts_load=False)
+    (slots,) = operands.vary(call, slots)
+    return results.as_plan(call, vjp.plan(call, slots))
 
 
 def _row_bytes(group: Group, num_bytes: int) -> int:

@@ -89,7 +89,7 @@ class RankStats(_Counts):
         bytes_pulled: bytes of rows read from ranks of the node.
         pairs_per_expert: by local expert of the group, the pairs (token, k) that plans have given
             it; those of views (`Group.view`) count at their own local index, and with a `Placement`
-            those of slots.
+            those of slots. What `jax_ep.eplb` exchanges is not counted.
         rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
             counts once for each node. CPUs only.
         wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. CPUs only.

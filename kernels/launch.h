@@ -39,7 +39,8 @@ struct RankCounters {
   std::atomic<uint64_t> wait_ns;                                    // time spent waiting for peers
   std::atomic<uint64_t> last_overflow;  // 1 if the newest plan overflowed
   std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans
-  // By local expert of the group, or of a view of it: pairs that plans have given it.
+  // By local expert of the group, or of a view of it: pairs that plans (PlanParams.counts_load)
+  // have given it.
   std::vector<std::atomic<uint64_t>> pairs_per_expert;
   // wait_ns by (WaitPhase, rank waited for): [kNumWaitPhases * N].
   std::vector<std::atomic<uint64_t>> wait_by_peer;
@@ -178,8 +179,9 @@ struct PlanParams {
   // on all processes, 0 if not known. GPUs compare that with their peers' and name the call in
   // reports; CPUs execute calls in an order that is agreed by name.
   uint64_t site = 0;
-  int64_t num_tokens = 0;  // T, equal on all ranks of one call
-  int64_t recv_rows = 0;   // R
+  int64_t num_tokens = 0;   // T, equal on all ranks of one call
+  int64_t recv_rows = 0;    // R
+  bool counts_load = true;  // false: its pairs are no tokens, pairs_per_expert leaves them out
   // [T * K]; negative: no expert (kUnreachable + e: see there); >= E: dropped and counted.
   std::span<const int32_t> topk_idx;
   PlanOutputs out;

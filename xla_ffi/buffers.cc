@@ -85,6 +85,7 @@ PlanParams PlanOf(const CallKind& call, int64_t num_tokens, int64_t recv_rows, c
           .site = call.site,
           .num_tokens = num_tokens,
           .recv_rows = recv_rows,
+          .counts_load = call.counts_load,
           .topk_idx = In<int32_t>(topk_idx),
           .out = {.group_sizes = parts[0],
                   .group_counts = parts[1],

@@ -74,7 +74,8 @@ using Sizes = xla::ffi::Span<const int64_t>;
 struct CallKind {
   Mode mode;
   Layout layout;
-  uint64_t site;  // PlanParams.site
+  uint64_t site;            // PlanParams.site
+  bool counts_load = true;  // PlanParams.counts_load
 };
 
 inline CallKind Kind(int64_t module, int64_t mode, int64_t layout) {

@@ -25,9 +25,10 @@ struct Operations {
   using Outcome = typename Platform::Outcome;
 
   static Outcome Plan(Context context, int64_t session, int64_t module, int64_t mode,
-                      int64_t layout, Sizes sizes, Arg position, Arg topk_idx, Ret r0, Ret r1,
-                      Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
-    const CallKind call = Kind(module, mode, layout);
+                      int64_t layout, Sizes sizes, Arg position, int64_t counts_load, Arg topk_idx,
+                      Ret r0, Ret r1, Ret r2, Ret r3, Ret r4, Ret r5, Ret r6, Ret r7, Ret r8) {
+    CallKind call = Kind(module, mode, layout);
+    call.counts_load = counts_load != 0;
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
       return MakePlan(call, shape, check, topk_idx, {&r0, &r1, &r2, &r3, &r4, &r5, &r6, &r7, &r8});

@@ -14,9 +14,10 @@ struct OperationsBeside {
   using Outcome = typename Platform::Outcome;
 
   static Outcome Plan(Context context, int64_t session, int64_t module, int64_t mode,
-                      int64_t layout, Sizes sizes, Arg position, int64_t recv_rows, Arg topk_idx,
-                      Ret packed) {
-    const CallKind call = Kind(module, mode, layout);
+                      int64_t layout, Sizes sizes, Arg position, int64_t counts_load,
+                      int64_t recv_rows, Arg topk_idx, Ret packed) {
+    CallKind call = Kind(module, mode, layout);
+    call.counts_load = counts_load != 0;
     const auto make = [&](const GroupShape& shape) -> Result<PlanParams> {
       Checker check("plan");
       return MakePackedPlan(call, shape, check, topk_idx, recv_rows, packed);

@@ -45,7 +45,9 @@ auto PlanResults(Binding binding) {
 
 template <typename Context>
 auto Plan() {
-  return PlanResults(Leading<Context>().template Arg<ffi::AnyBuffer>());  // topk_idx i32[T, K]
+  return PlanResults(Leading<Context>()
+                         .template Attr<int64_t>("counts_load")  // PlanParams.counts_load
+                         .template Arg<ffi::AnyBuffer>());       // topk_idx i32[T, K]
 }
 
 template <typename Context>
@@ -194,9 +196,10 @@ auto LlDispatchFp8() {
 template <typename Context>
 auto PackedPlan() {
   return Leading<Context>()
-      .template Attr<int64_t>("recv_rows")  // R
-      .template Arg<ffi::AnyBuffer>()       // topk_idx i32[T, K]
-      .template Ret<ffi::AnyBuffer>();      // i32: a plan's results, as buffers.h packs them
+      .template Attr<int64_t>("counts_load")  // PlanParams.counts_load
+      .template Attr<int64_t>("recv_rows")    // R
+      .template Arg<ffi::AnyBuffer>()         // topk_idx i32[T, K]
+      .template Ret<ffi::AnyBuffer>();        // i32: a plan's results, as buffers.h packs them
 }
 
 template <typename Context>

@@ -25,6 +25,7 @@ class Call:
         keeps_records: rows arrive as they travelled, not dequantised.
         scales_in_columns: of those, scales have their last two axes exchanged.
         row_bytes: rows are opaque, and have so many bytes; None: H elements of dtype.
+        counts_load: `Group.stats` counts the pairs of its plan as load of experts.
     """
 
     group: Group
@@ -36,6 +37,7 @@ class Call:
     keeps_records: bool = False
     scales_in_columns: bool = False
     row_bytes: int | None = None
+    counts_load: bool = True
 
     @property
     def for_tokens(self) -> Call:

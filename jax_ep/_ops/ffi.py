@@ -135,6 +135,7 @@ def run(
         "layout": _LAYOUT_CODES[call.layout],
         "pad": _PAD_CODES[call.pad],
         "recv_rows": call.rows,
+        "counts_load": call.counts_load,
         "has_weights": "weights" in given,
         "has_pair_scalars": "pair_scalars" in given,
         "block": call.wire.block if call.wire else 0,

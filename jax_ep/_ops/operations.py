@@ -32,7 +32,7 @@ _RECEIVED = ("recv_x", "recv_weights")
 _COMBINED = ("y", "row_weights", "pair_scalars", "send_slot", "recv_src")
 
 OPERATIONS = {
-    "plan": Operation(("topk_idx",), _PLAN),
+    "plan": Operation(("topk_idx",), _PLAN, ("counts_load",)),
     "dispatch": Operation(
         ("x", "weights", *_ROUTE, "y", "row_weights"), (*_RECEIVED, "recv_dots"), ("pad",)
     ),
@@ -62,7 +62,7 @@ OPERATIONS = {
 # (beside.py).
 _SLOTS = ("send_slot", "recv_src")
 BESIDE = {
-    "plan_beside": Operation(("topk_idx",), ("packed_plan",), ("recv_rows",)),
+    "plan_beside": Operation(("topk_idx",), ("packed_plan",), ("counts_load", "recv_rows")),
     "dispatch_rows_beside": Operation(("x", *_SLOTS), ("recv_x",), ("pad",)),
     "dispatch_weights_beside": Operation(("weights", *_ROUTE), ("recv_weights",), ("pad",)),
     "dispatch_dots_beside": Operation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import socket
 import threading
@@ -89,8 +90,9 @@ class Exchange:
 
     So a round costs a process four requests, one more for each second that it waits, and the bytes
     of one record of each process. Nobody is special: if the one that gathers dies over it, whoever
-    reaches the limit first does it instead. It also removes the folder of the round before, which
-    all have left, and in the first round that of the call before.
+    reaches the limit first does it instead. If one dies before it is counted, and its record is
+    there, the last but one gathers: it looks each peer_timeout_s. Who gathers also removes the
+    folder of the round before, which all have left, and in the first round that of the call before.
     """
 
     _store: Any
@@ -142,7 +144,8 @@ class Exchange:
 
     def _begin(self, processes: Iterable[int], me: int, number: int, call: str) -> None:
         self.label = "jax_ep.create_group"
-        self.timeout_s = 0.0  # both known once the arguments are checked
+        self.timeout_s = 0.0  # all three known once the arguments are checked
+        self.peer_timeout_s = math.inf
         self.me = me
         self.processes = sorted(processes)
         self.alone = len(self.processes) == 1
@@ -225,9 +228,11 @@ class Exchange:
         deadline = time.monotonic() + self.timeout_s
         place = self._place(self._round, f"records/{self.me}")
         self._store.insert(place, seal.seal(self._secret, place, message))
-        if self._store.count(self._place(self._round, "arrived")) >= len(self.processes):
+        arrived = self._store.count(self._place(self._round, "arrived"))
+        if arrived >= len(self.processes):
             self._publish_all()
-        outcome = self._await_outcome(stage, deadline)
+        looks = arrived == len(self.processes) - 1
+        outcome = self._await_outcome(stage, deadline, self.peer_timeout_s if looks else math.inf)
         if outcome:
             self._raise_failure(outcome)
         stored = records.unpack(self._read(stage, "all"))
@@ -249,8 +254,9 @@ class Exchange:
             self._store.remove(self._left)
         return missing
 
-    def _await_outcome(self, stage: str, deadline: float) -> bytes:
+    def _await_outcome(self, stage: str, deadline: float, look_every_s: float) -> bytes:
         place = self._place(self._round, "outcome")
+        next_look = time.monotonic() + look_every_s
         while True:
             # Looked up first: who ends after the outcome is there is no concern of this round.
             lost = self._find_lost(stage)
@@ -262,6 +268,9 @@ class Exchange:
                 raise lost
             if time.monotonic() >= deadline:
                 break
+            if time.monotonic() >= next_look:
+                self._publish_all()
+                next_look += look_every_s
         missing = self._publish_all()
         if missing:
             raise BootstrapError(

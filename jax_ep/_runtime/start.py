@@ -11,7 +11,7 @@ import secrets
 import time
 from typing import Any
 
-from jax_ep import _extension, _mesh
+from jax_ep import _config, _extension, _mesh
 from jax_ep._group import Group
 from jax_ep._runtime import bootstrap, cpu, gpu, topology
 from jax_ep._runtime.agreement import Member
@@ -38,6 +38,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     name = f"{group._label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
+    exchange.peer_timeout_s = _config.peer_timeout_s(group.config)
     store = exchange.group_store() if group.config.elastic else None
     if store is not None and (record := store.get("group")) is not None:
         try:

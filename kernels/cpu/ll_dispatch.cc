@@ -58,6 +58,10 @@ class LlDispatch {
   uint64_t weights_offset() const {
     return plan_ != nullptr ? sizeof(RoutedHeader) + cells_bytes_ : 0;
   }
+  bool is_plan_alone() const {
+    return params_.x == nullptr && params_.weights.empty() && params_.recv_x == nullptr &&
+           params_.recv_weights.empty();
+  }
 
   std::string CheckRoutedSend() const;
   Status CheckSend();
@@ -303,7 +307,7 @@ Status LlDispatch::Receive(uint64_t epoch) {
       [&](const Round& round) { return SendRound(round); },
       [&](const Round& round) { return ReceiveRound(round, params); }));
   EndCall(op_, kLlDispatchKind, slot.set);
-  CountDispatch(rank_, index_->num_rows());
+  if (!is_plan_alone()) CountDispatch(rank_, index_->num_rows());
   return Status::Ok();
 }
 

@@ -164,7 +164,9 @@ void CountPlan(Rank& rank, const PlanParams& params, const LocalDrops& drops) {
   count(counters.plans, 1);
   count(counters.rows_dropped, *params.out.num_dropped);
   count(counters.invalid_ids, drops.num_invalid);
-  const size_t experts = std::min(counters.pairs_per_expert.size(), params.out.group_counts.size());
+  const size_t experts = params.counts_load ? std::min(counters.pairs_per_expert.size(),
+                                                       params.out.group_counts.size())
+                                            : 0;
   for (size_t expert = 0; expert < experts; ++expert) {
     count(counters.pairs_per_expert[expert], params.out.group_counts[expert]);
   }

@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 8;
+inline constexpr uint32_t kAbiVersion = 9;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 

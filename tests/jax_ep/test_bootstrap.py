@@ -128,6 +128,30 @@ def test_all_are_told_at_once_who_died(client: Any, when: str) -> None:
         assert process.seconds < 2 * timeout_s + 4
 
 
+def test_who_dies_with_its_greeting_in_the_store_is_missed_soon(client: Any) -> None:
+    """It ends before it is counted: the others waited for timeout_s, as nobody gathered.
+
+    Found by the soak: a process killed in create_group was noticed after 30 s, with a
+    peer_timeout_s of 3 s.
+    """
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    processes = simulated.make(client, 4, timeout_s=60)
+    victim = processes[2].exchange
+    victim._store = _DiesIn(victim._store, "count", 1)
+
+    def program(exchange: bootstrap.Exchange) -> None:
+        exchange.peer_timeout_s = 1.0
+        exchange.share("hello", {})
+        exchange.watch({2: ended.pid})
+        exchange.share("connect", {})
+
+    simulated.run(processes, program)
+    for process in (*processes[:2], processes[3]):
+        assert f"process 2 (pid {ended.pid}) is gone" in process.error
+        assert process.seconds < 20
+
+
 def test_whoever_gathers_may_die_over_it(client: Any) -> None:
     """The last to arrive ends before it has published all records: another does it."""
     processes = simulated.make(client, 4, timeout_s=1.5)

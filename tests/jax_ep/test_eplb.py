@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, assert_same_bits, group_of
+from harness import Case, assert_same_bits, group_of, keep, mesh_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_placement import placed, placement_of
@@ -126,10 +126,28 @@ def test_only_what_changes_travels() -> None:
     new = jax_ep.Placement.from_physical(slots, 7)
     tree = on_ranks(CASE, eplb.to_physical({"w": np.ones((7, 8), np.float32)}, old))
     run = placed(group, lambda both, tree: eplb.move(group, tree, *both))
-    before = sum(sum(r["pairs_per_expert"]) for r in group.stats()["ranks"])
+    before = group.stats()["rows_received"]
     jax.block_until_ready(run((old, new), tree))
-    after = sum(sum(r["pairs_per_expert"]) for r in group.stats()["ranks"])
-    assert after - before == 2
+    assert group.stats()["rows_received"] - before == 2
+
+
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_what_travels_between_slots_is_no_load(mode: str) -> None:
+    """It was counted as tokens of experts, so a rebalancing after a move saw load that was none."""
+    config = dataclasses.replace(CASE.config(), mode=mode)
+    group = jax_ep.create_group(mesh_of(CASE.ranks), "ep", config, "native")
+    keep(group)
+    old, new = placement_of(CASE, 0), placement_of(CASE, 10)
+    slots = on_ranks(CASE, eplb.to_physical(params_of(CASE), old))
+
+    def both(placements: Any, tree: Any) -> Any:
+        moved = eplb.move(group, tree, *placements)
+        return eplb.reduce_gradients(group, {"f32": moved["f32"]}, placements[1])
+
+    jax.block_until_ready(placed(group, both)((old, new), slots))
+    stats = group.stats()
+    assert stats["plans"] > 0 and stats["rows_received"] > 0
+    assert [sum(rank["pairs_per_expert"]) for rank in stats["ranks"]] == [0] * 4
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ci), "bfloat16"])

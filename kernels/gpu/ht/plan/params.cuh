@@ -22,6 +22,7 @@ struct PlanKernelParams {
   DeviceRank device;
   Layout layout;
   Mode mode;
+  bool counts_load;  // as in PlanParams
   uint32_t num_tokens;
   int32_t recv_rows;
   uint32_t num_pairs;        // T * K

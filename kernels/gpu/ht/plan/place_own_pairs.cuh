@@ -145,8 +145,10 @@ __device__ inline void WriteCounts(const PlanKernelParams& params, uint64_t sequ
     params.out.group_counts[e] = capacity;
     params.out.group_sizes[e] =
         params.layout == Layout::kExpertMajor ? tables.zone[own_first + e] : capacity;
-    CountUp(OwnHeapAt<uint64_t>(device, device.layout.pairs_per_expert) + e,
-            static_cast<uint64_t>(capacity));
+    if (params.counts_load) {
+      CountUp(OwnHeapAt<uint64_t>(device, device.layout.pairs_per_expert) + e,
+              static_cast<uint64_t>(capacity));
+    }
   }
   // Sums by warp: destinations, then sources.
   for (uint32_t i = WarpId(); i < 2 * num_ranks; i += kWarps) {

@@ -289,8 +289,10 @@ class SlicePlacer {
         params_.out.group_counts[e] = capacity;
         params_.out.group_sizes[e] =
             params_.layout == Layout::kExpertMajor ? zones_.zone[expert] : capacity;
-        CountUp(OwnHeapAt<uint64_t>(device_, device_.layout.pairs_per_expert) + e,
-                static_cast<uint64_t>(capacity));
+        if (params_.counts_load) {
+          CountUp(OwnHeapAt<uint64_t>(device_, device_.layout.pairs_per_expert) + e,
+                  static_cast<uint64_t>(capacity));
+        }
       }
       int32_t before = 0;
       for (uint32_t source = 0; source < num_ranks; ++source) {

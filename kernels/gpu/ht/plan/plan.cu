@@ -175,6 +175,7 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
   PlanKernelParams params{.device = rank.device,
                           .layout = plan.layout,
                           .mode = plan.mode,
+                          .counts_load = plan.counts_load,
                           .num_tokens = static_cast<uint32_t>(plan.num_tokens),
                           .recv_rows = static_cast<int32_t>(plan.recv_rows),
                           .num_pairs = static_cast<uint32_t>(plan.topk_idx.size()),
