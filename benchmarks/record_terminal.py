@@ -4,7 +4,8 @@
         python -m jax_ep launch -n 4 examples/train_moe_lm.py
 
 The lines are the command's own, standard output and standard error as they come; only the middle of
-a long output is left out, and the picture says how many lines. A command that fails draws nothing.
+a long output is left out, and the picture says how many lines. The folder of the checkout, where
+the command runs, is drawn as ~/jax_ep. A command that fails draws nothing.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def draw(command, lines):
         console.print(Text.assemble(("$ ", "bold green"), (shlex.join(command), "bold")))
         for line in lines:
             console.print(Text.from_ansi(line), highlight=False)
+        console.print()  # else the picture's end cuts off the last line's feet
         svg = console.export_svg(title="", theme=DARK, unique_id="terminal")
     # Without the fonts that rich takes from a server: a picture in a page may load nothing.
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
@@ -85,7 +87,8 @@ def main():
             sys.exit(f"{text}\n{shlex.join(args.command)}: exit code {done.returncode}")
     if args.save:
         args.save.write_text(text)
-    args.svg.write_text(draw(args.command, shortened(text.splitlines(), args.first, args.last)))
+    lines = text.replace(str(pathlib.Path.cwd()), "~/jax_ep").splitlines()
+    args.svg.write_text(draw(args.command, shortened(lines, args.first, args.last)))
 
 
 if __name__ == "__main__":
