@@ -56,7 +56,7 @@ class _Job:
         self._told_process_0 = False
         self._port_taken = False
         self._left_behind: set[int] = set()  # processes that failed, and others went on
-        self._is_over = False  # process 0 has ended well, and nothing else counts
+        self._is_over = False  # process 0 has ended well
         self._signals: list[int] = []
         is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
         self._leave_out = (lambda line: False) if is_debugged else noise.is_harmless
@@ -149,10 +149,14 @@ class _Job:
             elif word == b"exit" and int(argument) != 0:
                 # Process 0 waits here for the others: it hosts JAX's coordinator.
                 self._note_failure(child, int(argument), f"failed with exit code {int(argument)}")
-            elif word == b"exit" and child.index == 0 and self._options.keep_going:
-                # Somebody whom it has left out may hang; then the others, and it, are ended.
-                self._is_over = True
-                self._term_at = self._term_at or time.monotonic() + self._options.grace_s
+            elif word == b"exit" and child.index == 0:
+                self._note_end_of_process_0()
+
+    def _note_end_of_process_0(self) -> None:
+        if self._options.keep_going:
+            # Somebody whom it has left out may hang; then the others, and it, are ended.
+            self._is_over = True
+            self._term_at = self._term_at or time.monotonic() + self._options.grace_s
 
     def _forward_signals(self) -> None:
         while self._signals:
@@ -182,6 +186,8 @@ class _Job:
                 if result.si_status != 0:
                     what = f"failed with exit code {result.si_status}"
                     self._note_failure(child, result.si_status, what)
+                elif child.index == 0:  # it may have left without a report
+                    self._note_end_of_process_0()
                 continue
             number = result.si_status
             if child.index == 0 and not child.has_started and number == signal.SIGSEGV:
@@ -193,9 +199,12 @@ class _Job:
             self._note_failure(child, 128 + number, f"was ended by {name}")
 
     def _note_failure(self, child: Child, exit_code: int, what: str) -> None:
-        if self._first_failure is not None or self._port_taken or self._is_over:
+        if self._first_failure is not None or self._port_taken:
             return
-        if self._options.keep_going and child.index != 0:
+        if self._is_over and self._kill_at is not None:  # the launcher ends those that are left
+            return
+        # Before all have started, JAX would wait for it, and nothing goes on.
+        if self._options.keep_going and child.index != 0 and child.has_started:
             if child.index not in self._left_behind:  # it may report, and then exit
                 _say(f"process {child.index} {what}; the others go on (--keep-going)")
             self._left_behind.add(child.index)

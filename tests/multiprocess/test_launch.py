@@ -332,6 +332,45 @@ class TestFailure:
         assert done.stderr.count(f"process 1 {what}; the others go on (--keep-going)") == 1
         assert "ending process 0, 2" in done.stderr
 
+    def test_who_keeps_going_ends_when_process_0_leaves_without_a_word(self, script):
+        path = script(
+            """
+            import os, time, jax
+            if jax.process_index() == 0:
+                os._exit(0)
+            time.sleep(1000)
+            """
+        )
+        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going")
+        assert done.returncode == 0, done.stderr
+        assert "ending process 1" in done.stderr
+
+    def test_a_crash_of_process_0_at_its_end_counts(self, script):
+        path = script(
+            """
+            import atexit, os, jax
+            if jax.process_index() == 0:
+                atexit.register(os._exit, 9)
+            """
+        )
+        done = _launch(path, "-n", "2", "--grace", "5", "--keep-going")
+        assert done.returncode == 9, done.stderr
+
+    def test_nothing_goes_on_before_all_have_started(self, script, tmp_path):
+        (tmp_path / "sitecustomize.py").write_text(
+            textwrap.dedent(
+                """
+                import os
+                if '"index": 1' in os.environ.get("JAX_EP_LAUNCH", ""):
+                    os._exit(3)
+                """
+            )
+        )
+        path = script("print('not reached')")
+        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going", PYTHONPATH=str(tmp_path))
+        assert done.returncode == 3, done.stderr
+        assert "the others have 1 s (--grace) to finish" in done.stderr
+
 
 class TestSignals:
     BODY = """
