@@ -41,7 +41,7 @@ class Counters:
     place_s: float = 0.0  # that it took, between steps
     lost_processes: int = 0
     moved_requests: int = 0  # from ranks of lost processes to others
-    agree_s: float = 0.0  # that it took to agree on who goes on, in all
+    agree_s: float = 0.0  # in all agreements on who goes on
 
     def sentence(self) -> str:
         """What a server says at its end."""
@@ -64,12 +64,18 @@ class Balancer:
 
     Args:
         every: steps; 0: only after a process was lost.
-        place: i32[layers, P], the expert in each slot, of the load i32[layers, E] since the last
-            time and the ranks that take part, i32[N].
+        place: i32[layers, P], the expert in each slot, of the load i64[layers, E] and the ranks
+            that take part, i32[N]. What was chosen before the last time counts half, before that
+            a quarter, and so on.
     """
 
     every: int
     place: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def _counts(load: np.ndarray) -> np.ndarray:
+    """i64 of Ranks.read_load, whose words are unsigned."""
+    return np.asarray(load, np.int32).view(np.uint32).astype(np.int64)
 
 
 class Engine:
@@ -103,6 +109,10 @@ class Engine:
             self._ranks_of.setdefault(device.process_index, []).append(rank)
         self._num_steps = 0  # that all processes have ended
         self._num_failures = 0  # since then, or since a process was lost
+        self._num_agreements = 0  # asked for
+        self._load: np.ndarray | int = (
+            0  # i64[layers, E] of the experts, half of it at each placing
+        )
         self._step(shape.empty()[0])  # compiles; no request waits for that
         self.counters = Counters()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -199,13 +209,15 @@ class Engine:
             if self._num_failures == MOST_TRIES:
                 raise trouble
             self._num_failures += 1
+            self._num_agreements += 1
+            words = np.array([self._num_steps, self._num_agreements], np.int32)
             begin = time.perf_counter()
             with contextlib.suppress(LostProcessError):
-                self._hub.send(Kind.AGREE, np.int32(self._num_steps).tobytes())
+                self._hub.send(Kind.AGREE, words.tobytes())
             self._ranks.agree(self._num_steps)
             self._leave_out_lost(trouble, time.perf_counter() - begin)
             try:
-                self._hub.collect(Kind.AGREE)
+                self._hub.collect(Kind.AGREE, self._num_agreements)
                 self._balance()
                 return
             except LOSSES as error:  # one more
@@ -241,12 +253,14 @@ class Engine:
         assert self._balancer is not None
         begin = time.perf_counter()
         self._hub.send(Kind.LOAD)
-        load = self._ranks.read_load()
+        load = _counts(self._ranks.read_load())
+        self._load = self._load + load
         for words in self._hub.collect(Kind.LOAD).values():
-            load = load + words.reshape(load.shape)
-        slots = np.ascontiguousarray(self._balancer.place(load, self._ranks.active), np.int32)
+            self._load = self._load + _counts(words).reshape(load.shape)
+        slots = np.ascontiguousarray(self._balancer.place(self._load, self._ranks.active), np.int32)
         self._hub.send(Kind.PLACE, slots.tobytes())
         self._ranks.place(slots)
+        self._load = self._load // 2
         self.counters.placements += 1
         self.counters.place_s += time.perf_counter() - begin
 

@@ -22,19 +22,22 @@ def place(load: np.ndarray, num_slots: int, active: np.ndarray) -> np.ndarray:
     num_layers, num_experts = load.shape
     lives = np.repeat(active != 0, num_slots // active.size)
     room = int(lives.sum())
-    slots = np.empty((num_layers, num_slots), np.int32)
-    if room >= num_experts:
+    by_load = np.argsort(-load, axis=1, kind="stable")
+    chosen = np.sort(by_load[:, :room], axis=1)  # of each layer
+    placements = eplb.rebalance(
         # One more each: nothing is known of an expert that nobody chose.
-        placements = eplb.rebalance(
-            load + 1, room, num_groups=1, num_nodes=1, num_gpus=int(active.astype(bool).sum())
-        )
-        slots[:, lives] = np.stack([one.physical_to_logical for one in placements])
-        slots[:, ~lives] = np.arange(num_slots - room) % num_experts
-    else:
-        by_load = np.argsort(-load, axis=1, kind="stable")
-        slots[:, lives] = by_load[:, :room]
-        rest = np.arange(num_slots - room) % (num_experts - room)
-        slots[:, ~lives] = by_load[:, room:][:, rest]
+        np.take_along_axis(load, chosen, axis=1) + 1,
+        room,
+        num_groups=1,
+        num_nodes=1,
+        num_gpus=int(active.astype(bool).sum()),
+    )
+    slots = np.empty((num_layers, num_slots), np.int32)
+    slots[:, lives] = [
+        experts[one.physical_to_logical] for experts, one in zip(chosen, placements, strict=True)
+    ]
+    others = by_load[:, room:] if room < num_experts else by_load
+    slots[:, ~lives] = others[:, np.arange(num_slots - room) % others.shape[1]]
     return slots
 
 

@@ -38,7 +38,8 @@ class Kind(enum.IntEnum):
     LOAD = 4  # answered by the load of the experts, i32[layers, E], since the last time
     PLACE = 5  # i32[layers, P], the expert in each slot, from the next step on
     FAILED = 6  # answers a step that has failed, with the error's text
-    AGREE = 7  # go on with the processes that live, after i32 steps; answered when it is done
+    AGREE = 7  # i32 (steps, number): go on with the processes that live, as after so many steps;
+    # answered by its number when it is done
 
 
 class LostProcessError(RuntimeError):
@@ -123,8 +124,13 @@ class Hub:
         if lost is not None:
             raise lost
 
-    def collect(self, kind: Kind) -> dict[int, np.ndarray]:
+    def collect(self, kind: Kind, number: int | None = None) -> dict[int, np.ndarray]:
         """{process: i32 words of its answer of that kind}; answers before that are skipped.
+
+        Args:
+            kind: of the answers.
+            number: which the answer has as its first word. Answers come in order, so none that was
+                asked for before is left behind it.
 
         Raises:
             LostProcessError: a process has gone, or did not answer in time.
@@ -132,15 +138,17 @@ class Hub:
         """
         answers = {}
         for process, connection in list(self._others.items()):
-            found = None
-            while found != kind:
+            found, words = None, np.empty(0, np.int32)
+            while found != kind or (number is not None and words[:1] != number):
                 try:
                     found, payload = _receive(connection)
                 except OSError as error:
                     raise self._lose(process, error) from error
                 if found == Kind.FAILED and kind == Kind.STEP:
                     raise FailedStepError(f"process {process}: {payload.decode(errors='replace')}")
-            answers[process] = np.frombuffer(payload, np.int32)
+                if found == kind:
+                    words = np.frombuffer(payload, np.int32)
+            answers[process] = words
         return answers
 
     def forget(self, processes: Collection[int]) -> None:

@@ -12,7 +12,11 @@ from moe_serve.decoder import Decoder
 from moe_serve.processes import Kind, Member
 
 LOSSES = (RuntimeError, ValueError)  # as which jax raises that a step has failed
-AGREE_LIMIT_S = 60.0  # who lives and has not come to agree by then is left out
+AGREE_LIMIT_S = 60.0  # a process that lives and does not agree within this is left out
+
+
+class FailedProgramError(Exception):
+    """A step failed, and not for a loss: the process ends, or all others would wait for it."""
 
 
 class Ranks:
@@ -63,10 +67,22 @@ class Ranks:
         """One step; {rank: i32[S + 1]} of this process's ranks. If it fails, nothing has changed.
 
         Raises:
+            FailedProgramError: it failed, and the group knows of no loss.
             Exception: as Group.check, where a rank was lost.
         """
-        decoder = self._decoder
         self._before = self._state  # the memory of an older one is free from here on
+        try:
+            state, tokens = self._run(rows)
+        except Exception as error:
+            self._group.check()
+            raise FailedProgramError(str(error)) from error
+        self._group.check()  # what a lost rank left is not given to anybody
+        self._state = state
+        self._num_steps += 1
+        return tokens
+
+    def _run(self, rows: np.ndarray) -> tuple[Any, dict[int, np.ndarray]]:
+        decoder = self._decoder
         state, out = decoder.step(
             self._dense,
             self._experts,
@@ -76,11 +92,7 @@ class Ranks:
             decoder.shard(rows),
         )
         parts = out.addressable_shards
-        tokens = {part.index[0].start or 0: np.asarray(part.data)[0] for part in parts}
-        self._group.check()  # what a lost rank left is not given to anybody
-        self._state = state
-        self._num_steps += 1
-        return tokens
+        return state, {part.index[0].start or 0: np.asarray(part.data)[0] for part in parts}
 
     def agree(self, num_steps: int) -> None:
         """Goes on with the processes that live, as if `num_steps` steps had been run so far.
@@ -126,7 +138,7 @@ def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
                 link.answer(Kind.STEP, np.stack([tokens[rank] for rank in sorted(tokens)]))
         if kind == Kind.AGREE:
             ranks.agree(int(words[0]))
-            link.answer(Kind.AGREE)
+            link.answer(Kind.AGREE, words[1:])
         if kind == Kind.LOAD:
             link.answer(Kind.LOAD, ranks.read_load())
         if kind == Kind.PLACE:

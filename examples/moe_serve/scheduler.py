@@ -100,7 +100,7 @@ class Scheduler:
             self.queue.remove(request)
 
     def lose(self, ranks: Collection[int]) -> int:
-        """From now on these ranks get no requests; those they had are the first of the queue.
+        """From now on these ranks get no requests; those they had wait again, first come first.
 
         Returns:
             How many requests were moved.
@@ -110,9 +110,11 @@ class Scheduler:
         moved = [request for rank in ranks for request in self.slots[rank] if request is not None]
         for rank in ranks:
             self.slots[rank] = [None] * self.shape.slots
-        for request in sorted(moved, key=lambda request: -request.number):
+        for request in moved:
             request.restart()
-            self.queue.appendleft(request)
+        self.queue = collections.deque(
+            sorted([*moved, *self.queue], key=lambda request: request.number)
+        )
         return len(moved)
 
     def requests(self) -> list[Request]:

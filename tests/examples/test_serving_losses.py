@@ -78,7 +78,7 @@ class Job:
         if kind == Kind.IDLE:
             self.fail("idle", LostProcessError)
 
-    def collect(self, kind):
+    def collect(self, kind, number=None):
         if kind == Kind.STEP:
             self.fail("collect", LostProcessError, self.num_steps - 1)
             self.fail("elsewhere", FailedStepError, self.num_steps - 1)

@@ -28,6 +28,12 @@ def test_every_expert_for_which_there_is_room_is_on_an_active_rank(num_experts, 
             assert min(loads[list(here)]) >= max(np.delete(loads, list(here)))
 
 
+def test_the_busiest_experts_are_spread_where_some_are_missing():
+    slots = place(np.array([[90, 80, 70, 60, 1, 1]]), 6, np.array([1, 0, 1]))
+    assert set(slots[0][[0, 1]].tolist()) in ({0, 3}, {1, 2})
+    assert set(slots[0][[0, 1, 4, 5]].tolist()) == {0, 1, 2, 3}
+
+
 def test_the_busiest_expert_has_the_replicas():
     slots = place(np.array([[1, 90, 1, 1]]), 8, np.array([1, 0, 1, 1]))
     assert np.bincount(slots[0][[0, 1, 4, 5, 6, 7]]).tolist() == [1, 3, 1, 1]

@@ -83,7 +83,8 @@ class Server:
                 continue
             if f'"index": {index},' in environment:
                 os.kill(int(pid), number)
-        return time.monotonic()
+                return time.monotonic()
+        raise AssertionError(f"no process {index} among the launcher's")
 
     def end(self):
         """(exit code, all that was printed)."""
@@ -185,7 +186,9 @@ def test_streams_go_on_without_lost_processes(start):
         for lost, how in ((2, signal.SIGKILL), (1, signal.SIGSTOP)):
             begun = server.health()["tokens"]
             answers = ask_all(pool)
+            limit = time.monotonic() + LIMIT_S
             while server.health()["tokens"] < begun + written // 3:
+                assert time.monotonic() < limit, server.health()
                 time.sleep(0.01)
             lost_at = server.send_signal(lost, how)
             got = texts(answers)
