@@ -47,5 +47,7 @@ def machine(num_devices):
 
 
 def file_name_of(machine):
-    """`2xh100` of "2x NVIDIA H100 80GB HBM3"."""
-    return "".join(machine.replace("NVIDIA", "").split()[:2]).lower()
+    """`2xh100` of "2x NVIDIA H100 80GB HBM3": the number, and the first word with a digit."""
+    number, *words = machine.split()
+    model = next((word for word in words if any(map(str.isdigit, word))), "".join(words))
+    return (number + model).lower()

@@ -91,8 +91,9 @@ class Exchange:
     So a round costs a process four requests, one more for each second that it waits, and the bytes
     of one record of each process. Nobody is special: if the one that gathers dies over it, whoever
     reaches the limit first does it instead. If one dies before it is counted, and its record is
-    there, the last but one gathers: it looks each peer_timeout_s. Who gathers also removes the
-    folder of the round before, which all have left, and in the first round that of the call before.
+    there, whoever was counted last gathers: it reads all records each peer_timeout_s while one is
+    late. Who gathers also removes the folder of the round before, which all have left, and in the
+    first round that of the call before.
     """
 
     _store: Any

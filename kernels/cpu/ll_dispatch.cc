@@ -59,8 +59,8 @@ class LlDispatch {
     return plan_ != nullptr ? sizeof(RoutedHeader) + cells_bytes_ : 0;
   }
   bool is_plan_alone() const {
-    return params_.x == nullptr && params_.weights.empty() && params_.recv_x == nullptr &&
-           params_.recv_weights.empty();
+    return plan_ != nullptr && params_.x == nullptr && params_.weights.empty() &&
+           params_.recv_x == nullptr && params_.recv_weights.empty();
   }
 
   std::string CheckRoutedSend() const;

@@ -31,7 +31,11 @@ def _benchmarks(monkeypatch):
 
 @pytest.mark.parametrize(
     ("machine", "name"),
-    [("2x NVIDIA H100 80GB HBM3", "2xh100"), ("4x NVIDIA H200", "4xh200"), ("1x AMD", "1xamd")],
+    [
+        ("2x NVIDIA H100 80GB HBM3", "2xh100"),
+        ("4x NVIDIA H200", "4xh200"),
+        ("8x AMD Instinct MI300X", "8xmi300x"),
+    ],
 )
 def test_a_result_is_named_after_the_gpus(machine: str, name: str) -> None:
     from specs import file_name_of

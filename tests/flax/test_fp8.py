@@ -202,7 +202,7 @@ def test_only_a_layer_in_fp8_imports_pallas():
     assert done.stdout == "False\n", done.stdout + done.stderr
 
 
-def test_it_does_not_take_active():
+def test_experts_in_fp8_take_no_mask():
     group = group_of(WIDE, mesh_of((2,)), wire=WIRE, implementation="xla", elastic=True)
     moe = moe_of(WIDE, group, precision="fp8")
     with pytest.raises(ValueError, match=r"got active with precision='fp8', expected precision=No"):

@@ -48,7 +48,8 @@ class TaggedUnits {
   __device__ void Give(uint32_t first, uint32_t end, Sink&& sink) const {
     sink(first, end, unit_);
   }
-  // Of this lane. False: this rank has failed, and what was given is no record.
+  // Of this lane. False: this rank has failed, and what was given is no record. (A scale that does
+  // not come fails the rank, too; the units behind it say so.)
   __device__ bool is_ok() const { return is_ok_; }
 
  private:
