@@ -335,10 +335,11 @@ class TestFailure:
     def test_who_keeps_going_ends_when_process_0_leaves_without_a_word(self, script):
         path = script(
             """
-            import os, time, jax
+            import os, signal, time, jax
             if jax.process_index() == 0:
+                time.sleep(1.0)
                 os._exit(0)
-            time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGSTOP)  # JAX cannot end it
             """
         )
         done = _launch(path, "-n", "2", "--grace", "1", "--keep-going")
