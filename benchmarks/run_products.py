@@ -115,7 +115,7 @@ def main():
         "while it runs": clocks,
     }
     print(json.dumps(report, indent=1))
-    name = file_name_of(machine(1)["machine"])
+    name = file_name_of(report["machine"])
     (options.out / f"products_{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_serve.placing import num_missing
 from moe_serve.processes import IDLE_S, Hub, Kind, LostProcessError
-from moe_serve.ranks import LOSSES, Ranks
+from moe_serve.ranks import Ranks
 from moe_serve.scheduler import Request, Scheduler
 from moe_serve.work import Shape
 
@@ -73,11 +73,6 @@ class Balancer:
     place: Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def _counts(load: np.ndarray) -> np.ndarray:
-    """i64 of Ranks.read_load, whose words are unsigned."""
-    return np.asarray(load, np.int32).view(np.uint32).astype(np.int64)
-
-
 class Engine:
     """Process 0's loop, in a thread of its own; the other methods may be called from any thread.
 
@@ -110,9 +105,8 @@ class Engine:
         self._num_steps = 0  # that all processes have ended
         self._num_failures = 0  # since then, or since a process was lost
         self._num_agreements = 0  # asked for
-        self._load: np.ndarray | int = (
-            0  # i64[layers, E] of the experts, half of it at each placing
-        )
+        # i64[layers, E], how often each expert was chosen; half of it from one placing to the next.
+        self._load = np.zeros((), np.int64)
         self._step(shape.empty()[0])  # compiles; no request waits for that
         self.counters = Counters()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -190,7 +184,7 @@ class Engine:
             every = self._balancer.every if self._balancer else 0
             if every and self.counters.steps % every == 0:
                 self._balance()
-        except LOSSES as error:
+        except RuntimeError as error:  # a process is lost, as Ranks and Hub say
             if not self._ranks.is_elastic:
                 raise
             self._go_on_after(error)
@@ -220,7 +214,7 @@ class Engine:
                 self._hub.collect(Kind.AGREE, self._num_agreements)
                 self._balance()
                 return
-            except LOSSES as error:  # one more
+            except RuntimeError as error:  # one more
                 trouble = error
 
     def _leave_out_lost(self, trouble: Exception, seconds: float) -> None:
@@ -253,10 +247,9 @@ class Engine:
         assert self._balancer is not None
         begin = time.perf_counter()
         self._hub.send(Kind.LOAD)
-        load = _counts(self._ranks.read_load())
-        self._load = self._load + load
+        self._load = self._load + self._ranks.read_load()
         for words in self._hub.collect(Kind.LOAD).values():
-            self._load = self._load + _counts(words).reshape(load.shape)
+            self._load = self._load + words.view(np.uint32).reshape(self._load.shape)
         slots = np.ascontiguousarray(self._balancer.place(self._load, self._ranks.active), np.int32)
         self._hub.send(Kind.PLACE, slots.tobytes())
         self._ranks.place(slots)

@@ -35,7 +35,7 @@ class Kind(enum.IntEnum):
     IDLE = 1  # nothing to do
     STEP = 2  # the rows of a step; answered by the bytes of the process's ranks
     STOP = 3  # no more steps
-    LOAD = 4  # answered by the load of the experts, i32[layers, E], since the last time
+    LOAD = 4  # answered by the load of the experts, u32[layers, E], since the last time
     PLACE = 5  # i32[layers, P], the expert in each slot, from the next step on
     FAILED = 6  # answers a step that has failed, with the error's text
     AGREE = 7  # i32 (steps, number): go on with the processes that live, as after so many steps;

@@ -11,7 +11,6 @@ import jax_ep
 from moe_serve.decoder import Decoder
 from moe_serve.processes import Kind, Member
 
-LOSSES = (RuntimeError, ValueError)  # as which jax raises that a step has failed
 AGREE_LIMIT_S = 60.0  # a process that lives and does not agree within this is left out
 
 
@@ -68,7 +67,7 @@ class Ranks:
 
         Raises:
             FailedProgramError: it failed, and the group knows of no loss.
-            Exception: as Group.check, where a rank was lost.
+            RuntimeError: as Group.check, where a rank was lost.
         """
         self._before = self._state  # the memory of an older one is free from here on
         try:
@@ -112,12 +111,12 @@ class Ranks:
         self._experts, self._placements = self._decoder.place(self._host_experts, slots)
 
     def read_load(self) -> np.ndarray:
-        """i32[layers, E]: pairs of this process's bytes that chose each expert since last time."""
+        """u32[layers, E]: pairs of this process's bytes that chose each expert since last time."""
         parts = self._state.load.addressable_shards
         total = sum(np.asarray(part.data)[0].view(np.uint32) for part in parts)
         load = total - self._load_read  # the counters may wrap
         self._load_read = total
-        return load.view(np.int32)
+        return load
 
 
 def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
@@ -130,7 +129,7 @@ def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
         if kind == Kind.STEP:
             try:
                 tokens = ranks.run(words.reshape(jax.device_count(), -1))
-            except LOSSES as error:
+            except RuntimeError as error:
                 if not ranks.is_elastic:
                     raise
                 link.answer(Kind.FAILED, str(error).encode())

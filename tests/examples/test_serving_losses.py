@@ -49,7 +49,7 @@ class Job:
     # As Ranks.
 
     def run(self, rows):
-        self.fail("run", ValueError)
+        self.fail("run", RuntimeError)
         self.before = copy.deepcopy(self.model.cache)
         self.tokens = self.model.run(rows)
         self.num_steps += 1
