@@ -1,7 +1,9 @@
 #include "proxy/transport/waker.h"
 
 #include <errno.h>
+#include <poll.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -14,22 +16,35 @@ namespace {
 
 // How late an event is seen where the network library gives no descriptor to wait for.
 constexpr timespec kNap{.tv_sec = 0, .tv_nsec = 50'000};
+// Taken at once; more of them ring the bell once more.
+constexpr int kMaxEvents = 8;
+
+Status Failed(const char* what) { return Internal(std::string(what) + ": " + strerror(errno)); }
 
 }  // namespace
 
 Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, const std::vector<int>& fds) {
-  const int stop_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (stop_fd < 0) return Internal(std::string("eventfd: ") + strerror(errno));
-  std::unique_ptr<Waker> waker(new Waker(bell, fds, stop_fd));
+  std::unique_ptr<Waker> waker(new Waker(bell, !fds.empty()));
+  JAX_EP_RETURN_IF_ERROR(waker->Open(fds));
   JAX_EP_ASSIGN_OR_RETURN(waker->thread_,
                           StartThread("jax_ep waker", [w = waker.get()] { w->Run(); }));
   return waker;
 }
 
-Waker::Waker(Doorbell* bell, const std::vector<int>& fds, int stop_fd)
-    : bell_(bell), has_fds_(!fds.empty()), stop_fd_(stop_fd) {
-  waited_.push_back({.fd = stop_fd, .events = POLLIN, .revents = 0});
-  for (const int fd : fds) waited_.push_back({.fd = fd, .events = POLLIN, .revents = 0});
+Status Waker::Open(const std::vector<int>& fds) {
+  stop_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (stop_.fd() < 0) return Failed("eventfd");
+  waited_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+  if (waited_.fd() < 0) return Failed("epoll_create1");
+  epoll_event event{.events = EPOLLIN, .data = {}};
+  if (epoll_ctl(waited_.fd(), EPOLL_CTL_ADD, stop_.fd(), &event) != 0) return Failed("epoll_ctl");
+  event.events = EPOLLIN | EPOLLET;
+  for (const int fd : fds) {
+    if (epoll_ctl(waited_.fd(), EPOLL_CTL_ADD, fd, &event) != 0) {
+      return Failed("waiting for the network's descriptor");
+    }
+  }
+  return Status::Ok();
 }
 
 Waker::~Waker() {
@@ -37,9 +52,8 @@ Waker::~Waker() {
   state_.notify_all();
   const uint64_t one = 1;
   // It cannot fail: the counter of an eventfd that is written once does not overflow.
-  [[maybe_unused]] const ssize_t num_written = write(stop_fd_, &one, sizeof(one));
+  [[maybe_unused]] const ssize_t num_written = write(stop_.fd(), &one, sizeof(one));
   if (thread_.joinable()) thread_.join();
-  close(stop_fd_);
 }
 
 void Waker::Arm() {
@@ -50,14 +64,20 @@ void Waker::Arm() {
   }
 }
 
+bool Waker::Wait() {
+  if (!has_fds_) {
+    pollfd stop{.fd = stop_.fd(), .events = POLLIN, .revents = 0};
+    return ppoll(&stop, 1, &kNap, nullptr) >= 0 || errno == EINTR;
+  }
+  epoll_event events[kMaxEvents];
+  return epoll_wait(waited_.fd(), events, kMaxEvents, -1) >= 0 || errno == EINTR;
+}
+
 void Waker::Run() {
   while (true) {
     state_.wait(kIdle, std::memory_order_acquire);
     if (state_.load(std::memory_order_acquire) == kStopped) return;
-    if (ppoll(waited_.data(), waited_.size(), has_fds_ ? nullptr : &kNap, nullptr) < 0 &&
-        errno != EINTR) {
-      return;  // the proxy still looks every kMaxSleep
-    }
+    if (!Wait()) return;  // the proxy still looks every kMaxSleep
     uint32_t expected = kArmed;
     if (!state_.compare_exchange_strong(expected, kIdle, std::memory_order_relaxed)) continue;
     bell_->Ring();

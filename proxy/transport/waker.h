@@ -2,13 +2,12 @@
 // network library signals a file descriptor, not our futex; a small thread stands between them.
 #pragma once
 
-#include <poll.h>
-
 #include <atomic>
 #include <cstdint>
 #include <thread>
 #include <vector>
 
+#include "proxy/base/descriptor.h"
 #include "proxy/base/doorbell.h"
 #include "proxy/base/status.h"
 
@@ -18,9 +17,11 @@ namespace jax_ep {
 // descriptors outlive it.
 class Waker {
  public:
-  // Rings `bell` when one of `fds` becomes readable; with `fds` empty (the library has none) a
-  // short nap after each Arm.
+  // Rings `bell` when something comes to one of `fds`; with `fds` empty (the library has none) a
+  // short nap after each Arm. One that merely stays readable is no news: libfabric before 1.18.1
+  // never clears a completion queue's own signal (its issue 8947), and proxies would never rest.
   // \error kResourceExhausted  no thread
+  // \error kInternal           no descriptor, or one that cannot be waited for
   static Result<std::unique_ptr<Waker>> Create(Doorbell* bell, const std::vector<int>& fds);
   ~Waker();
   Waker(const Waker&) = delete;
@@ -34,13 +35,15 @@ class Waker {
  private:
   enum State : uint32_t { kIdle, kArmed, kStopped };
 
-  Waker(Doorbell* bell, const std::vector<int>& fds, int stop_fd);
-  void Run();  // allocates nothing
+  Waker(Doorbell* bell, bool has_fds) : bell_(bell), has_fds_(has_fds) {}
+  Status Open(const std::vector<int>& fds);
+  bool Wait();  // for one of the descriptors; false: it cannot
+  void Run();   // allocates nothing
 
   Doorbell* bell_;
   const bool has_fds_;
-  std::vector<pollfd> waited_;  // stop_fd_, then the descriptors
-  int stop_fd_;                 // an eventfd: ends the thread's wait
+  Descriptor stop_;    // an eventfd: ends the thread's wait
+  Descriptor waited_;  // an epoll: stop_ and, edge-triggered, the library's
   std::atomic<uint32_t> state_{kIdle};
   std::thread thread_;
 };

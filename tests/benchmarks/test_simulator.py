@@ -122,12 +122,18 @@ def test_the_tables_of_memory_are_what_config_memory_says(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("ranks", "node_size"), [(4, 1), (8, 2)])
 def test_real_exchanges_send_what_is_simulated_in_about_that_time(ranks, node_size):
-    """Over ofi, on the cores of this machine, which others use as well: the bound is loose."""
+    """Over ofi, on the cores of this machine, which others use as well: the bound is loose, and a
+    run that they slow down counts only if they slow down three."""
     from simulator import check
 
-    result = check.compare(check.run(ranks, node_size))
-    for mode in ("ht", "ll"):
-        for key in ("messages", "bytes"):
-            real, simulated = result[mode][key]
-            assert real == pytest.approx(simulated, rel=0.15), (mode, key)
-        assert 1 / 4 < result[mode]["us_ratio_scaled"] < 4, result
+    ratios = {"ht": [], "ll": []}
+    for _ in range(3):
+        result = check.compare(check.run(ranks, node_size))
+        for mode in ratios:
+            for key in ("messages", "bytes"):
+                real, simulated = result[mode][key]
+                assert real == pytest.approx(simulated, rel=0.15), (mode, key)
+            ratios[mode].append(result[mode]["us_ratio_scaled"])
+        if all(min(of_mode) < 4 for of_mode in ratios.values()):
+            break
+    assert all(1 / 4 < min(of_mode) < 4 for of_mode in ratios.values()), (ratios, result)

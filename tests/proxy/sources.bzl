@@ -20,6 +20,7 @@ TESTS = [
     "proxy_help_test.cc",
     "proxy_processes_test.cc",
     "proxy_test.cc",
+    "rest_test.cc",
     "sequencer_test.cc",
     "shm_test.cc",
     "side_channel_test.cc",

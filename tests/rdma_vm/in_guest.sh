@@ -13,6 +13,7 @@ step() { printf '\n--- %s (%ss)\n' "$1" "$SECONDS"; }
 
 step "conformance over verbs"
 "$build/tests/proxy/proxy_verbs_test" --gtest_brief=1
+"$build/tests/proxy/proxy_rest_test" --gtest_brief=1 --gtest_filter='*verbs'
 
 step "conformance over verbs;ofi_rxm"
 JAX_EP_OFI_PROVIDER='verbs;ofi_rxm' JAX_EP_OFI_DOMAIN=rxe0 \
