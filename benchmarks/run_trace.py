@@ -5,12 +5,16 @@
 --before: a Python whose jax_ep has no trace yet (2fb4c74 brought it): what it costs when off.
 
 A pair of dispatch and combine of 8 tokens (ll), and one of 256 (ht), of two ranks in one process.
-Each round runs every setting in a process of its own, one after the other; what counts is the
-median of the rounds' ratios. The bound is 2 %. The package must be installed.
+On and off are two groups of one process, whose calls take turns: the machine is then the same for
+both. Each round is a process, and every other one makes the traced group first. Off and before are
+processes one after the other. What counts is the median of the rounds' ratios; the bound is 2 %.
+The package must be installed.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -21,11 +25,37 @@ from run_cpu import HERE, run, stamp, worker_result
 
 CALLS = 50  # in a loop on the device
 BOUND = 1.02
-CASES = {"ll, 8 tokens": ("ll", 8, 60), "ht, 256 tokens": ("ht", 256, 30)}
+CASES = {"ll, 8 tokens": ("ll", 8, 200), "ht, 256 tokens": ("ht", 256, 60)}
 
 
-def worker(mode, tokens, repeats):
-    """Prints the quartile of the times of one pair, in us."""
+def worker(mode, tokens, turns, settings):
+    """Prints the quartile of the times of one pair under each of the settings, in us."""
+    import jax
+    import numpy as np
+
+    jax.config.update("jax_num_cpu_devices", 2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+    times = {setting: [] for setting in settings}
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        steps = {}
+        for setting in settings:
+            os.environ.pop("JAX_EP_TRACE", None)
+            if setting == "on":
+                os.environ["JAX_EP_TRACE"] = f"{folder}/run"
+            steps[setting] = calls_of_a_group(stack, mesh, mode, tokens)
+        for turn in range(turns + 2):
+            for setting, step in steps.items():
+                begin = time.perf_counter()
+                step()
+                if turn >= 2:
+                    times[setting].append((time.perf_counter() - begin) / CALLS * 1e6)
+    quartiles = {setting: statistics.quantiles(us, n=4)[0] for setting, us in times.items()}
+    print("RESULT " + json.dumps(quartiles))
+
+
+def calls_of_a_group(stack, mesh, mode, tokens):
+    """A function that makes CALLS pairs of calls of a group, which lives as long as the stack."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -34,51 +64,47 @@ def worker(mode, tokens, repeats):
 
     import jax_ep
 
-    jax.config.update("jax_num_cpu_devices", 2)
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
     config = jax_ep.Config(
         num_experts=8, top_k=2, hidden=1024, max_tokens=tokens, dtype=jnp.float32, mode=mode
     )
-    with jax_ep.create_group(mesh, "ep", config) as group:
+    group = stack.enter_context(jax_ep.create_group(mesh, "ep", config))
 
-        def pair(_, x, ids):
-            recv = jax_ep.dispatch(group, x, ids)
-            return jax_ep.combine(group, recv.x, recv) * 0.5
+    def pair(_, x, ids):
+        recv = jax_ep.dispatch(group, x, ids)
+        return jax_ep.combine(group, recv.x, recv) * 0.5
 
-        def calls(x, ids):
-            return jax.lax.fori_loop(0, CALLS, lambda i, x: pair(i, x, ids), x)
+    def calls(x, ids):
+        return jax.lax.fori_loop(0, CALLS, lambda i, x: pair(i, x, ids), x)
 
-        step = jax.jit(jax.shard_map(calls, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-        rng = np.random.default_rng(0)
-        sharding = NamedSharding(mesh, P("ep"))
-        x = jax.device_put(rng.standard_normal((2 * tokens, 1024), np.float32), sharding)
-        ids = jax.device_put(rng.integers(0, 8, (2 * tokens, 2)).astype(np.int32), sharding)
-        times = []
-        for _ in range(repeats + 2):
-            begin = time.perf_counter()
-            jax.block_until_ready(step(x, ids))
-            times.append((time.perf_counter() - begin) / CALLS * 1e6)
-    print("RESULT " + json.dumps({"us": statistics.quantiles(times[2:], n=4)[0]}))
+    step = jax.jit(jax.shard_map(calls, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    rng = np.random.default_rng(0)
+    sharding = NamedSharding(mesh, P("ep"))
+    x = jax.device_put(rng.standard_normal((2 * tokens, 1024), np.float32), sharding)
+    ids = jax.device_put(rng.integers(0, 8, (2 * tokens, 2)).astype(np.int32), sharding)
+    return lambda: jax.block_until_ready(step(x, ids))
+
+
+def quartiles(python, name, settings):
+    """One process: {setting: us}."""
+    mode, tokens, turns = CASES[name]
+    command = [python, __file__, "--worker", mode, str(tokens), str(turns), ",".join(settings)]
+    return worker_result(run(command, {"JAX_PLATFORMS": "cpu", "NPROC": "32"}))
 
 
 def measure(name, rounds, before):
-    mode, tokens, repeats = CASES[name]
-    pythons = ({"before": before} if before else {}) | dict.fromkeys(("off", "on"), sys.executable)
-    times = {setting: [] for setting in pythons}
-    for _ in range(rounds):
-        for setting, python in pythons.items():
-            command = [python, __file__, "--worker", mode, str(tokens), str(repeats)]
-            with tempfile.TemporaryDirectory() as scratch:
-                trace = {"JAX_EP_TRACE": f"{scratch}/run"} if setting == "on" else {}
-                text = run(command, {"JAX_PLATFORMS": "cpu", "NPROC": "32"} | trace)
-            times[setting].append(worker_result(text)["us"])
-    case = {"us": {setting: statistics.median(values) for setting, values in times.items()}}
-    case |= _ratio("on over off", times["on"], times["off"])
-    return case | (_ratio("off over before", times["off"], times["before"]) if before else {})
+    pairs, alone = [], []
+    for i in range(rounds):
+        pairs.append(quartiles(sys.executable, name, ("on", "off") if i % 2 else ("off", "on")))
+        if before:
+            pythons = {"before": before, "off": sys.executable}
+            alone.append({key: quartiles(pythons[key], name, ["off"])["off"] for key in pythons})
+    case = {"us": {key: statistics.median(us[key] for us in pairs) for key in ("off", "on")}}
+    case |= _ratio("on over off", pairs, "on", "off")
+    return case | (_ratio("off over before", alone, "off", "before") if before else {})
 
 
-def _ratio(name, times, references):
-    ratios = [time / reference for time, reference in zip(times, references, strict=True)]
+def _ratio(name, rounds, key, reference):
+    ratios = [us[key] / us[reference] for us in rounds]
     return {name: statistics.median(ratios), f"{name}, of each round": ratios}
 
 
@@ -87,10 +113,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--before", metavar="PYTHON")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
-        return worker(args.worker[0], *map(int, args.worker[1:]))
+        mode, tokens, turns, settings = args.worker
+        return worker(mode, int(tokens), int(turns), settings.split(","))
     cases = {name: measure(name, args.rounds, args.before) for name in CASES}
     record = stamp() | {"bound": BOUND, "cases": cases}
     (args.out / "trace_cpu.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
 import os
 import pathlib
@@ -411,6 +412,30 @@ class TestExport:
             server.shutdown()
             server.server_close()
             thread.join(10)
+
+
+def test_grafana_s_own_model_takes_the_dashboard_and_loses_nothing_of_it():
+    """What Grafana does not know of a file, it drops; its model is generated from its schemas."""
+    sdk = pytest.importorskip("grafana_foundation_sdk", reason="of the extra `test`").__name__
+    importlib.import_module(f"{sdk}.cog.plugins").register_default_plugins()
+    encoder = importlib.import_module(f"{sdk}.cog.encoder").JSONEncoder()
+    dashboard = importlib.import_module(f"{sdk}.models.dashboard").Dashboard
+    board = json.loads((ROOT / "docs/grafana/jax_ep.json").read_text())
+    taken = json.loads(encoder.encode(dashboard.from_json(board)))
+
+    def lost(given, kept, path="dashboard"):
+        if isinstance(given, dict):
+            for key, value in given.items():
+                assert key in kept, f"{path}.{key}"
+                lost(value, kept[key], f"{path}.{key}")
+        elif isinstance(given, list):
+            assert len(given) == len(kept), path
+            for i, (value, other) in enumerate(zip(given, kept, strict=True)):
+                lost(value, other, f"{path}[{i}]")
+        else:
+            assert given == kept, path
+
+    lost(board, taken)
 
 
 def test_the_dashboard_asks_for_what_is_exported():
