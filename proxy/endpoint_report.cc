@@ -94,8 +94,9 @@ std::string Endpoint::DescribeFlowAndWindow(uint32_t flow_index) const {
 
 void Endpoint::AppendState(std::string* text) const {
   *text += Where() + ": commands popped " + std::to_string(ring_->num_popped()) + ", quiet epoch " +
-           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) +
-           ", forged immediates dropped " + std::to_string(num_forged_.Get()) + "\n";
+           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + ", heartbeats sent " +
+           std::to_string(num_heartbeats_.Get()) + ", forged immediates dropped " +
+           std::to_string(num_forged_.Get()) + "\n";
   transport_->AppendState(text);
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {
     const SendFlow& send = send_flows_[i];
