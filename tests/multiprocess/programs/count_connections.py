@@ -3,6 +3,7 @@
 Each process is a node."""
 
 import argparse
+import json
 import os
 import pathlib
 import re
@@ -50,6 +51,10 @@ def sent(group):
 def count(group, when):
     flows = group.stats()["flows"]
     print(f"PAIRS_{when}", len({(flow["rank"], flow["peer"]) for flow in flows}), flush=True)
+    used = {}
+    for flow in flows:
+        used.setdefault(str(flow["channel"]), set()).add((flow["rank"], flow["peer"]))
+    print(f"CHANNELS_{when}", json.dumps({name: len(used[name]) for name in used}), flush=True)
     print(f"SOCKETS_{when}", sockets() - before, flush=True)
     meet(f"counted {when}")
 
