@@ -76,8 +76,10 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
     char silence[32];
     std::snprintf(silence, sizeof(silence), "%.1f",
                   std::chrono::duration<double>(first.silence).count());
-    text += "stopped answering: no heartbeat for " + std::string(silence) + " s" +
-            (first.was_heard ? "" : " since the group was started");
+    text += "stopped answering: " +
+            std::string(first.is_cut_off ? "no acknowledgement" : "no heartbeat") + " for " +
+            silence + " s" + (first.was_heard ? "" : " since the group was started") +
+            (first.is_cut_off ? ", though others of its process are heard" : "");
   }
   text += "; seen by " + NameOf(rank_) + " (" + DescribeFlow(busiest) + ")";
   for (size_t i = 1; i < dead.size(); ++i) {

@@ -25,7 +25,7 @@ PeerWatch::PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_t
 
 void PeerWatch::Start(Time now) {
   last_tick_ = now;
-  for (Peer& peer : peers_) peer.last_heard = now;
+  for (Peer& peer : peers_) peer.last_heard = peer.proxy_last_heard = now;
 }
 
 void PeerWatch::Refresh(Peer& peer, bool is_awaited, Time now) const {
@@ -33,6 +33,7 @@ void PeerWatch::Refresh(Peer& peer, bool is_awaited, Time now) const {
   const uint64_t last_of_proxy = signs_.last_arrival(peer.proxy);
   peer.last_sign = std::max(peer.last_sign, peer.last_arrival);
   if (!is_awaited) peer.last_sign = std::max(peer.last_sign, last_of_proxy);
+  if (is_own || last_of_proxy > num_arrivals_at_tick_) peer.proxy_last_heard = now;
   // Its proxy has just been started: what was sent to it before counts from now.
   const bool is_new = !peer.was_heard && (is_own || last_of_proxy > 0);
   if (is_new || peer.last_sign > num_arrivals_at_tick_ || (is_own && !is_awaited)) {
@@ -50,14 +51,18 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     peer.last_heard += not_listened;
+    peer.proxy_last_heard += not_listened;
     Refresh(peer, is_awaited(i), now);
     if (peer.ticks_to_live > 0) --peer.ticks_to_live;
     if (has_departed(i)) continue;
     const Duration silence = now - peer.last_heard;
     const bool is_lost = peer.ticks_to_live == 0;
     if (is_lost || silence > (peer.was_heard ? peer_timeout_ : first_timeout_)) {
-      dead.push_back(
-          Dead{.peer = i, .silence = silence, .was_heard = peer.was_heard, .is_lost = is_lost});
+      dead.push_back(Dead{.peer = i,
+                          .silence = silence,
+                          .was_heard = peer.was_heard,
+                          .is_lost = is_lost,
+                          .is_cut_off = now - peer.proxy_last_heard < silence / 2});
     }
   }
   num_arrivals_at_tick_ = signs_.num_arrivals();

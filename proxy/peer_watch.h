@@ -24,6 +24,7 @@ class PeerWatch {
     Duration silence;  // since it was last heard, or since Start
     bool was_heard;    // false: never since Start
     bool is_lost;      // see Lose
+    bool is_cut_off;   // it owes an answer, while its proxy is heard
   };
 
   // A peer whose proxy was heard may be silent for `peer_timeout`, one whose proxy was never heard
@@ -65,7 +66,8 @@ class PeerWatch {
     uint64_t last_sign = 0;     // the newest arrival that counted for it
     bool was_heard = false;     // a sign, at a tick
     int ticks_to_live = kAlive;
-    Time last_heard;  // as exact as ticks are; last_sign says who of two fell silent first
+    Time proxy_last_heard;  // on whichever endpoint, for the message
+    Time last_heard;        // as exact as ticks are; last_sign says who of two fell silent first
   };
 
   // Takes note of what has arrived since the last tick.

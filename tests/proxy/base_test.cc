@@ -426,6 +426,7 @@ TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_proxy_is_heard) {
   EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
   ASSERT_EQ(dead.size(), 2u);  // both, at once
   EXPECT_TRUE(dead[1].was_heard);
+  EXPECT_FALSE(dead[0].is_cut_off || dead[1].is_cut_off);
 }
 
 // On another endpoint of ours, which has a watch of its own.
@@ -448,6 +449,7 @@ TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard)
   const auto dead = TickUntil(begin + 2 * kTimeout, 0);
   ASSERT_TRUE(dead.has_value());
   EXPECT_EQ(dead->peer, 1u);
+  EXPECT_TRUE(dead->is_cut_off);
   EXPECT_GT(now_ - begin, kTimeout);
   EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
 }
