@@ -62,8 +62,8 @@ enum class Departure : uint64_t {
   kProgramEnded = 1,  // it raised, or ended without a close
 };
 
-// What a rank leaves in the heap of each peer before the barrier of its close. Travels as one
-// write.
+// What a rank leaves in the heap of each node-mate, and in that of one rank of each process of
+// other nodes, before the barrier of its close. Travels as one write.
 struct Farewell {
   std::atomic<uint64_t> num_calls;  // calls that it took part in; it takes part in no other
   std::atomic<Departure> departure;

@@ -51,7 +51,8 @@ Status CheckOptions(const EndpointOptions& options) {
 
 Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
                                                    const EndpointOptions& options,
-                                                   std::unique_ptr<Transport> transport) {
+                                                   std::unique_ptr<Transport> transport,
+                                                   LifeSigns* signs) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options));
   if (transport->Caps().immediate_bits < kNeededImmediateBits) {
     return Unimplemented("transport: carries " + std::to_string(transport->Caps().immediate_bits) +
@@ -60,7 +61,7 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
   JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<CommandRing> ring,
                           CommandRing::Create(options.ring_slots, options.ring_memory));
   std::unique_ptr<Endpoint> endpoint(
-      new Endpoint(proxy, options, std::move(transport), std::move(ring)));
+      new Endpoint(proxy, options, std::move(transport), std::move(ring), signs));
   if (endpoint->uses_secrets_) JAX_EP_RETURN_IF_ERROR(endpoint->DrawSecrets());
   JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_,
                           endpoint->transport_->Register(MemoryRegion{
@@ -69,7 +70,8 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
 }
 
 Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
-                   std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring)
+                   std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring,
+                   LifeSigns* signs)
     : group_name_(proxy.group_name),
       rank_(options.rank),
       team_(options.team),
@@ -84,7 +86,8 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       caps_(transport_->Caps()),
       uses_secrets_(caps_.immediate_bits >= kSecretImmediateBits),
       peer_of_rank_(options.num_ranks, -1),
-      watch_(static_cast<uint32_t>(options.peers.size()), proxy.peer_timeout, proxy.timeout),
+      signs_(*signs),
+      watch_(static_cast<uint32_t>(options.peers.size()), proxy.peer_timeout, proxy.timeout, signs),
       ring_(std::move(ring)) {
   std::vector<uint32_t> ranks = options.peers;
   std::sort(ranks.begin(), ranks.end());
@@ -133,6 +136,7 @@ std::string Endpoint::LocalBlob() const {
   PeerBlob blob{.group_name = group_name_,
                 .rank = rank_,
                 .num_ranks = num_ranks_,
+                .proxy = signs_.own_id(),
                 .window_messages = window_messages_,
                 .ll_slots = ll_slots_,
                 .transport_address = transport_->LocalAddress(),
@@ -188,8 +192,10 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
   peer.heap_region = *region;
   peer.first_flow = static_cast<uint32_t>(self - blob.peers.begin()) * kNumChannels;
   if (uses_secrets_) peer.its_secret = SecretOf(*blob.secret_key, rank_);
+  peer.proxy = signs_.IndexOf(blob.proxy);
   peer.is_connected = true;
   const uint32_t index = static_cast<uint32_t>(peer_of_rank_[rank]);
+  watch_.SetProxy(index, peer.proxy);
   for (uint32_t c = 0; c < kNumChannels; ++c) {
     send_flows_[index * kNumChannels + c].remote_flow = peer.first_flow + c;
   }
@@ -203,6 +209,24 @@ std::optional<uint32_t> Endpoint::FirstUnconnectedPeer() const {
   return std::nullopt;
 }
 
+void Endpoint::AppendPairs(std::vector<PeerPair>* pairs) const {
+  for (const Peer& peer : peers_) {
+    pairs->push_back({.team = team_.index, .rank = rank_, .peer = peer.rank, .proxy = peer.proxy});
+  }
+}
+
+void Endpoint::SetRoles(std::span<const LeadRole> roles) {
+  for (size_t i = 0; i < peers_.size(); ++i) peers_[i].role = roles[i];
+}
+
+std::vector<uint32_t> Endpoint::BarrierPeers() const {
+  std::vector<uint32_t> ranks;
+  for (const Peer& peer : peers_) {
+    if (peer.role.is_lead) ranks.push_back(peer.rank);
+  }
+  return ranks;
+}
+
 void Endpoint::Start(PeerWatch::Time now) {
   watch_.Start(now);
   DemandHeartbeats();
@@ -214,6 +238,7 @@ Status Endpoint::Step(bool* did_work) {
   // Commands first: who pushed them waits, and looking costs less than polling a network.
   JAX_EP_RETURN_IF_ERROR(PopCommands(&is_busy));
   JAX_EP_RETURN_IF_ERROR(PollTransport(&is_busy));
+  if (num_departed_seen_ != signs_.num_departed()) JAX_EP_RETURN_IF_ERROR(SeeDepartures());
   JAX_EP_RETURN_IF_ERROR(Publish());
   if (!pending_flows_.empty()) JAX_EP_RETURN_IF_ERROR(PumpPending(&is_busy));
   if (!ack_flows_.empty()) {
@@ -226,7 +251,8 @@ Status Endpoint::Step(bool* did_work) {
 }
 
 Status Endpoint::Tick(PeerWatch::Time now) {
-  const std::vector<PeerWatch::Dead> dead = watch_.Tick(now);
+  const std::vector<PeerWatch::Dead> dead =
+      watch_.Tick(now, [this](uint32_t peer) { return peers_[peer].num_open > 0; });
   if (!dead.empty()) {
     Blame(peers_[dead.front().peer].rank);
     return PeersDied(dead);
@@ -261,11 +287,21 @@ uint32_t Endpoint::FailurePayload(int64_t blamed) const {
   return static_cast<uint32_t>(FailureLatch::Told(blamed, team_.index, kImmOtherTeam));
 }
 
+bool Endpoint::HasUsed(uint32_t peer) const {
+  for (uint32_t i = peer * kNumChannels; i < (peer + 1) * kNumChannels; ++i) {
+    if (send_flows_[i].messages.Get() > 0 || recv_flows_[i].received.Get() > 0) return true;
+  }
+  return false;
+}
+
 bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {
   bool all_told = true;
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
-    if (peer.is_told || !peer.is_connected || watch_.has_departed(i)) {
+    const bool is_own = peer.proxy == LifeSigns::kOwn;  // it has the same latch
+    if (peer.is_told || !peer.is_connected || is_own || watch_.has_departed(i)) continue;
+    if (control == ImmControl::kBye ? !peer.role.carries_heartbeat
+                                    : !peer.role.is_lead && !HasUsed(i)) {
       continue;
     }
     peer.is_told = TrySendControl(i, control, Channel::kOrder, payload);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -18,6 +19,8 @@
 #include "proxy/base/siphash.h"
 #include "proxy/command_ring.h"
 #include "proxy/flow.h"
+#include "proxy/leads.h"
+#include "proxy/life_signs.h"
 #include "proxy/peer_watch.h"
 #include "proxy/proxy.h"
 #include "proxy/stats.h"
@@ -32,12 +35,16 @@ class Endpoint {
  public:
   static Result<std::unique_ptr<Endpoint>> Create(const ProxyOptions& proxy,
                                                   const EndpointOptions& options,
-                                                  std::unique_ptr<Transport> transport);
+                                                  std::unique_ptr<Transport> transport,
+                                                  LifeSigns* signs);  // outlives the endpoint
 
   std::string LocalBlob() const;
   Status Connect(uint32_t peer, std::string_view blob, Deadline deadline);
   // The first peer that is not connected, if any.
   std::optional<uint32_t> FirstUnconnectedPeer() const;
+  // A pair for each peer, and what each is for; both in the order of the peers' ranks.
+  void AppendPairs(std::vector<PeerPair>* pairs) const;
+  void SetRoles(std::span<const LeadRole> roles);
 
   // --- under the proxy's mutex ---
   void Start(PeerWatch::Time now);
@@ -60,7 +67,8 @@ class Endpoint {
   bool PrepareToSleep();
   // Nothing is queued, under way or unacknowledged, in either direction.
   bool is_drained() const;
-  // Tells every peer that is still there. Returns true when all were told; else call again.
+  // Tells every other proxy that is still there, as leads.h says. Returns true when all were told;
+  // else call again.
   bool SendToAll(ImmControl control, uint32_t payload);
   // Reports local completions only; used after a failure. True when nothing is under way.
   bool DrainCompletions();
@@ -73,6 +81,9 @@ class Endpoint {
 
   // --- any thread ---
   uint32_t rank() const { return rank_; }
+  size_t num_peers() const { return peers_.size(); }
+  // Whom kBarrier signals, and who signals this endpoint; fixed by SetRoles.
+  std::vector<uint32_t> BarrierPeers() const;
   std::string NameOf(uint32_t rank) const { return RankName(team_, rank); }
   RingView ring() { return ring_->view(); }
   std::atomic<uint64_t>* quiet_flag() { return &quiet_epoch_; }
@@ -99,13 +110,17 @@ class Endpoint {
     uint32_t first_flow = 0;   // our flow ids at the peer start here
     uint32_t own_secret = 0;   // that it presents to us; both only if uses_secrets_
     uint32_t its_secret = 0;   // that we present to it
-    bool is_told = false;      // by the SendToAll under way
+    uint32_t proxy = 0;        // that serves it, by LifeSigns
+    LeadRole role = {};
+    uint64_t num_open = 0;  // messages that it has not acknowledged, and pending commands
+    bool is_told = false;   // by the SendToAll under way
     bool is_heartbeat_due = false;
     std::string why_lost = {};  // the transport's words; "": writes to it are possible
   };
 
   Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
-           std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring);
+           std::unique_ptr<Transport> transport, std::unique_ptr<CommandRing> ring,
+           LifeSigns* signs);
 
   Status DrawSecrets();
 
@@ -115,6 +130,7 @@ class Endpoint {
   Status TakeBarrier(const Command& command, bool* is_taken);
   bool has_commands() const;  // in the ring or the batch
   bool IsQuiet() const;
+  bool HasUsed(uint32_t peer) const;  // a message of any flow went or came
   Status CheckCommand(const Command& command) const;
   Status Enqueue(SendFlow& flow, const PackedCommand& packed, const Command& command,
                  bool* is_taken);
@@ -135,6 +151,8 @@ class Endpoint {
   Status OnArrival(const TransportEvent& event);
   Status OnMessage(uint32_t flow_index, const Imm& imm);
   Status OnControl(uint32_t flow_index, const Imm& imm);
+  // Takes note of the proxies that have said goodbye, on whichever endpoint.
+  Status SeeDepartures();
   Status Publish();
   void RingIfFlagChanged();
   // What peer and channel of a flow have come to: kFlag or kAcknowledged.
@@ -169,7 +187,9 @@ class Endpoint {
   std::vector<int32_t> peer_of_rank_;  // index into peers_, or -1
   std::vector<SendFlow> send_flows_;   // by FlowIndex
   std::vector<RecvFlow> recv_flows_;   // by FlowIndex, which is the flow id on the wire
+  LifeSigns& signs_;
   PeerWatch watch_;
+  uint32_t num_departed_seen_ = 0;  // of LifeSigns
 
   std::unique_ptr<CommandRing> ring_;
   std::array<PackedCommand, kBatchCommands> batch_;
@@ -186,6 +206,7 @@ class Endpoint {
   uint64_t num_control_in_transport_ = 0;
   bool must_retry_ = false;
   uint32_t num_heartbeats_due_ = 0;
+  Counter num_heartbeats_;  // sent
 
   std::vector<uint32_t> dirty_flows_;     // recv flows with arrivals that are not yet visible
   std::vector<uint32_t> flushing_flows_;  // those that the Flush under way covers

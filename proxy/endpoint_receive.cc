@@ -128,6 +128,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
         return BadArrival(peer, imm, "it acknowledges messages that were never sent");
       }
       num_unacknowledged_ -= static_cast<uint64_t>(num_new);
+      peers_[peer].num_open -= static_cast<uint64_t>(num_new);
       flow.acknowledged.Set(flow.window.acknowledged());
       TraceProgress(TraceKind::kAcknowledged, flow_index, flow.window.acknowledged(), 0);
       return Status::Ok();
@@ -149,23 +150,34 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
       }
       return Unavailable(message + "; its own error says more");
     }
-    case ImmControl::kBye: {
-      watch_.Depart(peer);
-      for (uint32_t c = 0; c < kNumChannels; ++c) {
-        SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
-        if (flow.num_pending > 0) {
-          Blame(peers_[peer].rank);
-          return FailedPrecondition(Where() + ": " + NameOf(peers_[peer].rank) +
-                                    " has closed the group, but this rank still sends to it (" +
-                                    DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
-        }
-        num_unacknowledged_ -= static_cast<uint64_t>(flow.window.AcknowledgeAll());
-        flow.acknowledged.Set(flow.window.acknowledged());
-      }
+    case ImmControl::kBye:
+      watch_.Depart(peer);  // see SeeDepartures
       return Status::Ok();
-    }
   }
   return Internal(Where() + ": unknown control message");
+}
+
+// What such a proxy has not acknowledged by now it does not need. Acknowledgements that the goodbye
+// has overtaken, on another pair of ranks, then say nothing new.
+Status Endpoint::SeeDepartures() {
+  num_departed_seen_ = signs_.num_departed();
+  for (uint32_t peer = 0; peer < peers_.size(); ++peer) {
+    if (!watch_.has_departed(peer) || peers_[peer].num_open == 0) continue;
+    for (uint32_t c = 0; c < kNumChannels; ++c) {
+      SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
+      if (flow.num_pending > 0) {
+        Blame(peers_[peer].rank);
+        return FailedPrecondition(Where() + ": " + NameOf(peers_[peer].rank) +
+                                  " has closed the group, but this rank still sends to it (" +
+                                  DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
+      }
+      const auto num_open = static_cast<uint64_t>(flow.window.AcknowledgeAll());
+      num_unacknowledged_ -= num_open;
+      peers_[peer].num_open -= num_open;
+      flow.acknowledged.Set(flow.window.acknowledged());
+    }
+  }
+  return Status::Ok();
 }
 
 // Moves arrivals to visible, with a flush in between where the transport does not promise it.

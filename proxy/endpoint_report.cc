@@ -76,8 +76,10 @@ Status Endpoint::PeersDied(const std::vector<PeerWatch::Dead>& dead) const {
     char silence[32];
     std::snprintf(silence, sizeof(silence), "%.1f",
                   std::chrono::duration<double>(first.silence).count());
-    text += "stopped answering: no heartbeat for " + std::string(silence) + " s" +
-            (first.was_heard ? "" : " since the group was started");
+    text += "stopped answering: " +
+            std::string(first.is_cut_off ? "no acknowledgement" : "no heartbeat") + " for " +
+            silence + " s" + (first.was_heard ? "" : " since the group was started") +
+            (first.is_cut_off ? ", though others of its process are heard" : "");
   }
   text += "; seen by " + NameOf(rank_) + " (" + DescribeFlow(busiest) + ")";
   for (size_t i = 1; i < dead.size(); ++i) {
@@ -94,8 +96,9 @@ std::string Endpoint::DescribeFlowAndWindow(uint32_t flow_index) const {
 
 void Endpoint::AppendState(std::string* text) const {
   *text += Where() + ": commands popped " + std::to_string(ring_->num_popped()) + ", quiet epoch " +
-           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) +
-           ", forged immediates dropped " + std::to_string(num_forged_.Get()) + "\n";
+           std::to_string(quiet_epoch_.load(std::memory_order_relaxed)) + ", heartbeats sent " +
+           std::to_string(num_heartbeats_.Get()) + ", forged immediates dropped " +
+           std::to_string(num_forged_.Get()) + "\n";
   transport_->AppendState(text);
   for (uint32_t i = 0; i < send_flows_.size(); ++i) {
     const SendFlow& send = send_flows_[i];

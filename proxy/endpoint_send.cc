@@ -103,6 +103,7 @@ Status Endpoint::TakeBarrier(const Command& command, bool* is_taken) {
                            std::to_string(epoch) + " is next");
   }
   for (; barrier_next_peer_ < peers_.size(); ++barrier_next_peer_) {
+    if (!peers_[barrier_next_peer_].role.is_lead) continue;
     const Command signal{.op = Op::kSignal,
                          .dst_rank = peers_[barrier_next_peer_].rank,
                          .channel = Channel::kBarrier,
@@ -141,6 +142,7 @@ Status Endpoint::Enqueue(SendFlow& flow, const PackedCommand& packed, const Comm
   flow.pending_since_ns[last] = taken_ns;
   ++flow.num_pending;
   ++num_pending_;
+  ++peers_[flow.peer].num_open;
   if (!flow.is_listed) {
     flow.is_listed = true;
     pending_flows_.push_back(FlowIndex(flow.peer, flow.channel));
@@ -219,6 +221,7 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
     flow.bytes.Add(piece_bytes);
     if (is_signal) flow.signals.Add(1);
     ++num_unacknowledged_;
+    ++peer.num_open;
     ++num_in_transport_;
     *sent_bytes += piece_bytes;
     *is_done = is_last;
@@ -244,6 +247,7 @@ Status Endpoint::PumpPending(bool* did_work) {
       flow.pending_first = (flow.pending_first + 1) % kMaxPendingCommands;
       --flow.num_pending;
       --num_pending_;
+      --peers_[flow.peer].num_open;
     }
     if (flow.num_pending == 0) {
       flow.is_listed = false;
@@ -309,8 +313,11 @@ void Endpoint::SendAcks(bool send_all) {
 }
 
 void Endpoint::DemandHeartbeats() {
-  for (Peer& peer : peers_) peer.is_heartbeat_due = true;
-  num_heartbeats_due_ = static_cast<uint32_t>(peers_.size());
+  for (Peer& peer : peers_) {
+    if (!peer.role.carries_heartbeat || peer.is_heartbeat_due) continue;
+    peer.is_heartbeat_due = true;
+    ++num_heartbeats_due_;
+  }
 }
 
 // A peer whose queue is full holds up nobody else's: it stays due.
@@ -318,8 +325,9 @@ void Endpoint::SendHeartbeats() {
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     if (!peer.is_heartbeat_due) continue;
-    if (!watch_.has_departed(i) && !TrySendControl(i, ImmControl::kHeartbeat, Channel::kOrder, 0)) {
-      continue;
+    if (!watch_.has_departed(i)) {
+      if (!TrySendControl(i, ImmControl::kHeartbeat, Channel::kOrder, 0)) continue;
+      num_heartbeats_.Add(1);
     }
     peer.is_heartbeat_due = false;
     --num_heartbeats_due_;

@@ -13,12 +13,13 @@
 
 namespace jax_ep {
 
-inline constexpr uint64_t kProtocolVersion = 4;  // commands, immediates, this blob, flag meaning
+inline constexpr uint64_t kProtocolVersion = 5;  // commands, immediates, this blob, flag meaning
 
 struct PeerBlob {
   std::string group_name = {};
   uint32_t rank = 0;
   uint32_t num_ranks = 0;
+  uint64_t proxy = 0;  // LifeSigns::own_id of the one that serves the rank
   uint32_t window_messages = 0;
   uint32_t ll_slots = 0;
   std::string transport_address = {};

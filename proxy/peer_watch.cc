@@ -15,18 +15,35 @@ constexpr int kLateIntervals = 4;
 
 }  // namespace
 
-PeerWatch::PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_timeout)
-    : peer_timeout_(peer_timeout),
+PeerWatch::PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_timeout,
+                     LifeSigns* signs)
+    : signs_(*signs),
+      peer_timeout_(peer_timeout),
       first_timeout_(std::max(peer_timeout, first_timeout)),
       interval_(std::clamp(peer_timeout / kTicksPerTimeout, kMinInterval, kMaxInterval)),
       peers_(num_peers) {}
 
 void PeerWatch::Start(Time now) {
   last_tick_ = now;
-  for (Peer& peer : peers_) peer.last_heard = now;
+  for (Peer& peer : peers_) peer.last_heard = peer.proxy_last_heard = now;
 }
 
-std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now) {
+void PeerWatch::Refresh(Peer& peer, bool is_awaited, Time now) const {
+  const bool is_own = peer.proxy == LifeSigns::kOwn;
+  const uint64_t last_of_proxy = signs_.last_arrival(peer.proxy);
+  peer.last_sign = std::max(peer.last_sign, peer.last_arrival);
+  if (!is_awaited) peer.last_sign = std::max(peer.last_sign, last_of_proxy);
+  if (is_own || last_of_proxy > num_arrivals_at_tick_) peer.proxy_last_heard = now;
+  // Its proxy has just been started: what was sent to it before counts from now.
+  const bool is_new = !peer.was_heard && (is_own || last_of_proxy > 0);
+  if (is_new || peer.last_sign > num_arrivals_at_tick_ || (is_own && !is_awaited)) {
+    peer.last_heard = now;
+    peer.was_heard = true;
+  }
+}
+
+std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
+                                             const std::function<bool(uint32_t peer)>& is_awaited) {
   const Duration gap = now - last_tick_;
   const Duration not_listened = gap > kLateIntervals * interval_ ? gap - interval_ : Duration(0);
   last_tick_ = now;
@@ -34,20 +51,23 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now) {
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     peer.last_heard += not_listened;
-    if (peer.last_arrival > num_arrivals_at_tick_) peer.last_heard = now;
+    peer.proxy_last_heard += not_listened;
+    Refresh(peer, is_awaited(i), now);
     if (peer.ticks_to_live > 0) --peer.ticks_to_live;
-    if (peer.has_departed) continue;
+    if (has_departed(i)) continue;
     const Duration silence = now - peer.last_heard;
-    const bool was_heard = peer.last_arrival != 0;
     const bool is_lost = peer.ticks_to_live == 0;
-    if (is_lost || silence > (was_heard ? peer_timeout_ : first_timeout_)) {
-      dead.push_back(
-          Dead{.peer = i, .silence = silence, .was_heard = was_heard, .is_lost = is_lost});
+    if (is_lost || silence > (peer.was_heard ? peer_timeout_ : first_timeout_)) {
+      dead.push_back(Dead{.peer = i,
+                          .silence = silence,
+                          .was_heard = peer.was_heard,
+                          .is_lost = is_lost,
+                          .is_cut_off = now - peer.proxy_last_heard < silence / 2});
     }
   }
-  num_arrivals_at_tick_ = num_arrivals_;
+  num_arrivals_at_tick_ = signs_.num_arrivals();
   std::stable_sort(dead.begin(), dead.end(), [this](const Dead& a, const Dead& b) {
-    return peers_[a.peer].last_arrival < peers_[b.peer].last_arrival;
+    return peers_[a.peer].last_sign < peers_[b.peer].last_sign;
   });
   return dead;
 }

@@ -1,13 +1,19 @@
-// PeerWatch: when to send heartbeats, and which peers are dead: silent for too long, or out of
-// reach. Pure logic: the time is an argument.
+// PeerWatch: when to send heartbeats, and which peers of an endpoint are dead: silent for too long,
+// or out of reach. Pure logic: the time is an argument.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <vector>
+
+#include "proxy/life_signs.h"
 
 namespace jax_ep {
 
+// A peer lives as long as its proxy is heard, on whichever endpoints (LifeSigns). While an answer
+// of the peer itself is awaited, an acknowledgement, only what comes from the peer itself counts:
+// the way between the two may be broken though their proxies hear each other over another.
 class PeerWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -18,52 +24,61 @@ class PeerWatch {
     Duration silence;  // since it was last heard, or since Start
     bool was_heard;    // false: never since Start
     bool is_lost;      // see Lose
+    bool is_cut_off;   // it owes an answer, while its proxy is heard
   };
 
-  // A peer that was heard may be silent for `peer_timeout`, one that was never heard for
-  // `first_timeout`.
-  PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_timeout);
+  // A peer whose proxy was heard may be silent for `peer_timeout`, one whose proxy was never heard
+  // for `first_timeout`. `signs` outlives this object.
+  PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_timeout, LifeSigns* signs);
 
+  // Which proxy serves the peer, by LifeSigns. For each before Start.
+  void SetProxy(uint32_t peer, uint32_t proxy) { peers_[peer].proxy = proxy; }
   void Start(Time now);
 
   // A peer sent something. Cheap; called for every arrival.
-  void Heard(uint32_t peer) { peers_[peer].last_arrival = ++num_arrivals_; }
+  void Heard(uint32_t peer) { peers_[peer].last_arrival = signs_.Heard(peers_[peer].proxy); }
   // The way to a peer is broken for good. It is dead at the second tick from now: until then its
   // own report may arrive, and the culprit may be another, for whose sake it ended.
   void Lose(uint32_t peer) {
     if (peers_[peer].ticks_to_live == kAlive) peers_[peer].ticks_to_live = kTicksAfterLoss;
   }
-  // A peer has left in order and is watched no more.
-  void Depart(uint32_t peer) { peers_[peer].has_departed = true; }
-  bool has_departed(uint32_t peer) const { return peers_[peer].has_departed; }
+  // A peer has left in order, with its proxy, and is watched no more.
+  void Depart(uint32_t peer) { signs_.Depart(peers_[peer].proxy); }
+  bool has_departed(uint32_t peer) const { return signs_.has_departed(peers_[peer].proxy); }
 
   // Heartbeats are due at each tick; several fit into a timeout.
   Duration interval() const { return interval_; }
   Time next_tick() const { return last_tick_ + interval_; }
 
-  // Call at next_tick() or later, after polling. If it comes much later (this process was stopped
-  // or starved), the peers are given that time back: it was us who did not listen. Returns the
-  // dead, the one that fell silent first before all others: it is the culprit. Those after it may
-  // have ended because of it.
-  std::vector<Dead> Tick(Time now);
+  // Call at next_tick() or later, after polling. `is_awaited`: whether an answer of that peer is.
+  // If it comes much later (this process was stopped or starved), the peers are given that time
+  // back: it was us who did not listen. Returns the dead, the one that fell silent first before all
+  // others: it is the culprit. Those after it may have ended because of it.
+  std::vector<Dead> Tick(Time now, const std::function<bool(uint32_t peer)>& is_awaited);
 
  private:
   static constexpr int kAlive = -1;
   static constexpr int kTicksAfterLoss = 2;
 
   struct Peer {
-    uint64_t last_arrival = 0;  // number of its latest arrival; 0: none
-    bool has_departed = false;
+    uint32_t proxy = LifeSigns::kOwn;
+    uint64_t last_arrival = 0;  // from itself
+    uint64_t last_sign = 0;     // the newest arrival that counted for it
+    bool was_heard = false;     // a sign, at a tick
     int ticks_to_live = kAlive;
-    Time last_heard;  // as exact as ticks are; last_arrival says who of two fell silent first
+    Time proxy_last_heard;  // on whichever endpoint, for the message
+    Time last_heard;        // as exact as ticks are; last_sign says who of two fell silent first
   };
 
+  // Takes note of what has arrived since the last tick.
+  void Refresh(Peer& peer, bool is_awaited, Time now) const;
+
+  LifeSigns& signs_;
   Duration peer_timeout_;
   Duration first_timeout_;
   Duration interval_;
   Time last_tick_;
-  uint64_t num_arrivals_ = 0;          // from all peers
-  uint64_t num_arrivals_at_tick_ = 0;  // the same at the last tick
+  uint64_t num_arrivals_at_tick_ = 0;  // of LifeSigns, at the last tick
   std::vector<Peer> peers_;
 };
 

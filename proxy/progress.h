@@ -71,7 +71,7 @@ class Progress {
 
   // \error kResourceExhausted  no thread
   Status Start();
-  // Sends what is queued, says goodbye to the peers, joins the thread (Proxy::Stop).
+  // Sends what is queued, says goodbye to the other proxies, joins the thread (Proxy::Stop).
   void Stop();
 
   // See ProxyPort.
@@ -104,7 +104,7 @@ class Progress {
 
   // Latches; who waits for an endpoint is woken.
   void Latch(Status status, int64_t blamed);
-  // Tells the peers what the latch holds: the thread's last act.
+  // Tells the other proxies what the latch holds: the thread's last act.
   void TellFailure();
   void SayToAll(ImmControl control, std::chrono::nanoseconds limit);
 

@@ -1,5 +1,9 @@
 #include "proxy/proxy.h"
 
+#include <errno.h>
+#include <string.h>
+#include <sys/random.h>
+
 #include <algorithm>
 #include <bit>
 #include <new>
@@ -7,24 +11,39 @@
 
 #include "proxy/base/shared_memory.h"
 #include "proxy/endpoint.h"
+#include "proxy/leads.h"
+#include "proxy/life_signs.h"
 #include "proxy/progress.h"
 #include "proxy/transport/registry.h"
 
 namespace jax_ep {
 
 struct Proxy::Impl {
-  Impl(ProxyOptions proxy_options, SharedMemory memory, FailureLatch* failure)
+  Impl(ProxyOptions proxy_options, uint64_t id, SharedMemory memory, FailureLatch* failure)
       : options(std::move(proxy_options)),
         bell_memory(std::move(memory)),
         bell(new (bell_memory.bytes().data()) Doorbell{}),
+        signs(id),
         progress({.group_name = options.group_name,
                   .caller_progress = options.caller_progress,
                   .cpus = options.cpus},
                  &endpoints, bell, failure) {}
 
+  void ChooseRoles() {
+    std::vector<PeerPair> pairs;
+    for (const auto& endpoint : endpoints) endpoint->AppendPairs(&pairs);
+    const std::vector<LeadRole> roles = ChooseLeads(pairs);
+    std::span<const LeadRole> left = roles;
+    for (const auto& endpoint : endpoints) {
+      endpoint->SetRoles(left);
+      left = left.subspan(endpoint->num_peers());
+    }
+  }
+
   const ProxyOptions options;
   SharedMemory bell_memory;  // shared because transports of other processes ring it
   Doorbell* const bell;
+  LifeSigns signs;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   Progress progress;
   bool is_started = false;
@@ -53,7 +72,11 @@ Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch*
   }
   JAX_EP_ASSIGN_OR_RETURN(SharedMemory bell_memory,
                           SharedMemory::Create(sizeof(Doorbell), /*shareable=*/true));
-  auto impl = std::make_unique<Impl>(std::move(options), std::move(bell_memory), failure);
+  uint64_t id = 0;  // random, so that nobody has to hand out numbers
+  if (getrandom(&id, sizeof(id), 0) != sizeof(id)) {
+    return Internal("group " + options.group_name + ": proxy: getrandom: " + strerror(errno));
+  }
+  auto impl = std::make_unique<Impl>(std::move(options), id, std::move(bell_memory), failure);
   return std::unique_ptr<Proxy>(new Proxy(std::move(impl)));
 }
 
@@ -74,8 +97,9 @@ Result<int> Proxy::AddEndpoint(EndpointOptions options) {
                           impl_->options.transport_factory
                               ? impl_->options.transport_factory(transport_options)
                               : MakeTransport(impl_->options.transport, transport_options));
-  JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Endpoint> endpoint,
-                          Endpoint::Create(impl_->options, options, std::move(transport)));
+  JAX_EP_ASSIGN_OR_RETURN(
+      std::unique_ptr<Endpoint> endpoint,
+      Endpoint::Create(impl_->options, options, std::move(transport), &impl_->signs));
   impl_->endpoints.push_back(std::move(endpoint));
   return static_cast<int>(impl_->endpoints.size()) - 1;
 }
@@ -101,12 +125,17 @@ Status Proxy::Start() {
                                 " is connected to " + endpoint->NameOf(*peer));
     }
   }
+  impl_->ChooseRoles();
   JAX_EP_RETURN_IF_ERROR(impl_->progress.Start());
   impl_->is_started = true;
   return Status::Ok();
 }
 
 void Proxy::Stop() { impl_->progress.Stop(); }
+
+std::vector<uint32_t> Proxy::BarrierPeers(int endpoint) const {
+  return impl_->endpoints[static_cast<size_t>(endpoint)]->BarrierPeers();
+}
 
 RingView Proxy::ring(int endpoint) {
   return impl_->endpoints[static_cast<size_t>(endpoint)]->ring();

@@ -38,9 +38,10 @@ struct ProxyOptions {
   uint32_t window_messages = 256;
   uint64_t window_bytes = uint64_t{8} << 20;
   uint32_t inbox_slots = 8192;  // power of two
-  // A peer that was heard and then is silent for longer is reported as dead.
+  // A peer whose proxy was heard and then is silent for longer is reported as dead, and one that
+  // acknowledges nothing for as long.
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(15);
-  // A peer that was never heard since Start is reported after this.
+  // A peer whose proxy was never heard since Start is reported after this.
   std::chrono::nanoseconds timeout = std::chrono::seconds(600);
   // Whether threads that wait may do the proxy's rounds, where the network wakes it dearly.
   bool caller_progress = true;
@@ -78,14 +79,21 @@ struct EndpointOptions {
 // call what ProxyPort has, DumpState, DumpOpenFlows and Stats. The latch, heaps, flags and
 // doorbells outlive it.
 //
-// Waiting across nodes: push kQuiet and kBarrier with the next epoch (each counts 1, 2, 3, ... per
-// endpoint), Kick, then wait until *quiet_flag(endpoint) and flag(kBarrier, peer) of all
-// peers have reached it.
+// Waiting across nodes, for all endpoints of the proxy together: push kQuiet on each with the next
+// epoch (it counts 1, 2, 3, ... per endpoint), Kick, wait until each *quiet_flag(endpoint) has
+// reached it; then all that they sent has arrived. Push kBarrier on each with its next epoch, Kick,
+// wait until flag(kBarrier, peer) of all BarrierPeers of each has reached it; then all other
+// proxies have come as far.
+//
+// Ranks of one proxy live and die together (life_signs.h). Two proxies have one heartbeat, one
+// goodbye and one barrier signal for each team, all over one pair of ranks (leads.h). So whatever
+// connects at its first message, as ofi does, has a connection for each other proxy, and beyond
+// these only for pairs of ranks that have something to send.
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
 // reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's
-// doorbell is rung, peers are told whom the latch blames, so that they fail at once and blame the
-// same, and the thread ends.
+// doorbell is rung, the other proxies are told whom the latch blames, so that they fail at once and
+// blame the same, and the thread ends.
 class Proxy final : public ProxyPort {
  public:
   static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);
@@ -106,8 +114,8 @@ class Proxy final : public ProxyPort {
   // \error kResourceExhausted   no thread
   Status Start();
 
-  // Sends what is queued, says goodbye to the peers, joins the thread. Idempotent; takes at most
-  // about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
+  // Sends what is queued, says goodbye to the other proxies, joins the thread. Idempotent; takes at
+  // most about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
   void Stop();
   static constexpr std::chrono::seconds kMaxStopTime{3};
 
@@ -117,6 +125,8 @@ class Proxy final : public ProxyPort {
   void EndHelp(bool leaves_work) override;
   bool Help() override;
 
+  // Whom kBarrier of that endpoint signals, and who signals it; of the peers' team. After Start.
+  std::vector<uint32_t> BarrierPeers(int endpoint) const;
   RingView ring(int endpoint);
   // The epoch of the newest completed kQuiet of this endpoint's ring (acquire it).
   std::atomic<uint64_t>* quiet_flag(int endpoint);

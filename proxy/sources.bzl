@@ -12,6 +12,7 @@ PROXY = [
     "endpoint_receive.cc",
     "endpoint_report.cc",
     "endpoint_send.cc",
+    "leads.cc",
     "peer_blob.cc",
     "peer_watch.cc",
     "progress.cc",

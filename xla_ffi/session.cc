@@ -8,14 +8,6 @@
 #include "xla_ffi/session_member.h"
 
 namespace jax_ep {
-namespace {
-
-double Seconds(std::chrono::nanoseconds time) {
-  return std::chrono::duration<double>(time).count();
-}
-
-}  // namespace
-
 Session::Session(SessionOptions options)
     : options_(std::move(options)),
       failure_(std::make_unique<FailureLatch>()),
@@ -103,7 +95,7 @@ Status Session::AllocateMembers() {
 }
 
 Status Session::Start() {
-  if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(proxy_->Start());
+  if (proxy_ != nullptr) JAX_EP_RETURN_IF_ERROR(StartProxy());
   JAX_EP_ASSIGN_OR_RETURN(watch_, ContinuationWatch::Create());
   MonitorOptions monitor = MonitorOptionsFor(options_, members_);
   for (const auto& member : members_) {
@@ -121,77 +113,6 @@ Status Session::Start() {
   };
   JAX_EP_ASSIGN_OR_RETURN(monitor_, Monitor::Create(std::move(monitor), failure_.get()));
   started_ = true;
-  return Status::Ok();
-}
-
-Status Session::Push(const Rank& rank, const Command& command, const Deadline& deadline) const {
-  const auto packed = TryPack(command);
-  if (!packed.has_value()) return Internal("group " + options_.name + ": a command does not fit");
-  RingView ring = rank.ring;
-  while (!ring.TryPush(*packed)) {
-    rank.proxy->Kick();
-    if (failure_->failed()) return failure_->status();
-    if (deadline.expired()) {
-      return DeadlineExceeded("group " + options_.name + ": the command ring of " +
-                              rank.NameOf(rank.rank) + " stayed full at a barrier");
-    }
-    std::this_thread::yield();
-  }
-  return Status::Ok();
-}
-
-Status Session::Barrier(std::chrono::nanoseconds limit) {
-  const GroupShape& shape = options_.shape;
-  const uint64_t epoch = barrier_epoch_.fetch_add(1, std::memory_order_acq_rel) + 1;
-  const Deadline deadline = Deadline::After(limit);
-  const auto flag_of = [&](std::byte* heap, uint32_t source) -> std::atomic<uint64_t>& {
-    return layout_.FlagIn(heap, Channel::kBarrier, source);
-  };
-  for (const auto& member : members_) {
-    const Rank& rank = member->executor->rank();
-    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] == nullptr) continue;
-      flag_of(rank.heaps[peer], rank.rank).store(epoch, std::memory_order_release);
-      reinterpret_cast<ControlBlock*>(rank.heaps[peer])->doorbell.Ring();
-    }
-    if (rank.ring.memory == nullptr) continue;
-    // Everything that this rank sent has been received when its barrier signal arrives.
-    for (const Op op : {Op::kQuiet, Op::kBarrier}) {
-      JAX_EP_RETURN_IF_ERROR(
-          Push(rank, Command{.op = op, .channel = Channel::kBarrier, .epoch = epoch}, deadline));
-    }
-    rank.proxy->Kick();
-  }
-  for (const auto& member : members_) {
-    const Rank& rank = member->executor->rank();
-    for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-      if (!rank.is_active(peer)) continue;
-      const auto& flag = flag_of(member->heap.bytes().data(), peer);
-      Activity& activity = member->control_block()->activity;
-      const uint64_t begin_ns = MonotonicNs();
-      activity.Await(Phase::kAwaitsBarrier, begin_ns, peer, Channel::kBarrier, epoch);
-      const WaitResult result = WaitUntil(
-          member->control_block()->doorbell,
-          [&] { return flag.load(std::memory_order_acquire) >= epoch; }, deadline, *failure_,
-          rank.heaps[peer] == nullptr ? rank.proxy : nullptr);
-      const uint64_t end_ns = MonotonicNs();
-      activity.Enter(Phase::kBetweenCalls, end_ns);
-      if (member->trace != nullptr && peer != rank.rank) {
-        member->trace->Add({.begin_ns = begin_ns,
-                            .end_ns = end_ns,
-                            .value = epoch,
-                            .peer = static_cast<uint16_t>(peer),
-                            .kind = TraceKind::kBarrier,
-                            .channel = static_cast<uint8_t>(Channel::kBarrier)});
-      }
-      if (result == WaitResult::kFailed) return failure_->status();
-      if (result == WaitResult::kTimeout) {
-        return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
-                                " on " + rank.NameOf(rank.rank) + ": " + rank.NameOf(peer) +
-                                " has not arrived within " + std::to_string(Seconds(limit)) + " s");
-      }
-    }
-  }
   return Status::Ok();
 }
 

@@ -43,7 +43,8 @@ class Session {
   Status Connect(const std::map<uint32_t, std::string>& blobs);
   // Starts proxy, monitor and executors. All processes must have connected before any starts.
   Status Start();
-  // Returns when every rank of every team has entered it, or with the reason why not.
+  // Of all ranks of this process. Returns when every rank of every team has entered it, or with the
+  // reason why not.
   Status Barrier(std::chrono::nanoseconds limit);
   // Ends the calls that XLA has handed over, says good-bye to the other processes, and waits until
   // all of them that live have said theirs (bounded by timeout, or by peer_timeout if the program
@@ -87,13 +88,25 @@ class Session {
 
  private:
   struct Member;  // one local rank
+  // Through whom this process and another one tell each other what concerns all of their ranks.
+  struct Lead {
+    Member* member = nullptr;  // here
+    uint32_t peer = 0;         // there
+  };
   struct PeerRecord;
   using PeerRecords = std::map<std::pair<uint32_t, uint32_t>, PeerRecord>;  // by (team, rank)
 
   explicit Session(SessionOptions options);
   Status AllocateMembers();
   Status ConnectMember(Member& member, const PeerRecords& records);
+  // Starts the proxy and notes down what it chose; see session_barrier.cc for all of these.
+  Status StartProxy();
   Status Push(const Rank& rank, const Command& command, const Deadline& deadline) const;
+  Status PushToAll(Op op, uint64_t epoch, const Deadline& deadline) const;
+  // Until everything that the ranks of this process have sent has arrived.
+  Status AwaitQuiet(uint64_t epoch, const Deadline& deadline) const;
+  Status AwaitBarrierOf(const Member& member, uint32_t peer, uint64_t epoch,
+                        std::chrono::nanoseconds limit, const Deadline& deadline) const;
   Farewell& FarewellOf(std::byte* heap, uint32_t source) const;
   // Ends the calls that were taken; takes no other.
   Status EndCalls();
@@ -118,6 +131,8 @@ class Session {
   std::vector<std::unique_ptr<Member>> members_;
   std::unique_ptr<ContinuationWatch> watch_;
   std::unique_ptr<Proxy> proxy_;
+  // By (team, process), of the processes that have ranks of the team on other nodes.
+  std::map<std::pair<uint32_t, uint32_t>, Lead> leads_;
   std::unique_ptr<Monitor> monitor_;
   std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   std::atomic<uint64_t> barrier_epoch_{0};

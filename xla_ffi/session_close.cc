@@ -31,11 +31,19 @@ void Session::CheckFarewells() const {
   for (const auto& member : members_) {
     const uint64_t needed = member->executor->num_needed();
     if (needed == 0) continue;
-    std::byte* heap = member->heap.bytes().data();
     for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
+      // Where its process signals a barrier: each rank of a node to each other, else the lead.
+      std::byte* heap = member->heap.bytes().data();
+      uint32_t source = peer;
+      if (member->executor->rank().heaps[peer] == nullptr) {
+        const auto lead = leads_.find({member->id.team, process_of(member->id.team, peer)});
+        if (lead == leads_.end()) continue;  // this very process
+        heap = lead->second.member->heap.bytes().data();
+        source = lead->second.peer;
+      }
       // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
       // it wrote before.
-      const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, peer);
+      const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, source);
       if (flag.load(std::memory_order_acquire) <= epoch) continue;
       const Farewell& farewell = FarewellOf(heap, peer);
       if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
@@ -87,19 +95,22 @@ Status Session::SayGoodbye(Departure departure) {
   for (const auto& member : members_) {
     const Rank& rank = member->executor->rank();
     const uint64_t num_calls = member->executor->num_executed();
-    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] == nullptr) continue;
-      Farewell& farewell = FarewellOf(rank.heaps[peer], rank.rank);
+    const auto leave_in = [&](std::byte* heap) {
+      Farewell& farewell = FarewellOf(heap, rank.rank);
       farewell.num_calls.store(num_calls, std::memory_order_relaxed);
       farewell.departure.store(departure, std::memory_order_relaxed);
+    };
+    for (std::byte* heap : rank.heaps) {
+      if (heap != nullptr) leave_in(heap);
     }
-    // The barrier's signal comes behind it.
-    for (uint32_t peer = 0; peer < options_.shape.num_ranks; ++peer) {
-      if (rank.heaps[peer] != nullptr || !rank.is_active(peer)) continue;
+    // A lead passes on those of all ranks here. The barrier's signal comes behind them.
+    for (const auto& [team_and_process, lead] : leads_) {
+      if (team_and_process.first != member->id.team) continue;
+      leave_in(lead.member->heap.bytes().data());
       const uint64_t offset = layout_.farewell_offset(rank.rank);
-      JAX_EP_RETURN_IF_ERROR(Push(rank,
+      JAX_EP_RETURN_IF_ERROR(Push(lead.member->executor->rank(),
                                   Command{.op = Op::kWrite,
-                                          .dst_rank = peer,
+                                          .dst_rank = lead.peer,
                                           .length_bytes = sizeof(Farewell),
                                           .local_offset = offset,
                                           .remote_offset = offset,
@@ -140,6 +151,7 @@ void Session::Close(Departure departure) {
   if (monitor_ != nullptr) monitor_->Stop();
   monitor_.reset();
   proxy_.reset();  // before the memory that it has registered
+  leads_.clear();
   members_.clear();
   watch_.reset();
   tracer_.reset();

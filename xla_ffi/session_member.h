@@ -14,12 +14,15 @@ struct Session::Member {
   std::vector<SharedMemory> imported;  // node-mates' heaps of other processes
   std::vector<MonitorOptions::Peer> watched;
   std::unique_ptr<WorkerPool> pool;
-  std::shared_ptr<TraceTrack> trace;  // null unless JAX_EP_TRACE is set
-  int endpoint = -1;                  // of the proxy; -1 in a group of one node
-  std::unique_ptr<Rank> rank;         // until Start gives it to the executor
+  std::shared_ptr<TraceTrack> trace;    // null unless JAX_EP_TRACE is set
+  int endpoint = -1;                    // of the proxy; -1 in a group of one node
+  std::vector<uint32_t> barrier_peers;  // of that endpoint, by the proxy
+  std::unique_ptr<Rank> rank;           // until Start gives it to the executor
   std::unique_ptr<Executor> executor;
 
-  ControlBlock* control_block() { return reinterpret_cast<ControlBlock*>(heap.bytes().data()); }
+  ControlBlock* control_block() const {
+    return reinterpret_cast<ControlBlock*>(heap.bytes().data());
+  }
 };
 
 }  // namespace jax_ep

@@ -19,6 +19,7 @@ SESSION = [
     "report.cc",
     "reporter.cc",
     "session.cc",
+    "session_barrier.cc",
     "session_close.cc",
     "session_connect.cc",
     "session_options.cc",

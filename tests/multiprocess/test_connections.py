@@ -1,31 +1,49 @@
 """What a process keeps open, and says while nothing happens: counted (docs/scale.md)."""
 
+import json
+
 import pytest
 from launching import launch
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.ci]
 
-PROCESSES, LOCAL, NODE_SIZE = 4, 2, 2
-PAIRS = LOCAL * (PROCESSES * LOCAL - NODE_SIZE)  # with each rank of each other node
+PLAN, DISPATCH, COMBINE = "1", "3", "6"  # proxy/abi/channel.h
 TICKS = 12  # in 3 s: one each sixteenth of peer_timeout_s, but at most two a second
 
 
-@pytest.mark.parametrize("transport", ["shm", "ofi"])
-def test_each_rank_is_connected_to_each_rank_of_other_nodes(transport):
+@pytest.mark.parametrize(
+    ("transport", "processes", "local", "mode"),
+    [("shm", 4, 2, "ht"), ("ofi", 4, 2, "ll"), ("ofi", 2, 8, "ht")],
+)
+def test_processes_are_connected_once_and_ranks_where_they_send(transport, processes, local, mode):
     done = launch(
         "count_connections.py",
         "--transport",
         transport,
-        processes=PROCESSES,
-        devices_per_process=LOCAL,
+        "--mode",
+        mode,
+        processes=processes,
+        devices_per_process=local,
     )
     assert done.returncode == 0, done.text[-6000:]
-    for process in range(PROCESSES):
-        assert int(done.value(process, "PAIRS")) == PAIRS
-        sockets = int(done.value(process, "SOCKETS"))
-        # libfabric opens one at the first message of either side: two if both begin at once.
-        assert sockets == 0 if transport == "shm" else PAIRS <= sockets <= 2 * PAIRS
-        if transport == "ofi":
-            # One for each pair of ranks and tick, though there are only three other processes.
-            heartbeats = int(done.value(process, "HEARTBEATS"))
-            assert PAIRS * TICKS // 2 <= heartbeats <= PAIRS * (TICKS + 2)
+    others = processes - 1
+    all_pairs = local * local * others  # with each rank of each other node
+    # Each endpoint of libfabric writes to itself when it is made, over a connection of two ends.
+    own_sockets = 2 * local
+    for process in range(processes):
+        value = lambda key: int(done.value(process, key))  # noqa: B023, E731
+        channels = json.loads(done.value(process, "CHANNELS_CALLED"))
+        assert value("PAIRS_IDLE") == others
+        assert value("PAIRS_CALLED") == all_pairs
+        if mode == "ht":
+            # Rows go to the rail mate. The plan goes to each rank of other nodes: it is what
+            # connects them.
+            assert channels[DISPATCH] == channels[COMBINE] == local * others, channels
+            assert channels[PLAN] == all_pairs, channels
+        for when, pairs in (("IDLE", others), ("CALLED", all_pairs)):
+            sockets = value(f"SOCKETS_{when}")
+            # libfabric opens one at the first message of either side: two if both begin at once.
+            least, most = pairs + own_sockets, 2 * pairs + own_sockets
+            assert sockets == 0 if transport == "shm" else least <= sockets <= most, when
+        # One for each other process and tick, however many ranks it has.
+        assert others * TICKS // 2 <= value("HEARTBEATS") <= others * (TICKS + 2)

@@ -60,6 +60,25 @@ def test_every_survivor_names_the_lost_rank_and_goes_on(how, mode, node_size):
     assert not _left_of(_shared_memory_files() - before)
 
 
+# One pair of ranks carries the heartbeat of two processes: its silence is that of all ranks.
+@pytest.mark.parametrize(
+    ("how", "transport", "calls"),
+    [("kill", "ofi", 0), ("stop", "ofi", 0), ("stop", "ofi", 2), ("kill", "shm", 2)],
+)
+def test_a_process_that_is_lost_while_nothing_is_sent_is_named_by_all(how, transport, calls):
+    options = ["--how", how, "--transport", transport, "--calls", calls]
+    options += ["--peer-timeout", PEER_TIMEOUT_S]
+    done = launch(
+        "lose_a_quiet_process.py", *options, processes=4, devices_per_process=2, grace=GRACE_S
+    )
+    for survivor in range(3):
+        assert float(done.value(survivor, "seconds")) < PEER_TIMEOUT_S + SLACK_S, done.text[-6000:]
+        error = done.value(survivor, "error")
+        assert "rank 6" in error or "rank 7" in error, done.text[-6000:]
+        assert float(done.value(survivor, "closed")) < STOP_S + SLACK_S, done.text[-6000:]
+    assert done.returncode != 0  # the victim's
+
+
 @pytest.mark.parametrize("node_size", [None, 1])
 def test_the_lost_rank_is_named_with_its_team_which_alone_ends(node_size):
     options = ["--how", "kill", "--teams", 2, "--peer-timeout", PEER_TIMEOUT_S]

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <map>
@@ -21,6 +22,7 @@
 #include "proxy/base/failure.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/shared_memory.h"
+#include "proxy/life_signs.h"
 #include "proxy/peer_blob.h"
 #include "proxy/peer_watch.h"
 #include "tests/proxy/no_memory.h"
@@ -324,12 +326,23 @@ class PeerWatchTest : public testing::Test {
     while (now_ < end) {
       now_ += watch_.interval();
       if (heard_peer >= 0) watch_.Heard(static_cast<uint32_t>(heard_peer));
-      if (const auto dead = watch_.Tick(now_); !dead.empty()) return dead.front();
+      if (const auto dead = Tick(now_); !dead.empty()) return dead.front();
     }
     return std::nullopt;
   }
 
-  PeerWatch watch_{2, kTimeout, kFirst};
+  std::vector<PeerWatch::Dead> Tick(Time now) {
+    return watch_.Tick(now, [this](uint32_t peer) { return is_awaited_[peer]; });
+  }
+
+  // Each peer has a proxy of its own.
+  PeerWatchTest() {
+    for (uint32_t peer = 0; peer < 2; ++peer) watch_.SetProxy(peer, signs_.IndexOf(10 + peer));
+  }
+
+  LifeSigns signs_{/*own_id=*/1};
+  PeerWatch watch_{2, kTimeout, kFirst, &signs_};
+  std::array<bool, 2> is_awaited_{};
   Time now_{};
 };
 
@@ -337,7 +350,7 @@ TEST_F(PeerWatchTest, a_peer_that_falls_silent_is_dead_after_its_timeout) {
   watch_.Start(now_);
   watch_.Heard(0);
   watch_.Heard(1);
-  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  EXPECT_TRUE(Tick(now_ += watch_.interval()).empty());
   const Time begin = now_;
   const auto dead = TickUntil(begin + 2 * kTimeout, /*heard_peer=*/1);
   ASSERT_TRUE(dead.has_value());
@@ -368,9 +381,9 @@ TEST_F(PeerWatchTest, of_several_dead_the_one_that_fell_silent_first_is_the_culp
   watch_.Start(now_);
   watch_.Heard(1);
   watch_.Heard(0);
-  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  EXPECT_TRUE(Tick(now_ += watch_.interval()).empty());
   std::vector<PeerWatch::Dead> dead;
-  while (dead.empty()) dead = watch_.Tick(now_ += watch_.interval());
+  while (dead.empty()) dead = Tick(now_ += watch_.interval());
   ASSERT_EQ(dead.size(), 2u);
   EXPECT_EQ(dead[0].peer, 1u);
   EXPECT_EQ(dead[1].peer, 0u);
@@ -382,9 +395,9 @@ TEST_F(PeerWatchTest, a_lost_peer_is_dead_at_the_second_tick_unless_it_departs_b
   watch_.Heard(1);
   watch_.Lose(0);
   watch_.Lose(1);
-  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  EXPECT_TRUE(Tick(now_ += watch_.interval()).empty());
   watch_.Depart(0);
-  const auto dead = watch_.Tick(now_ += watch_.interval());
+  const auto dead = Tick(now_ += watch_.interval());
   ASSERT_EQ(dead.size(), 1u);
   EXPECT_EQ(dead[0].peer, 1u);
   EXPECT_TRUE(dead[0].is_lost);
@@ -395,11 +408,84 @@ TEST_F(PeerWatchTest, time_in_which_we_did_not_run_is_not_counted) {
   watch_.Start(now_);
   watch_.Heard(0);
   watch_.Heard(1);
-  EXPECT_TRUE(watch_.Tick(now_ += watch_.interval()).empty());
+  EXPECT_TRUE(Tick(now_ += watch_.interval()).empty());
   now_ += std::chrono::seconds(60);
-  EXPECT_TRUE(watch_.Tick(now_).empty());
+  EXPECT_TRUE(Tick(now_).empty());
   EXPECT_FALSE(TickUntil(now_ + kTimeout / 2, -1).has_value());
   EXPECT_TRUE(TickUntil(now_ + kTimeout, -1).has_value());
+}
+
+// Peer 1 does not say a word: what its proxy sends for another rank is enough.
+TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_proxy_is_heard) {
+  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.Start(now_);
+  EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, /*heard_peer=*/0).has_value());
+  const Time begin = now_;
+  std::vector<PeerWatch::Dead> dead;
+  while (dead.empty()) dead = Tick(now_ += watch_.interval());
+  EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
+  ASSERT_EQ(dead.size(), 2u);  // both, at once
+  EXPECT_TRUE(dead[1].was_heard);
+  EXPECT_FALSE(dead[0].is_cut_off || dead[1].is_cut_off);
+}
+
+// On another endpoint of ours, which has a watch of its own.
+TEST_F(PeerWatchTest, a_peer_lives_if_its_proxy_is_heard_elsewhere) {
+  watch_.Start(now_);
+  for (const Time end = now_ + 2 * kFirst; now_ < end;) {
+    now_ += watch_.interval();
+    signs_.Heard(signs_.IndexOf(10));
+    signs_.Heard(signs_.IndexOf(11));
+    ASSERT_TRUE(Tick(now_).empty());
+  }
+}
+
+TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard) {
+  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.Start(now_);
+  EXPECT_FALSE(TickUntil(now_ + kTimeout, 0).has_value());
+  is_awaited_[1] = true;
+  const Time begin = now_;
+  const auto dead = TickUntil(begin + 2 * kTimeout, 0);
+  ASSERT_TRUE(dead.has_value());
+  EXPECT_EQ(dead->peer, 1u);
+  EXPECT_TRUE(dead->is_cut_off);
+  EXPECT_GT(now_ - begin, kTimeout);
+  EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
+}
+
+// It was sent to before its process had come up.
+TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_proxy_is_first_heard) {
+  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.Start(now_);
+  is_awaited_[1] = true;
+  EXPECT_FALSE(TickUntil(now_ + kFirst - kTimeout, -1).has_value());
+  EXPECT_FALSE(TickUntil(now_ + kTimeout, 0).has_value());
+  const auto dead = TickUntil(now_ + kTimeout, 0);
+  ASSERT_TRUE(dead.has_value());
+  EXPECT_EQ(dead->peer, 1u);
+}
+
+// The rest of this very proxy is not silent, as long as it owes nothing.
+TEST_F(PeerWatchTest, a_peer_of_the_own_proxy_needs_no_heartbeat) {
+  watch_.SetProxy(0, LifeSigns::kOwn);
+  watch_.SetProxy(1, LifeSigns::kOwn);
+  watch_.Start(now_);
+  EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, -1).has_value());
+  is_awaited_[0] = true;
+  const auto dead = TickUntil(now_ + 2 * kTimeout, -1);
+  ASSERT_TRUE(dead.has_value());
+  EXPECT_EQ(dead->peer, 0u);
+}
+
+TEST_F(PeerWatchTest, a_goodbye_is_that_of_all_ranks_of_the_proxy) {
+  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.Start(now_);
+  watch_.Heard(0);
+  watch_.Depart(0);
+  EXPECT_TRUE(watch_.has_departed(1));
+  EXPECT_EQ(signs_.num_departed(), 1u);
+  EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, -1).has_value());
 }
 
 }  // namespace

@@ -237,5 +237,58 @@ TEST(LlBufferModel, waiting_for_one_call_less_is_not) {
   for (const int depth : {1, 2, 3}) EXPECT_TRUE(SomeSetIsOverwritten(2, depth, depth + 1)) << depth;
 }
 
+// Two ranks of one proxy send two messages each, over ways of their own; then one of them tells the
+// other proxy that all have arrived: a barrier signal or a goodbye. True if it can come too early.
+bool NoticeOvertakesAMessage(bool waits_for_all_ranks) {
+  constexpr int kNumMessages = 2;
+  struct State {
+    std::array<int, 2> sent{};          // by rank; rank 0 leads
+    std::array<int, 2> arrived{};       // bits
+    std::array<int, 2> acknowledged{};  // bits
+    bool is_notice_sent = false;
+    auto operator<=>(const State&) const = default;
+  };
+  constexpr int kAll = (1 << kNumMessages) - 1;
+  std::set<State> seen;
+  std::vector<State> open{State{}};
+  while (!open.empty()) {
+    const State state = open.back();
+    open.pop_back();
+    if (!seen.insert(state).second) continue;
+    if (state.is_notice_sent && (state.arrived[0] != kAll || state.arrived[1] != kAll)) {
+      return true;  // the notice may arrive now
+    }
+    for (size_t rank = 0; rank < 2; ++rank) {
+      if (state.sent[rank] < kNumMessages) {
+        State next = state;
+        ++next.sent[rank];
+        open.push_back(next);
+      }
+      for (int message = 0; message < state.sent[rank]; ++message) {
+        State next = state;
+        ((state.arrived[rank] >> message & 1) == 0 ? next.arrived : next.acknowledged)[rank] |=
+            1 << message;
+        open.push_back(next);
+      }
+    }
+    const bool may_say =
+        state.acknowledged[0] == kAll && (state.acknowledged[1] == kAll || !waits_for_all_ranks);
+    if (may_say && !state.is_notice_sent) {
+      State next = state;
+      next.is_notice_sent = true;
+      open.push_back(next);
+    }
+  }
+  return false;
+}
+
+TEST(LeadModel, a_notice_after_the_acknowledgements_of_all_ranks_overtakes_nothing) {
+  EXPECT_FALSE(NoticeOvertakesAMessage(/*waits_for_all_ranks=*/true));
+}
+
+TEST(LeadModel, one_that_waits_for_its_own_ranks_only_does) {
+  EXPECT_TRUE(NoticeOvertakesAMessage(/*waits_for_all_ranks=*/false));
+}
+
 }  // namespace
 }  // namespace jax_ep

@@ -127,16 +127,18 @@ class ProxyWorld {
         << proxy(rank).DumpState();
   }
 
-  // Pushes quiet and barrier on all ranks and waits for both.
+  // A barrier of all proxies, as proxy.h says.
   void Barrier() {
     ++barrier_epoch_;
     for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
       Push(rank, Command{.op = Op::kQuiet, .epoch = barrier_epoch_});
+    }
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) AwaitQuiet(rank, barrier_epoch_);
+    for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
       Push(rank, Command{.op = Op::kBarrier, .epoch = barrier_epoch_});
     }
     for (uint32_t rank = 0; rank < num_ranks(); ++rank) {
-      AwaitQuiet(rank, barrier_epoch_);
-      for (const uint32_t peer : PeersOf(rank)) {
+      for (const uint32_t peer : proxy(rank).BarrierPeers(endpoint(rank))) {
         AwaitFlag(rank, Channel::kBarrier, peer, barrier_epoch_);
       }
     }

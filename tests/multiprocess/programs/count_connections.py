@@ -1,6 +1,9 @@
-"""How many pairs of ranks, flows, sockets and heartbeats a process has; two ranks in each node."""
+"""How many pairs of ranks, sockets and heartbeats a process has, idle and after a call.
+
+Each process is a node."""
 
 import argparse
+import json
 import os
 import pathlib
 import re
@@ -8,12 +11,16 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from meeting import meet
 
 import jax_ep
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--transport", required=True)
+parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 args = parser.parse_args()
 
 PEER_TIMEOUT_S = 4.0
@@ -37,8 +44,19 @@ def sockets():
 
 
 def sent(group):
-    """Messages that the endpoints of this process have sent, heartbeats included."""
-    return sum(map(int, re.findall(r"; rail [^:]+: (\d+) messages", group.dump_state())))
+    """Heartbeats that the endpoints of this process have sent."""
+    return sum(map(int, re.findall(r"heartbeats sent (\d+)", group.dump_state())))
+
+
+def count(group, when):
+    flows = group.stats()["flows"]
+    print(f"PAIRS_{when}", len({(flow["rank"], flow["peer"]) for flow in flows}), flush=True)
+    used = {}
+    for flow in flows:
+        used.setdefault(str(flow["channel"]), set()).add((flow["rank"], flow["peer"]))
+    print(f"CHANNELS_{when}", json.dumps({name: len(used[name]) for name in used}), flush=True)
+    print(f"SOCKETS_{when}", sockets() - before, flush=True)
+    meet(f"counted {when}")
 
 
 mesh = jax.make_mesh((jax.device_count(),), ("ep",))
@@ -48,19 +66,37 @@ config = jax_ep.Config(
     hidden=8,
     max_tokens=4,
     dtype=jnp.float32,
-    node_size=2,
+    node_size=jax.local_device_count(),
     transport=args.transport,
     peer_timeout_s=PEER_TIMEOUT_S,
 )
 before = sockets()
 with jax_ep.create_group(mesh, "ep", config) as group:
-    flows = group.stats()["flows"]
-    pairs = {(flow["rank"], flow["peer"]) for flow in flows}
-    print("PAIRS", len(pairs), flush=True)
-    print("SOCKETS", sockets() - before, flush=True)
-    if args.transport == "ofi":
-        time.sleep(1)
-        first = sent(group)
-        time.sleep(MEASURE_S)
-        print("HEARTBEATS", sent(group) - first, flush=True)
-    meet("counted")
+    meet("created")
+    count(group, "IDLE")
+    first = sent(group)
+    time.sleep(MEASURE_S)
+    print("HEARTBEATS", sent(group) - first, flush=True)
+    meet("measured")
+
+    def step(x, idx):
+        recv = jax_ep.dispatch(group, x, idx, mode=args.mode)
+        return jax_ep.combine(group, recv.x, recv)
+
+    spec = P("ep")
+    run = jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    )
+    # Each token goes to the same rank of the next node: to its rail mate.
+    n, local = jax.device_count(), jax.local_device_count()
+    x = np.ones((4 * n, 8), np.float32)
+    idx = (np.repeat(np.arange(n), 4)[:, None] + local) % n
+    place = lambda a: jax.make_array_from_callback(  # noqa: E731
+        a.shape, NamedSharding(mesh, spec), lambda i: a[i]
+    )
+    out = run(place(x), place(idx.astype(np.int32)))
+    for shard in out.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), x[shard.index])
+    meet("called")
+    count(group, "CALLED")
+    print("FAILURE", group.health(), flush=True)

@@ -1,0 +1,37 @@
+#include "proxy/leads.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "proxy/life_signs.h"
+
+namespace jax_ep {
+namespace {
+
+// The same on both sides, which have rank and peer the other way round.
+auto Order(const PeerPair& pair) {
+  return std::tuple(pair.team, std::min(pair.rank, pair.peer), std::max(pair.rank, pair.peer));
+}
+
+}  // namespace
+
+std::vector<LeadRole> ChooseLeads(std::span<const PeerPair> pairs) {
+  std::map<std::pair<uint32_t, uint32_t>, size_t> leads;  // by (proxy, team): indexes of pairs
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    if (pairs[i].proxy == LifeSigns::kOwn) continue;
+    const auto [lead, is_new] = leads.try_emplace({pairs[i].proxy, pairs[i].team}, i);
+    if (!is_new && Order(pairs[i]) < Order(pairs[lead->second])) lead->second = i;
+  }
+  std::vector<LeadRole> roles(pairs.size());
+  uint32_t last_proxy = LifeSigns::kOwn;
+  for (const auto& [key, index] : leads) {  // teams of a proxy follow each other, the lowest first
+    roles[index] = {.is_lead = true, .carries_heartbeat = key.first != last_proxy};
+    last_proxy = key.first;
+  }
+  return roles;
+}
+
+}  // namespace jax_ep
