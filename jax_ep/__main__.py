@@ -18,8 +18,9 @@ already initialised, so a script that also runs elsewhere says
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
 later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
 it), 0 if none did.  With --keep-going, for programs that go on without lost processes, process 0
-alone decides both, and with --restarts R one that has failed is started again under its number, for
-groups that take it back (Group.readmit).  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
+alone decides both; with --restarts R a process that has failed is started again under its number,
+for groups that take it back (Group.readmit).  SIGINT, SIGTERM and SIGHUP are passed on; a second
+one ends the job at once.
 SIGUSR1 is passed on to the processes: each with an open group writes who hangs.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
