@@ -5,7 +5,8 @@
 
 Ranks are devices: several processes, several devices of one, or one.  Process 0 takes requests and
 says what each step does; all processes run the same steps.  At SIGTERM the requests at hand are
-finished first.  With --elastic, and launch --keep-going, the others go on when one is lost.
+finished first.  With --elastic, and launch --keep-going, the others go on when one is lost, and
+take it back when it is started again (launch --restarts).
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import jax_ep
 
 try:
     from moe_lm import checkpoint
+    from moe_lm.model import ModelSize
     from moe_serve import front_end
-    from moe_serve.decoder import AXIS, Decoder, group_config
+    from moe_serve.decoder import AXIS, Decoder, group_config, parameters_like
     from moe_serve.engine import Balancer, Engine
-    from moe_serve.placing import place
+    from moe_serve.placing import num_missing, place, redundant_needed
     from moe_serve.processes import REPLY_LIMIT_S, Hub, Member
     from moe_serve.ranks import Ranks, follow
     from moe_serve.work import Shape
@@ -67,11 +69,10 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def load(
-    options: argparse.Namespace, mesh: Mesh, trained: checkpoint.Trained, shape: Shape
-) -> tuple[jax_ep.Group, Ranks]:
-    """The group, and this process's ranks with the model's parameters."""
-    size = trained.size
+def create_group(
+    options: argparse.Namespace, mesh: Mesh, size: ModelSize, shape: Shape
+) -> jax_ep.Group:
+    """The group of all ranks; in a process that was started again, when the others take it back."""
     config = group_config(
         size,
         shape,
@@ -82,10 +83,7 @@ def load(
         transport=options.transport,
     )
     implementation = "xla" if options.oracle else None
-    group = jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
-    decoder = Decoder(mesh, group, size, shape, options.window or trained.length)
-    parameters = checkpoint.load_parameters(options.model, decoder.dense, decoder.experts)
-    return group, Ranks(decoder, group, *parameters)
+    return jax_ep.create_group(mesh, AXIS, config, implementation=implementation)
 
 
 def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | None:
@@ -94,6 +92,24 @@ def balancer_of(options: argparse.Namespace, group: jax_ep.Group) -> Balancer | 
         return None
     slots = group.experts_per_rank * group.num_ranks
     return Balancer(options.eplb_every, lambda load, active: place(load, slots, active))
+
+
+def warning_of(ranks: Ranks, of_process: int) -> str | None:
+    """What to say at the start if experts are missing once a process, of so many ranks, is lost."""
+    active = ranks.active.copy()
+    if not ranks.is_elastic or of_process >= active.size:
+        return None
+    active[:of_process] = 0
+    missing = num_missing(ranks.num_experts, ranks.num_slots, active)
+    if not missing:
+        return None
+    left = ranks.num_experts - missing
+    needed = redundant_needed(ranks.num_experts, active.size, of_process)
+    return (
+        f"warning: got {ranks.num_slots} expert slots, of which a lost process leaves {left}, "
+        f"expected {ranks.num_experts}, one for each expert: texts will differ after a loss; pass "
+        f"--redundant {needed}"
+    )
 
 
 def metrics_of(group: jax_ep.Group) -> Any:
@@ -132,6 +148,27 @@ async def serve(options: argparse.Namespace, engine: Engine, group: jax_ep.Group
     await draining
 
 
+def lead(
+    options: argparse.Namespace, group: jax_ep.Group, ranks: Ranks, shape: Shape, hub: Hub
+) -> int:
+    """Process 0's part; the exit code."""
+    engine = Engine(ranks, shape, hub, options.max_waiting, balancer_of(options, group))
+    try:
+        asyncio.run(serve(options, engine, group))
+    except OSError as error:
+        where = f"{options.host}:{options.port}"
+        print(f"cannot listen at {where}: {error}; pass another --port", file=sys.stderr)
+        return 1
+    finally:
+        engine.drain(0.0)  # if it could not listen, the others must end, too
+        hub.close()
+    print(engine.counters.sentence())
+    if engine.failure is not None:
+        print(f"failed: {engine.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def main() -> int:
     """Runs the server; the exit code is 1 if it failed."""
     options = parse_options()
@@ -141,32 +178,28 @@ def main() -> int:
     mesh = Mesh(np.array(jax.devices()), (AXIS,))
     shape = Shape(mesh.size, options.slots, options.chunk)
     trained = checkpoint.load_sizes(options.model)
+    size = trained.size
     if is_first:
         print(f"loading {options.model}, compiling the step for {mesh.size} ranks", flush=True)
-    group, ranks = load(options, mesh, trained, shape)
-    with group:
-        if not is_first:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
-            with contextlib.closing(Member(options.control_host)) as link:
-                follow(ranks, link, trained.size.layers)
-            return 0
-        reply_limit_s = options.peer_timeout_s if options.elastic else REPLY_LIMIT_S
-        hub, balancer = Hub(options.control_host, reply_limit_s), balancer_of(options, group)
-        engine = Engine(ranks, shape, hub, options.max_waiting, balancer)
-        try:
-            asyncio.run(serve(options, engine, group))
-        except OSError as error:
-            where = f"{options.host}:{options.port}"
-            print(f"cannot listen at {where}: {error}; pass another --port", file=sys.stderr)
-            return 1
-        finally:
-            engine.drain(0.0)  # if it could not listen, the others must end, too
-            hub.close()
-        print(engine.counters.sentence())
-        if engine.failure is not None:
-            print(f"failed: {engine.failure}", file=sys.stderr)
-            return 1
+    # Before anybody waits for this process: it may be one that the others take back.
+    parameters = checkpoint.load_parameters(options.model, *parameters_like(size))
+    with contextlib.ExitStack() as stack:
+        if is_first:
+            reply_limit_s = options.peer_timeout_s if options.elastic else REPLY_LIMIT_S
+            hub = stack.enter_context(contextlib.closing(Hub(options.control_host, reply_limit_s)))
+        else:
+            link = stack.enter_context(contextlib.closing(Member(options.control_host)))
+        group = stack.enter_context(create_group(options, mesh, size, shape))
+        decoder = Decoder(mesh, group, size, shape, options.window or trained.length)
+        ranks = Ranks(decoder, group, *parameters)
+        if is_first:
+            if warning := warning_of(ranks, jax.local_device_count()):
+                print(warning, file=sys.stderr, flush=True)
+            return lead(options, group, ranks, shape, hub)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
+        with contextlib.closing(link):
+            follow(ranks, link, size.layers)
     return 0
 
 

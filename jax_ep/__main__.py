@@ -18,7 +18,9 @@ already initialised, so a script that also runs elsewhere says
 A failing process leaves the others --grace seconds to report; then they get SIGTERM and, 5 s
 later, SIGKILL.  The exit code is that of the first process that failed (128 + signal if one ended
 it), 0 if none did.  With --keep-going, for programs that go on without lost processes, process 0
-alone decides both.  SIGINT, SIGTERM and SIGHUP are passed on; a second one ends the job at once.
+alone decides both; with --restarts R a process that has failed is started again under its number,
+for groups that take it back (Group.readmit).  SIGINT, SIGTERM and SIGHUP are passed on; a second
+one ends the job at once.
 SIGUSR1 is passed on to the processes: each with an open group writes who hangs.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
@@ -148,6 +150,13 @@ def _parser() -> argparse.ArgumentParser:
         help="the others run on after a failure, for as long as process 0 does",
     )
     launcher.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="R",
+        help="with --keep-going: start a process that has failed again, each up to R times",
+    )
+    launcher.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
@@ -184,6 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
                 bind_to=options.bind_to,
                 grace_s=options.grace,
                 keep_going=options.keep_going,
+                restarts=options.restarts,
             )
         except ValueError as error:
             parser.error(str(error))

@@ -65,10 +65,16 @@ def load_sizes(folder: Path) -> Trained:
 def load_parameters(folder: Path, dense: Any, experts: Any) -> tuple[Any, Any]:
     """(dense, experts) of the folder, as NumPy arrays of this process.
 
-    `dense` and `experts` are trees with the shapes and dtypes of the model, as `nnx.split` gives.
+    No process waits for another one: one that was started again reads alone.  `dense` and `experts`
+    are trees with the shapes and dtypes of the model, as `nnx.split` gives.
     """
     like = {"dense": dense, "experts": experts}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=me, active_processes={me}, barrier_sync_key_prefix=f"process {me}"
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         loaded = checkpointer.restore(
             (folder / "parameters").resolve(),
             args=ocp.args.PyTreeRestore(

@@ -45,6 +45,17 @@ def group_config(
     )
 
 
+def parameters_like(size: ModelSize) -> tuple[nnx.State, nnx.State]:
+    """(dense, experts) with the shapes of a checkpoint's, before there is a group."""
+    alone = jax.sharding.AbstractMesh((1,), (AXIS,))
+    config = group_config(size, Shape(1, 1, 1))
+    group = jax_ep.create_group(alone, AXIS, config, implementation="xla")
+    with nnx.use_eager_sharding(False):
+        model = Transformer(size, group, np.random.default_rng(0))
+    _, experts, dense = nnx.split(model, ExpertParam, nnx.Param)
+    return dense, experts
+
+
 class Decoder:
     """The compiled step for one mesh, group and model.
 

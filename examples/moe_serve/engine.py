@@ -11,12 +11,14 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from moe_serve.frames import Kind, LostProcessError
 from moe_serve.placing import num_missing
-from moe_serve.processes import IDLE_S, Hub, Kind, LostProcessError
+from moe_serve.processes import IDLE_S, Hub
 from moe_serve.ranks import Ranks
 from moe_serve.scheduler import Request, Scheduler
 from moe_serve.work import Shape
 
+SOON_S = 0.02  # to look again after a process that is on its way back
 MOST_TRIES = 3  # to repeat a step while nobody is lost: the fourth failure is no loss
 
 
@@ -41,6 +43,7 @@ class Counters:
     place_s: float = 0.0  # that it took, between steps
     lost_processes: int = 0
     moved_requests: int = 0  # from ranks of lost processes to others
+    returned_processes: int = 0  # that were started again
     agree_s: float = 0.0  # in all agreements on who goes on
 
     def sentence(self) -> str:
@@ -48,6 +51,7 @@ class Counters:
         per_step = 1e3 / max(1, self.steps)
         lost = (
             f"; processes lost: {self.lost_processes}, requests moved: {self.moved_requests}, "
+            f"processes that came back: {self.returned_processes}, "
             f"time to agree on who goes on: {self.agree_s:.2f} s"
         )
         return (
@@ -99,12 +103,14 @@ class Engine:
         self._is_draining = False
         self.failure: Exception | None = None
         self.counters = Counters()
-        self._ranks_of: dict[int, list[int]] = {}
+        self._all_ranks: dict[int, list[int]] = {}
         for rank, device in enumerate(jax.devices()):
-            self._ranks_of.setdefault(device.process_index, []).append(rank)
+            self._all_ranks.setdefault(device.process_index, []).append(rank)
+        self._ranks_of = dict(self._all_ranks)  # of the processes that take part
         self._num_steps = 0  # that all processes have ended
         self._num_failures = 0  # since then, or since a process was lost
         self._num_agreements = 0  # asked for
+        self._has_newcomer = False  # that was started again, and has run no step
         # i64[layers, E], how often each expert was chosen; half of it from one placing to the next.
         self._load = np.zeros((), np.int64)
         self._step(shape.empty()[0])  # compiles; no request waits for that
@@ -169,11 +175,14 @@ class Engine:
         same, as a step follows from what was accepted.
         """
         try:
+            is_awaited = self._ranks.is_elastic and self._take_back()
             with self._changed:
                 rows = self._scheduler.next_step()
+                if rows is None and self._has_newcomer:  # it compiles while no request waits
+                    rows, _ = self._scheduler.shape.empty()
                 is_over = rows is None and self._is_draining
                 if rows is None and not is_over:
-                    self._changed.wait(IDLE_S)
+                    self._changed.wait(SOON_S if is_awaited else IDLE_S)
             if is_over:
                 self._stop()
                 return False
@@ -181,6 +190,7 @@ class Engine:
                 self._hub.send(Kind.IDLE)
                 return True
             self._step(rows)
+            self._has_newcomer = False
             every = self._balancer.every if self._balancer else 0
             if every and self.counters.steps % every == 0:
                 self._balance()
@@ -197,27 +207,71 @@ class Engine:
             if not self._ranks.is_elastic:
                 raise
 
-    def _go_on_after(self, trouble: Exception) -> None:
-        """Has all processes agree on who goes on; then none knows of a step that has failed."""
+    def _take_back(self) -> bool:
+        """Takes back processes that were started again; whether one is on its way.
+
+        Raises:
+            LostProcessError: one of them is thought to take part: it has ended unnoticed.
+        """
+        waiting = self._hub.waiting()
+        if unnoticed := [process for process in waiting if process in self._ranks_of]:
+            self._hub.forget(unnoticed)
+            raise LostProcessError(f"process {unnoticed[0]} is lost: it was started again")
+        ready = [p for p in waiting if self._ranks.readmit(self._all_ranks[p][0])]
+        if ready:
+            self._go_on_after(None)
+        return len(ready) < len(waiting)
+
+    def _go_on_after(self, trouble: Exception | None) -> None:
+        """Has all processes agree on who goes on; then none knows of a step that has failed.
+
+        Args:
+            trouble: for which somebody may be lost; None: somebody comes back.
+        """
         while True:
-            if self._num_failures == MOST_TRIES:
-                raise trouble
-            self._num_failures += 1
+            if trouble is not None:
+                if self._num_failures == MOST_TRIES:
+                    raise trouble
+                self._num_failures += 1
             self._num_agreements += 1
             words = np.array([self._num_steps, self._num_agreements], np.int32)
             begin = time.perf_counter()
             with contextlib.suppress(LostProcessError):
                 self._hub.send(Kind.AGREE, words.tobytes())
             self._ranks.agree(self._num_steps)
-            self._leave_out_lost(trouble, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            self._leave_out_lost(trouble, seconds)
             try:
+                self._welcome(words, seconds)
                 self._hub.collect(Kind.AGREE, self._num_agreements)
                 self._balance()
                 return
             except RuntimeError as error:  # one more
                 trouble = error
 
-    def _leave_out_lost(self, trouble: Exception, seconds: float) -> None:
+    def _welcome(self, words: np.ndarray, seconds: float) -> None:
+        """Has those begin that all have agreed to take back, behind the frame AGREE of `words`."""
+        active = self._ranks.active
+        back = {
+            process: ranks
+            for process, ranks in self._all_ranks.items()
+            if process not in self._ranks_of and active[ranks].all()
+        }
+        for process, ranks in back.items():
+            self._ranks_of[process] = ranks
+            self._has_newcomer = True
+            self._hub.take(process)
+            with self._changed:
+                self._scheduler.regain(ranks)
+            self.counters.returned_processes += 1
+            print(
+                f"process {process} (ranks {ranks}) is back: {active.sum()} of {active.size} ranks "
+                f"go on, agreed after {seconds:.2f} s",
+                flush=True,
+            )
+            self._hub.tell(process, Kind.WELCOME, words.tobytes())
+
+    def _leave_out_lost(self, trouble: Exception | None, seconds: float) -> None:
         """Gives the requests of ranks that take part no more to others, and says so."""
         counters, active = self.counters, self._ranks.active
         counters.agree_s += seconds
@@ -229,6 +283,8 @@ class Engine:
             moved = self._scheduler.lose([rank for ranks in lost.values() for rank in ranks])
         counters.lost_processes += len(lost)
         counters.moved_requests += moved
+        if not lost and trouble is None:
+            return
         if not lost:
             print(f"a step is repeated, nobody is lost: {trouble}", flush=True)
             return

@@ -44,3 +44,9 @@ def place(load: np.ndarray, num_slots: int, active: np.ndarray) -> np.ndarray:
 def num_missing(num_experts: int, num_slots: int, active: np.ndarray) -> int:
     """Experts of a layer that `place` can give no slot on an active rank."""
     return max(0, num_experts - num_slots // active.size * int(active.astype(bool).sum()))
+
+
+def redundant_needed(num_experts: int, num_ranks: int, num_lost: int) -> int:
+    """Slots beyond one for each expert, so that all experts have one without `num_lost` ranks."""
+    of_rank = -(-num_experts // (num_ranks - num_lost))
+    return of_rank * num_ranks - num_experts

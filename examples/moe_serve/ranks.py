@@ -9,7 +9,8 @@ import numpy as np
 
 import jax_ep
 from moe_serve.decoder import Decoder
-from moe_serve.processes import Kind, Member
+from moe_serve.frames import Kind
+from moe_serve.processes import Member
 
 AGREE_LIMIT_S = 60.0  # a process that lives and does not agree within this is left out
 
@@ -106,6 +107,21 @@ class Ranks:
         if self._num_steps != num_steps:
             raise RuntimeError(f"has run {self._num_steps} steps, expected {num_steps}")
 
+    def readmit(self, rank: int) -> bool:
+        """Whether the process of that rank, started again, takes part from the next `agree` on.
+
+        False: it has not asked for that yet, or has died meanwhile. Waits for nothing.
+        """
+        try:
+            self._group.readmit(rank, 0.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def begin_at(self, num_steps: int) -> None:
+        """For a process that was started again: the others have run so many steps."""
+        self._num_steps = num_steps
+
     def place(self, slots: np.ndarray) -> None:
         """Puts the experts where i32[layers, P] says, from the next step on. Compiles nothing."""
         self._experts, self._placements = self._decoder.place(self._host_experts, slots)
@@ -137,6 +153,9 @@ def follow(ranks: Ranks, link: Member, num_layers: int) -> None:
                 link.answer(Kind.STEP, np.stack([tokens[rank] for rank in sorted(tokens)]))
         if kind == Kind.AGREE:
             ranks.agree(int(words[0]))
+            link.answer(Kind.AGREE, words[1:])
+        if kind == Kind.WELCOME:
+            ranks.begin_at(int(words[0]))
             link.answer(Kind.AGREE, words[1:])
         if kind == Kind.LOAD:
             link.answer(Kind.LOAD, ranks.read_load())

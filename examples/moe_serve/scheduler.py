@@ -117,6 +117,10 @@ class Scheduler:
         )
         return len(moved)
 
+    def regain(self, ranks: Collection[int]) -> None:
+        """These ranks, which were lost, get requests again; their caches are empty."""
+        self._lost -= set(ranks)
+
     def requests(self) -> list[Request]:
         """All that have not ended: those with a slot, then those that wait."""
         running = [request for slots in self.slots for request in slots if request is not None]

@@ -48,14 +48,16 @@ class _Job:
         self._options = options
         # Any user of this host reaches the coordinator's port.
         self._secret = secrets.token_hex(32)
-        self._children: list[Child] = []
+        self._children: list[Child] = []  # the newest of each number
+        self._replaced: list[Child] = []  # ended, and started again
+        self._port = 0
         self._selector = selectors.DefaultSelector()
         self._first_failure: int | None = None
         self._term_at: float | None = None
         self._kill_at: float | None = None
         self._told_process_0 = False
         self._port_taken = False
-        self._left_behind: set[int] = set()  # processes that failed, and others went on
+        self._left_behind: list[Child] = []  # that failed, and others went on
         self._is_over = False  # process 0 has ended well
         self._signals: list[int] = []
         is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
@@ -63,11 +65,11 @@ class _Job:
 
     def run(self) -> int | None:
         """Returns the exit code, or None if the coordinator's port was lost to someone else."""
-        with self._signal_wakeups() as wakeup, process.reserved_port() as port:
+        with self._signal_wakeups() as wakeup, process.reserved_port() as self._port:
             self._selector.register(wakeup, selectors.EVENT_READ, None)
             try:
                 for index in range(self._options.num_processes):
-                    self._start(index, port)
+                    self._children.append(self._start(index))
                 self._loop(wakeup)
             finally:
                 self._clean_up()
@@ -96,15 +98,15 @@ class _Job:
         if number != signal.SIGCHLD:
             self._signals.append(number)
 
-    def _start(self, index: int, port: int) -> None:
-        child = process.start(self._options, index, port, self._secret)
-        self._children.append(child)
+    def _start(self, index: int) -> Child:
+        child = process.start(self._options, index, self._port, self._secret)
         outputs = ((child.process.stdout, sys.stdout), (child.process.stderr, sys.stderr))
         for source, sink in outputs:
             assert source is not None
             prefixer = LinePrefixer(f"[{index}] ", sink, self._leave_out)
             self._selector.register(source, selectors.EVENT_READ, prefixer)
         self._selector.register(child.control, selectors.EVENT_READ, child)
+        return child
 
     def _loop(self, wakeup: socket.socket) -> None:
         while not all(child.has_exited for child in self._children):
@@ -186,6 +188,7 @@ class _Job:
                 if result.si_status != 0:
                     what = f"failed with exit code {result.si_status}"
                     self._note_failure(child, result.si_status, what)
+                    self._start_again(child)
                 elif child.index == 0:  # it may have left without a report
                     self._note_end_of_process_0()
                 continue
@@ -197,6 +200,7 @@ class _Job:
                 return
             name = signal.Signals(number).name
             self._note_failure(child, 128 + number, f"was ended by {name}")
+            self._start_again(child)
 
     def _note_failure(self, child: Child, exit_code: int, what: str) -> None:
         if self._first_failure is not None or self._port_taken:
@@ -204,10 +208,11 @@ class _Job:
         if self._is_over and self._kill_at is not None:  # the launcher ends those that are left
             return
         # Before all have started, JAX would wait for it, and nothing goes on.
-        if self._options.keep_going and child.index != 0 and child.has_started:
-            if child.index not in self._left_behind:  # it may report, and then exit
+        has_joined = child.has_started or child.num_starts > 1
+        if self._options.keep_going and child.index != 0 and has_joined:
+            if child not in self._left_behind:  # it may report, and then exit
                 _say(f"process {child.index} {what}; the others go on (--keep-going)")
-            self._left_behind.add(child.index)
+                self._left_behind.append(child)
             return
         self._first_failure = exit_code
         others = [other for other in self._live() if other is not child]
@@ -215,6 +220,19 @@ class _Job:
             self._term_at = time.monotonic() + self._options.grace_s
             what += f"; the others have {self._options.grace_s:g} s (--grace) to finish"
         _say(f"process {child.index} {what}")
+
+    def _start_again(self, child: Child) -> None:
+        """Puts a new process in the place of one that has failed, if that is wanted."""
+        is_wanted = child in self._left_behind and child.num_starts <= self._options.restarts
+        if not is_wanted or self._term_at is not None or self._first_failure is not None:
+            return
+        child.send_signal(signal.SIGKILL)  # what it has left running
+        self._replaced.append(child)
+        again = self._start(child.index)
+        again.num_starts = child.num_starts + 1
+        self._children[child.index] = again
+        count = f"{child.num_starts} of {self._options.restarts}"
+        _say(f"process {child.index} is started again (--restarts, {count})")
 
     def _let_process_0_leave(self) -> None:
         first, *others = self._children
@@ -249,20 +267,16 @@ class _Job:
     def _clean_up(self) -> None:
         for child in self._live():
             child.send_signal(signal.SIGKILL)
-        groups = {child.process.pid for child in self._children}
+        children = self._replaced + self._children
+        groups = {child.process.pid for child in children}
         limit = time.monotonic() + ORPHAN_WAIT_S
         while process.has_members(groups) and time.monotonic() < limit:
             time.sleep(0.02)
-        for child in self._children:
+        for child in children:
             child.send_signal(signal.SIGKILL)
         self._drain()
-        for child in self._children:
-            child.process.wait()
-            child.control.close()
-            os.close(child.lifeline)
-            for stream in (child.process.stdout, child.process.stderr):
-                if stream is not None:
-                    stream.close()
+        for child in children:
+            child.close()
         self._selector.close()
 
     def _drain(self) -> None:

@@ -21,7 +21,8 @@ class LaunchOptions:
     With gpus_per_process G > 0, process i gets GPUs i*G to i*G + G - 1: it uses those of all that
     it sees, or with hide_other_gpus it sees no others. With bind_to "core" each process runs on its
     share of the cores only, or on one of them if there are fewer cores than processes. With
-    keep_going only process 0 decides when and how the job ends.
+    keep_going only process 0 decides when and how the job ends, and each of the others is started
+    again up to ``restarts`` times when it fails.
     """
 
     num_processes: int
@@ -33,6 +34,7 @@ class LaunchOptions:
     bind_to: str = "none"
     grace_s: float = DEFAULT_GRACE_S
     keep_going: bool = False
+    restarts: int = 0
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -49,6 +51,10 @@ class LaunchOptions:
             raise ValueError(f"--bind-to: got {self.bind_to!r}, expected one of {BINDINGS}")
         if not 0 <= self.grace_s < math.inf:
             raise ValueError(f"--grace: got {self.grace_s}, expected seconds >= 0")
+        if self.restarts < 0:
+            raise ValueError(f"--restarts: got {self.restarts}, expected >= 0")
+        if self.restarts and not self.keep_going:
+            raise ValueError("--restarts: expected --keep-going too, or the job ends first")
         if not self.command:
             raise ValueError(
                 "expected a script, or -m and a module, after the options; got neither"

@@ -30,9 +30,19 @@ class Child:
     process: subprocess.Popen[bytes]
     control: socket.socket  # the child's reports arrive here; "leave" goes to process 0
     lifeline: int  # write end: the kernel kills the child's group when this process is gone
+    num_starts: int = 1  # of processes of this number, up to this one
     has_started: bool = False
     has_exited: bool = False
     reports: bytes = b""
+
+    def close(self) -> None:
+        """Reaps it, and frees what the launcher holds of it; it has exited, or is about to."""
+        self.process.wait()
+        self.control.close()
+        os.close(self.lifeline)
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
 
     def ask_for_report(self) -> None:
         """SIGUSR1 to the process alone: those that it has started may not expect it."""

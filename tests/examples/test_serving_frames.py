@@ -6,23 +6,24 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
 
-from moe_serve import processes
-from moe_serve.processes import FailedStepError, Hub, Kind, LostProcessError
+from moe_serve import frames, processes
+from moe_serve.frames import Kind, LostProcessError
+from moe_serve.processes import FailedStepError, Hub
 
 
 @pytest.fixture
 def pair(monkeypatch):
     """Process 0's end, without a job, and the socket of process 1."""
     monkeypatch.setattr(processes.jax, "process_count", lambda: 1)
-    monkeypatch.setattr(processes, "_share", lambda port, secret: (port, secret))
     hub, (ours, theirs) = Hub("127.0.0.1"), socket.socketpair()
     ours.settimeout(5.0)
     hub._others[1] = ours
     with theirs:
         yield (
             hub,
-            lambda kind, *words: processes._send(theirs, kind, np.array(words, np.int32).tobytes()),
+            lambda kind, *words: frames.send(theirs, kind, np.array(words, np.int32).tobytes()),
         )
     hub.close()
 

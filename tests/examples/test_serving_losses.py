@@ -11,10 +11,12 @@ import pytest
 from fake_model import FakeRanks, completion
 
 pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
 
 from moe_serve import engine as engine_module
 from moe_serve.engine import MOST_TRIES, Balancer, Engine
-from moe_serve.processes import FailedStepError, Kind, LostProcessError
+from moe_serve.frames import Kind, LostProcessError
+from moe_serve.processes import FailedStepError
 from moe_serve.scheduler import Request
 from moe_serve.work import Shape
 
@@ -26,11 +28,14 @@ class Job:
 
     Args:
         losses: (step, where it is noticed, process that is lost or None), one after the other.
+        returns: (step, process), which is started again by then, and asks to be taken back a step
+            later.
     """
 
     is_elastic, num_experts, num_slots = True, 2, 6
 
-    def __init__(self, shape, losses):
+    def __init__(self, shape, losses, returns=()):
+        self.returns, self.back = list(returns), None
         self.model, self.losses = FakeRanks(shape), iter(losses)
         self.coming, self.gone = next(self.losses, None), None
         self.active = np.ones(3, np.int32)
@@ -58,9 +63,19 @@ class Job:
     def agree(self, num_steps):
         if self.gone is not None:
             self.active[self.gone], self.gone = 0, None
+        if self.back is not None:
+            self.active[self.back], self.back = 1, None
         if self.num_steps == num_steps + 1:
             self.model.cache, self.num_steps = self.before, num_steps
         assert self.num_steps == num_steps
+
+    def readmit(self, rank):
+        assert not self.active[rank]
+        if self.num_steps <= self.returns[0][0]:
+            return False
+        self.back = rank
+        self.model.cache[rank] = [bytearray() for _ in self.model.cache[rank]]
+        return True
 
     def place(self, slots):
         assert set(slots[0].tolist()) == set(self.active.tolist())
@@ -87,17 +102,29 @@ class Job:
             self.fail("agree", LostProcessError)
         return {}
 
+    def waiting(self):
+        return [p for step, p in self.returns[:1] if self.num_steps >= step]
+
+    def take(self, process):
+        assert self.returns.pop(0)[1] == process and self.active[process]
+
+    def tell(self, process, kind, payload):
+        assert kind == Kind.WELCOME
+        assert np.frombuffer(payload, np.int32)[0] == self.num_steps
+        self.fail("welcome", LostProcessError)
+
     def forget(self, processes):
+        self.gone = next((p for p in processes if self.active[p]), self.gone)  # its older life
         self.forgotten += processes
         self.has_forgotten.set()
 
 
-def serve(monkeypatch, losses, waits_for_loss=False):
+def serve(monkeypatch, losses, waits_for_loss=False, returns=()):
     """Texts of nine requests, the engine and the job."""
     devices = [SimpleNamespace(process_index=process) for process in range(3)]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     shape = Shape(3, 2, 4)
-    job = Job(shape, losses)
+    job = Job(shape, losses, returns)
     balancer = Balancer(0, lambda load, active: np.tile(active, (1, 2)))
     engine = Engine(job, shape, job, 64, balancer)
     if waits_for_loss:
@@ -159,3 +186,28 @@ def test_a_failure_that_stays_is_no_loss_and_ends_the_server(monkeypatch):
     assert "is lost" in str(engine.failure) and not job.forgotten
     assert all(isinstance(of_request[-1], Exception) for of_request in events)
     assert job.told.count(Kind.AGREE) == MOST_TRIES
+
+
+def test_a_process_that_is_started_again_is_taken_back(monkeypatch, capsys):
+    events, engine, job = serve(monkeypatch, [(5, "run", 2)], returns=[(8, 2)])
+    check(events)
+    assert job.forgotten == [2] and job.active.tolist() == [1, 1, 1] and job.places == 2
+    assert (engine.counters.lost_processes, engine.counters.returned_processes) == (1, 1)
+    said = capsys.readouterr().out
+    assert "process 2 (ranks [2]) is back: 3 of 3 ranks go on, agreed after 0.0" in said
+    assert "is repeated" not in said
+
+
+def test_a_process_is_taken_back_whose_end_nobody_has_noticed(monkeypatch):
+    """It waits at the door before its connection, or a step, says that it has ended."""
+    events, engine, job = serve(monkeypatch, [], returns=[(5, 2)])
+    check(events)
+    assert job.active.tolist() == [1, 1, 1] and job.places == 2
+    assert (engine.counters.lost_processes, engine.counters.returned_processes) == (1, 1)
+
+
+def test_a_process_dies_while_it_is_taken_back(monkeypatch):
+    events, engine, job = serve(monkeypatch, [(5, "run", 2), (9, "welcome", 2)], returns=[(8, 2)])
+    check(events)
+    assert engine.failure is None and job.active.tolist() == [1, 1, 0]
+    assert (engine.counters.lost_processes, engine.counters.returned_processes) == (2, 1)

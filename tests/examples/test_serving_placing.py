@@ -1,11 +1,16 @@
 """Experts over the ranks that take part: none is missing while there is room for all."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 pytest.importorskip("flax")
+pytest.importorskip("aiohttp")
+pytest.importorskip("orbax.checkpoint")
 
-from moe_serve.placing import num_missing, place
+import serve_moe
+from moe_serve.placing import num_missing, place, redundant_needed
 
 import jax_ep
 
@@ -37,3 +42,30 @@ def test_the_busiest_experts_are_spread_where_some_are_missing():
 def test_the_busiest_expert_has_the_replicas():
     slots = place(np.array([[1, 90, 1, 1]]), 8, np.array([1, 0, 1, 1]))
     assert np.bincount(slots[0][[0, 1, 4, 5, 6, 7]]).tolist() == [1, 3, 1, 1]
+
+
+@pytest.mark.parametrize(("experts", "ranks", "lost"), [(4, 3, 1), (8, 4, 2), (5, 4, 1), (1, 2, 1)])
+def test_as_many_slots_as_needed_and_no_more(experts, ranks, lost):
+    active = np.array([0] * lost + [1] * (ranks - lost))
+    slots = experts + redundant_needed(experts, ranks, lost)
+    assert slots % ranks == 0 and num_missing(experts, slots, active) == 0
+    assert num_missing(experts, slots - ranks, active) > 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "of_process", "is_elastic", "said"),
+    [
+        (6, 1, True, None),
+        (6, 3, True, None),  # nobody is left
+        (3, 1, False, None),
+        (3, 1, True, "got 3 expert slots, of which a lost process leaves 2, expected 3"),
+        (6, 2, True, "pass --redundant 6"),
+    ],
+)
+def test_a_server_says_at_its_start_if_experts_will_be_missing(slots, of_process, is_elastic, said):
+    ranks = SimpleNamespace(
+        active=np.ones(3, np.int32), is_elastic=is_elastic, num_experts=3, num_slots=slots
+    )
+    warning = serve_moe.warning_of(ranks, of_process)
+    assert warning is None if said is None else said in warning
+    assert ranks.active.all()

@@ -33,8 +33,8 @@ LIMIT_S = 120
 class Server:
     """The launcher with serving processes."""
 
-    def __init__(self, model, *options, processes=2):
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes)]
+    def __init__(self, model, *options, processes=2, launch=()):
+        command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes), *launch]
         command += ["--grace", "5"] + ["--keep-going"] * ("--elastic" in options)
         command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model), "--port", "0"]
         command += ["--slots", "3", "--chunk", "8", "--redundant", "2", *options]
@@ -43,7 +43,7 @@ class Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**children.quick(), "JAX_PLATFORMS": "cpu"},
+            env={**children.quick(), "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"},
         )
         self.lines = []
         for line in self.process.stdout:
@@ -211,6 +211,64 @@ def test_streams_go_on_without_lost_processes(start):
     assert re.search(r"lost process 1 .* 1 of 3 ranks go on.* 2 experts of each layer", text)
     assert f"processes lost: 2, requests moved: {health['moved_requests']}" in text
     assert health["moved_requests"] >= 2
+
+
+def test_a_process_that_is_started_again_serves_again(start):
+    """Killed twice while clients read; each time it comes back, and has requests again.
+
+    Texts are those of the undisturbed server throughout, and no survivor compiles.
+    """
+    options = ("--elastic", "--peer-timeout-s", str(PEER_TIMEOUT_S))
+    server = start(*options, processes=3, launch=("--restarts", "2"))
+    bodies = [
+        {"prompt": PROMPTS[n % 5].decode(), "max_tokens": 80, "temperature": 0.8, "seed": n}
+        for n in range(9)  # as many as there are slots
+    ]
+
+    def ask_all(pool):
+        return [pool.submit(server.stream, body) for body in bodies]
+
+    def texts(answers):
+        return ["".join(text for _, text in answer.result(LIMIT_S)) for answer in answers]
+
+    def wait_for(**counts):
+        limit = time.monotonic() + LIMIT_S
+        while not counts.items() <= server.health().items():
+            assert time.monotonic() < limit, server.health()
+            time.sleep(0.02)
+        return time.monotonic()
+
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        wanted = texts(ask_all(pool))
+        for kills in (1, 2):
+            answers = ask_all(pool)
+            wait_for(running=len(bodies))
+            killed_at = server.send_signal(2, signal.SIGKILL)
+            assert texts(answers) == wanted
+            lost_after = wait_for(lost_processes=kills) - killed_at
+            arrivals = []
+            while server.health()["returned_processes"] < kills:  # and streams go on
+                answers = ask_all(pool)
+                assert texts(answers) == wanted
+                arrivals += [at for answer in answers for at, _ in answer.result()]
+                assert time.monotonic() < killed_at + LIMIT_S
+            arrivals.sort()
+            gap = max(b - a for a, b in itertools.pairwise(arrivals))
+            assert gap < GAP_S
+            back_after = time.monotonic() - killed_at
+            print(f"noticed by {lost_after:.2f} s, back by {back_after:.2f} s, gap {gap:.2f} s")
+            # All slots are needed at once: its own, too.
+            answers = ask_all(pool)
+            wait_for(running=len(bodies), waiting=0)
+            assert texts(answers) == wanted
+        health = server.health()
+    assert health["status"] == "ok" and health["lost_processes"] == 2
+    server.process.send_signal(signal.SIGTERM)
+    code, text = server.end()
+    assert code == 0, text
+    assert len(re.findall(r"Compiling jit\(_step\)", text)) == 3 + 2  # in each life of a process
+    assert text.count("process 2 (ranks [2]) is back: 3 of 3 ranks go on") == 2
+    assert "processes that came back: 2" in text
 
 
 def test_a_port_that_is_taken_ends_all_processes(server, model):

@@ -332,6 +332,29 @@ class TestFailure:
         assert done.stderr.count(f"process 1 {what}; the others go on (--keep-going)") == 1
         assert "ending process 0, 2" in done.stderr
 
+    def test_a_process_that_fails_is_started_again_as_often_as_told(self, script):
+        """It joins the job again under its number; its second failure is the last."""
+        path = script(
+            """
+            import os, signal, sys, time, jax
+            from jax_ep._jax_compat import distributed_client
+            store = distributed_client()
+            if jax.process_index() == 1:
+                store.key_value_set(f"life/{os.getpid()}", "")
+                os.kill(os.getpid(), signal.SIGKILL)
+            limit = time.monotonic() + 60
+            while len(store.key_value_dir_get("life")) < 2 and time.monotonic() < limit:
+                time.sleep(0.01)
+            time.sleep(0.3)
+            print("lives:", len(store.key_value_dir_get("life")))
+            """
+        )
+        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going", "--restarts", "1")
+        assert done.returncode == 0, done.stderr
+        assert "[0] lives: 2" in done.stdout, done.stderr
+        assert done.stderr.count("process 1 was ended by SIGKILL; the others go on") == 2
+        assert done.stderr.count("process 1 is started again (--restarts, 1 of 1)") == 1
+
     def test_who_keeps_going_ends_when_process_0_leaves_without_a_word(self, script):
         path = script(
             """
@@ -466,6 +489,8 @@ class TestBadInput:
             (["-n", "2", "--grace", "nan", __file__], "--grace"),  # for ever
             (["-n", "2", "--grace", "inf", __file__], "--grace"),  # a traceback at a failure
             (["-n", "2", "--bind-to", "socket", __file__], "--bind-to"),
+            (["-n", "2", "--restarts", "1", __file__], "--restarts: expected --keep-going"),
+            (["-n", "2", "--keep-going", "--restarts", "-1", __file__], "--restarts: got -1"),
             (["-n", "2"], "expected a script"),
             (["-n", "2", "no_such_file.py"], "'no_such_file.py' is not a file"),
             (["-n", "2", "-m"], "expected a script, or -m and a module"),
