@@ -252,7 +252,7 @@ Status Endpoint::Step(bool* did_work) {
 
 Status Endpoint::Tick(PeerWatch::Time now) {
   const std::vector<PeerWatch::Dead> dead =
-      watch_.Tick(now, [this](uint32_t peer) { return peers_[peer].num_open > 0; });
+      watch_.Tick(now, [this](uint32_t peer) { return Awaits(peer); });
   if (!dead.empty()) {
     Blame(peers_[dead.front().peer].rank);
     return PeersDied(dead);
@@ -290,6 +290,14 @@ uint32_t Endpoint::FailurePayload(int64_t blamed) const {
 bool Endpoint::HasUsed(uint32_t peer) const {
   for (uint32_t i = peer * kNumChannels; i < (peer + 1) * kNumChannels; ++i) {
     if (send_flows_[i].messages.Get() > 0 || recv_flows_[i].received.Get() > 0) return true;
+  }
+  return false;
+}
+
+bool Endpoint::Awaits(uint32_t peer) const {
+  for (uint32_t i = peer * kNumChannels; i < (peer + 1) * kNumChannels; ++i) {
+    const SendFlow& flow = send_flows_[i];
+    if (flow.num_pending > 0 || flow.window.num_unacknowledged() > 0) return true;
   }
   return false;
 }

@@ -112,8 +112,7 @@ class Endpoint {
     uint32_t its_secret = 0;   // that we present to it
     uint32_t proxy = 0;        // that serves it, by LifeSigns
     LeadRole role = {};
-    uint64_t num_open = 0;  // messages that it has not acknowledged, and pending commands
-    bool is_told = false;   // by the SendToAll under way
+    bool is_told = false;  // by the SendToAll under way
     bool is_heartbeat_due = false;
     std::string why_lost = {};  // the transport's words; "": writes to it are possible
   };
@@ -131,6 +130,7 @@ class Endpoint {
   bool has_commands() const;  // in the ring or the batch
   bool IsQuiet() const;
   bool HasUsed(uint32_t peer) const;  // a message of any flow went or came
+  bool Awaits(uint32_t peer) const;   // its acknowledgements, or a place for commands to it
   Status CheckCommand(const Command& command) const;
   Status Enqueue(SendFlow& flow, const PackedCommand& packed, const Command& command,
                  bool* is_taken);

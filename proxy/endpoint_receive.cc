@@ -128,7 +128,6 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
         return BadArrival(peer, imm, "it acknowledges messages that were never sent");
       }
       num_unacknowledged_ -= static_cast<uint64_t>(num_new);
-      peers_[peer].num_open -= static_cast<uint64_t>(num_new);
       flow.acknowledged.Set(flow.window.acknowledged());
       TraceProgress(TraceKind::kAcknowledged, flow_index, flow.window.acknowledged(), 0);
       return Status::Ok();
@@ -162,7 +161,7 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
 Status Endpoint::SeeDepartures() {
   num_departed_seen_ = signs_.num_departed();
   for (uint32_t peer = 0; peer < peers_.size(); ++peer) {
-    if (!watch_.has_departed(peer) || peers_[peer].num_open == 0) continue;
+    if (!watch_.has_departed(peer)) continue;
     for (uint32_t c = 0; c < kNumChannels; ++c) {
       SendFlow& flow = send_flows_[FlowIndex(peer, static_cast<Channel>(c))];
       if (flow.num_pending > 0) {
@@ -171,9 +170,7 @@ Status Endpoint::SeeDepartures() {
                                   " has closed the group, but this rank still sends to it (" +
                                   DescribeFlow(FlowIndex(peer, flow.channel)) + ")");
       }
-      const auto num_open = static_cast<uint64_t>(flow.window.AcknowledgeAll());
-      num_unacknowledged_ -= num_open;
-      peers_[peer].num_open -= num_open;
+      num_unacknowledged_ -= static_cast<uint64_t>(flow.window.AcknowledgeAll());
       flow.acknowledged.Set(flow.window.acknowledged());
     }
   }

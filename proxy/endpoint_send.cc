@@ -142,7 +142,6 @@ Status Endpoint::Enqueue(SendFlow& flow, const PackedCommand& packed, const Comm
   flow.pending_since_ns[last] = taken_ns;
   ++flow.num_pending;
   ++num_pending_;
-  ++peers_[flow.peer].num_open;
   if (!flow.is_listed) {
     flow.is_listed = true;
     pending_flows_.push_back(FlowIndex(flow.peer, flow.channel));
@@ -221,7 +220,6 @@ Status Endpoint::Send(SendFlow& flow, const Command& command, uint64_t* sent_byt
     flow.bytes.Add(piece_bytes);
     if (is_signal) flow.signals.Add(1);
     ++num_unacknowledged_;
-    ++peer.num_open;
     ++num_in_transport_;
     *sent_bytes += piece_bytes;
     *is_done = is_last;
@@ -247,7 +245,6 @@ Status Endpoint::PumpPending(bool* did_work) {
       flow.pending_first = (flow.pending_first + 1) % kMaxPendingCommands;
       --flow.num_pending;
       --num_pending_;
-      --peers_[flow.peer].num_open;
     }
     if (flow.num_pending == 0) {
       flow.is_listed = false;

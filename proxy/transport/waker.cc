@@ -2,14 +2,12 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <string.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
-#include <string>
-
 #include "proxy/base/thread.h"
+#include "proxy/transport/side_socket.h"
 
 namespace jax_ep {
 namespace {
@@ -18,8 +16,6 @@ namespace {
 constexpr timespec kNap{.tv_sec = 0, .tv_nsec = 50'000};
 // Taken at once; more of them ring the bell once more.
 constexpr int kMaxEvents = 8;
-
-Status Failed(const char* what) { return Internal(std::string(what) + ": " + strerror(errno)); }
 
 }  // namespace
 
@@ -33,15 +29,17 @@ Result<std::unique_ptr<Waker>> Waker::Create(Doorbell* bell, const std::vector<i
 
 Status Waker::Open(const std::vector<int>& fds) {
   stop_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (stop_.fd() < 0) return Failed("eventfd");
+  if (stop_.fd() < 0) return Internal(Errno("eventfd"));
   waited_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
-  if (waited_.fd() < 0) return Failed("epoll_create1");
+  if (waited_.fd() < 0) return Internal(Errno("epoll_create1"));
   epoll_event event{.events = EPOLLIN, .data = {}};
-  if (epoll_ctl(waited_.fd(), EPOLL_CTL_ADD, stop_.fd(), &event) != 0) return Failed("epoll_ctl");
+  if (epoll_ctl(waited_.fd(), EPOLL_CTL_ADD, stop_.fd(), &event) != 0) {
+    return Internal(Errno("epoll_ctl"));
+  }
   event.events = EPOLLIN | EPOLLET;
   for (const int fd : fds) {
     if (epoll_ctl(waited_.fd(), EPOLL_CTL_ADD, fd, &event) != 0) {
-      return Failed("waiting for the network's descriptor");
+      return Internal(Errno("waiting for the network's descriptor"));
     }
   }
   return Status::Ok();
