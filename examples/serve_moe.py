@@ -161,7 +161,7 @@ def lead(
         return 1
     finally:
         engine.drain(0.0)  # if it could not listen, the others must end, too
-        hub.close()
+        hub.close()  # before the group's close, which waits for them
     print(engine.counters.sentence())
     if engine.failure is not None:
         print(f"failed: {engine.failure}", file=sys.stderr)
@@ -198,7 +198,7 @@ def main() -> int:
             return lead(options, group, ranks, shape, hub)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # process 0 says when to stop
-        with contextlib.closing(link):
+        with contextlib.closing(link):  # before the group: its close waits for process 0
             follow(ranks, link, size.layers)
     return 0
 

@@ -11,13 +11,6 @@
 #include "xla_ffi/session_member.h"
 
 namespace jax_ep {
-namespace {
-
-std::string Seconds(std::chrono::nanoseconds time) {
-  return std::to_string(std::chrono::duration<double>(time).count()) + " s";
-}
-
-}  // namespace
 
 Status Session::StartProxy() {
   JAX_EP_RETURN_IF_ERROR(proxy_->Start());
@@ -101,7 +94,8 @@ Status Session::AwaitBarrierOf(const Member& member, uint32_t peer, uint64_t epo
   if (result == WaitResult::kTimeout) {
     return DeadlineExceeded("group " + options_.name + ": barrier " + std::to_string(epoch) +
                             " on " + rank.NameOf(rank.rank) + ": " + rank.NameOf(peer) +
-                            " has not arrived within " + Seconds(limit));
+                            " has not arrived within " +
+                            std::to_string(std::chrono::duration<double>(limit).count()) + " s");
   }
   return Status::Ok();
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
 import json
 import os
 import pathlib
@@ -416,10 +415,10 @@ class TestExport:
 
 def test_grafana_s_own_model_takes_the_dashboard_and_loses_nothing_of_it():
     """What Grafana does not know of a file, it drops; its model is generated from its schemas."""
-    sdk = pytest.importorskip("grafana_foundation_sdk", reason="of the extra `test`").__name__
-    importlib.import_module(f"{sdk}.cog.plugins").register_default_plugins()
-    encoder = importlib.import_module(f"{sdk}.cog.encoder").JSONEncoder()
-    dashboard = importlib.import_module(f"{sdk}.models.dashboard").Dashboard
+    sdk = functools.partial(pytest.importorskip, reason="of the extra `test`")
+    sdk("grafana_foundation_sdk.cog.plugins").register_default_plugins()
+    encoder = sdk("grafana_foundation_sdk.cog.encoder").JSONEncoder()
+    dashboard = sdk("grafana_foundation_sdk.models.dashboard").Dashboard
     board = json.loads((ROOT / "docs/grafana/jax_ep.json").read_text())
     taken = json.loads(encoder.encode(dashboard.from_json(board)))
 

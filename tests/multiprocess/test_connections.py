@@ -31,19 +31,20 @@ def test_processes_are_connected_once_and_ranks_where_they_send(transport, proce
     # Each endpoint of libfabric writes to itself when it is made, over a connection of two ends.
     own_sockets = 2 * local
     for process in range(processes):
-        value = lambda key: int(done.value(process, key))  # noqa: B023, E731
+        keys = ("PAIRS_IDLE", "PAIRS_CALLED", "SOCKETS_IDLE", "SOCKETS_CALLED", "HEARTBEATS")
+        value = {key: int(done.value(process, key)) for key in keys}
         channels = json.loads(done.value(process, "CHANNELS_CALLED"))
-        assert value("PAIRS_IDLE") == others
-        assert value("PAIRS_CALLED") == all_pairs
+        assert value["PAIRS_IDLE"] == others
+        assert value["PAIRS_CALLED"] == all_pairs
         if mode == "ht":
             # Rows go to the rail mate. The plan goes to each rank of other nodes: it is what
             # connects them.
             assert channels[DISPATCH] == channels[COMBINE] == local * others, channels
             assert channels[PLAN] == all_pairs, channels
         for when, pairs in (("IDLE", others), ("CALLED", all_pairs)):
-            sockets = value(f"SOCKETS_{when}")
+            sockets = value[f"SOCKETS_{when}"]
             # libfabric opens one at the first message of either side: two if both begin at once.
             least, most = pairs + own_sockets, 2 * pairs + own_sockets
             assert sockets == 0 if transport == "shm" else least <= sockets <= most, when
         # One for each other process and tick, however many ranks it has.
-        assert others * TICKS // 2 <= value("HEARTBEATS") <= others * (TICKS + 2)
+        assert others * TICKS // 2 <= value["HEARTBEATS"] <= others * (TICKS + 2)

@@ -9,7 +9,7 @@
 #include <mutex>
 #include <utility>
 
-#include "proxy/transport.h"
+#include "tests/proxy/forwarding_transport.h"
 
 namespace jax_ep {
 
@@ -54,22 +54,11 @@ class Gate {
   Status broken_;
 };
 
-class GateTransport : public Transport {
+class GateTransport : public ForwardingTransport {
  public:
   GateTransport(std::unique_ptr<Transport> inner, std::shared_ptr<Gate> gate)
-      : inner_(std::move(inner)), gate_(std::move(gate)) {}
+      : ForwardingTransport(std::move(inner)), gate_(std::move(gate)) {}
 
-  const TransportCaps& Caps() const override { return inner_->Caps(); }
-  std::string LocalAddress() const override { return inner_->LocalAddress(); }
-  Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
-    return inner_->Connect(address, deadline);
-  }
-  Result<LocalRegion> Register(const MemoryRegion& region) override {
-    return inner_->Register(region);
-  }
-  Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) override {
-    return inner_->ImportRemoteKey(peer, key);
-  }
   Status PostWrite(const WriteRequest& request) override {
     {
       std::lock_guard lock(gate_->mutex_);
@@ -77,14 +66,11 @@ class GateTransport : public Transport {
       const auto answer = gate_->answers_.find(request.peer);
       if (answer != gate_->answers_.end()) return answer->second;
     }
-    return inner_->PostWrite(request);
+    return ForwardingTransport::PostWrite(request);
   }
-  Result<bool> Flush(uint64_t token) override { return inner_->Flush(token); }
-  bool PrepareToSleep() override { return inner_->PrepareToSleep(); }
-
   Result<size_t> Poll(std::span<TransportEvent> events) override {
     TransportEvent polled[16];
-    const Result<size_t> num_polled = inner_->Poll(polled);
+    const Result<size_t> num_polled = ForwardingTransport::Poll(polled);
     if (!num_polled.ok()) return num_polled.status();
     std::lock_guard lock(gate_->mutex_);
     if (!gate_->broken_.ok()) return gate_->broken_;
@@ -108,7 +94,6 @@ class GateTransport : public Transport {
   }
 
  private:
-  std::unique_ptr<Transport> inner_;
   std::shared_ptr<Gate> gate_;
   std::deque<TransportEvent> held_;
 };

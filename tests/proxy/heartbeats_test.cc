@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "proxy/transport/registry.h"
+#include "tests/proxy/forwarding_transport.h"
 #include "tests/proxy/proxy_world.h"
 
 namespace jax_ep {
@@ -47,38 +48,27 @@ class Wire {
   std::set<uint32_t> cut_;
 };
 
-class WatchedTransport : public Transport {
+class WatchedTransport : public ForwardingTransport {
  public:
   // `peers`: ranks in the order in which they will be connected.
   WatchedTransport(std::unique_ptr<Transport> inner, uint32_t rank, std::vector<uint32_t> peers,
                    std::shared_ptr<Wire> wire)
-      : inner_(std::move(inner)), rank_(rank), peers_(std::move(peers)), wire_(std::move(wire)) {}
+      : ForwardingTransport(std::move(inner)),
+        rank_(rank),
+        peers_(std::move(peers)),
+        wire_(std::move(wire)) {}
 
-  const TransportCaps& Caps() const override { return inner_->Caps(); }
-  std::string LocalAddress() const override { return inner_->LocalAddress(); }
-  Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
-    return inner_->Connect(address, deadline);
-  }
-  Result<LocalRegion> Register(const MemoryRegion& region) override {
-    return inner_->Register(region);
-  }
-  Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) override {
-    return inner_->ImportRemoteKey(peer, key);
-  }
   Status PostWrite(const WriteRequest& request) override {
     wire_->Count(rank_, peers_[request.peer]);
     if (wire_->IsCut(rank_)) return Status::Ok();
-    return inner_->PostWrite(request);
+    return ForwardingTransport::PostWrite(request);
   }
-  Result<bool> Flush(uint64_t token) override { return inner_->Flush(token); }
   Result<size_t> Poll(std::span<TransportEvent> events) override {
     if (wire_->IsCut(rank_)) return size_t{0};
-    return inner_->Poll(events);
+    return ForwardingTransport::Poll(events);
   }
-  bool PrepareToSleep() override { return inner_->PrepareToSleep(); }
 
  private:
-  std::unique_ptr<Transport> inner_;
   const uint32_t rank_;
   const std::vector<uint32_t> peers_;
   const std::shared_ptr<Wire> wire_;

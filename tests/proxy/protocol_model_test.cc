@@ -111,6 +111,20 @@ TEST_P(FlowModel, commits_all_in_order_in_every_interleaving) {
   EXPECT_GT(search.num_states, 20u * GetParam());
 }
 
+// Whether a model can come to a bad state. `visit(state, open)` says if this one is, and appends
+// those that may follow to `open`; it sees each state once.
+template <typename State, typename Visit>
+bool Reaches(const Visit& visit) {
+  std::set<State> seen;
+  std::vector<State> open{State{}};
+  while (!open.empty()) {
+    const State state = open.back();
+    open.pop_back();
+    if (seen.insert(state).second && visit(state, open)) return true;
+  }
+  return false;
+}
+
 // A receiver with few bits of sequence, as a model: what it takes a message for.
 // Returns true if some interleaving makes it commit a message in place of another.
 bool SomeOrderIsMisjudged(int bits, uint64_t window, bool window_is_a_range) {
@@ -123,12 +137,7 @@ bool SomeOrderIsMisjudged(int bits, uint64_t window, bool window_is_a_range) {
     std::set<uint64_t> early = {};      // distances ahead that the receiver holds, as sequences
     auto operator<=>(const State&) const = default;
   };
-  std::set<State> seen;
-  std::vector<State> open{State{}};
-  while (!open.empty()) {
-    const State state = open.back();
-    open.pop_back();
-    if (!seen.insert(state).second) continue;
+  return Reaches<State>([=](const State& state, std::vector<State>& open) {
     // The acknowledgement of `expected` reaches the sender at once: the sender's best case.
     const uint64_t outstanding =
         window_is_a_range ? state.next - state.expected : state.under_way.size();
@@ -148,8 +157,8 @@ bool SomeOrderIsMisjudged(int bits, uint64_t window, bool window_is_a_range) {
       while (delivered.early.erase(delivered.expected) > 0) ++delivered.expected;
       open.push_back(delivered);
     }
-  }
-  return false;
+    return false;
+  });
 }
 
 TEST(SequenceModel, half_of_the_space_is_the_largest_safe_window) {
@@ -179,12 +188,7 @@ bool SomeSetIsOverwritten(int num_ranks, int depth, int wait_for) {
     std::array<std::array<int, 3>, 3> under_way{};  // [rank][source]: bits of calls
     auto operator<=>(const State&) const = default;
   };
-  std::set<State> seen;
-  std::vector<State> open{State{}};
-  while (!open.empty()) {
-    const State state = open.back();
-    open.pop_back();
-    if (!seen.insert(state).second) continue;
+  return Reaches<State>([=](const State& state, std::vector<State>& open) {
     for (int rank = 0; rank < num_ranks; ++rank) {
       const size_t r = static_cast<size_t>(rank);
       const int call = state.started[r] + 1;
@@ -224,8 +228,8 @@ bool SomeSetIsOverwritten(int num_ranks, int depth, int wait_for) {
         open.push_back(next);
       }
     }
-  }
-  return false;
+    return false;
+  });
 }
 
 TEST(LlBufferModel, waiting_for_the_call_that_used_the_set_before_is_enough) {
@@ -249,12 +253,7 @@ bool NoticeOvertakesAMessage(bool waits_for_all_ranks) {
     auto operator<=>(const State&) const = default;
   };
   constexpr int kAll = (1 << kNumMessages) - 1;
-  std::set<State> seen;
-  std::vector<State> open{State{}};
-  while (!open.empty()) {
-    const State state = open.back();
-    open.pop_back();
-    if (!seen.insert(state).second) continue;
+  return Reaches<State>([=](const State& state, std::vector<State>& open) {
     if (state.is_notice_sent && (state.arrived[0] != kAll || state.arrived[1] != kAll)) {
       return true;  // the notice may arrive now
     }
@@ -278,8 +277,8 @@ bool NoticeOvertakesAMessage(bool waits_for_all_ranks) {
       next.is_notice_sent = true;
       open.push_back(next);
     }
-  }
-  return false;
+    return false;
+  });
 }
 
 TEST(LeadModel, a_notice_after_the_acknowledgements_of_all_ranks_overtakes_nothing) {

@@ -75,15 +75,22 @@ class Descriptors {
 
 class WakerOfDescriptors : public testing::Test {
  protected:
-  // Whether the bell rings in that time after Arm.
-  bool Rings(milliseconds limit) {
+  // Whether the bell rings in that time after `act`.
+  template <typename Act>
+  bool RingsAfter(const Act& act, milliseconds limit) {
     const uint32_t before = bell.count.load();
-    waker->Arm();
+    act();
     const auto end = std::chrono::steady_clock::now() + limit;
     while (bell.count.load() == before && std::chrono::steady_clock::now() < end) {
       std::this_thread::sleep_for(milliseconds(1));
     }
     return bell.count.load() != before;
+  }
+  bool RingsOnceArmed(milliseconds limit) {
+    return RingsAfter([this] { waker->Arm(); }, limit);
+  }
+  bool RingsOnceWritten(int i) {
+    return RingsAfter([this, i] { descriptors.Write(i); }, kLong);
   }
 
   static constexpr milliseconds kLong{10'000};
@@ -95,11 +102,10 @@ class WakerOfDescriptors : public testing::Test {
 
 TEST_F(WakerOfDescriptors, rings_for_what_came_before_and_after_it_was_armed) {
   descriptors.Write(0);
-  EXPECT_TRUE(Rings(kLong));
-  EXPECT_FALSE(Rings(kShort));
-  descriptors.Write(1);  // it is armed
-  const auto end = std::chrono::steady_clock::now() + kLong;
-  while (waker->is_armed() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+  EXPECT_TRUE(RingsOnceArmed(kLong));
+  EXPECT_FALSE(waker->is_armed());
+  EXPECT_FALSE(RingsOnceArmed(kShort));
+  EXPECT_TRUE(RingsOnceWritten(1));
   EXPECT_FALSE(waker->is_armed());
 }
 
@@ -107,16 +113,10 @@ TEST_F(WakerOfDescriptors, rings_for_what_came_before_and_after_it_was_armed) {
 // come (its issue 8947).
 TEST_F(WakerOfDescriptors, that_stay_readable_rings_once_for_each_event) {
   descriptors.Write(0);
-  EXPECT_TRUE(Rings(kLong));
+  EXPECT_TRUE(RingsOnceArmed(kLong));
   for (int i = 0; i < 20; ++i) {
-    EXPECT_FALSE(Rings(milliseconds(5))) << i;
-    const uint32_t before = bell.count.load();
-    descriptors.Write(i % 2);
-    const auto end = std::chrono::steady_clock::now() + kLong;
-    while (bell.count.load() == before && std::chrono::steady_clock::now() < end) {
-      std::this_thread::yield();
-    }
-    EXPECT_NE(bell.count.load(), before) << i;
+    EXPECT_FALSE(RingsOnceArmed(milliseconds(5))) << i;
+    EXPECT_TRUE(RingsOnceWritten(i % 2)) << i;
   }
 }
 

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from meeting import meet
+from round_trip import round_trip
 
 import jax_ep
 
@@ -45,25 +44,10 @@ config = jax_ep.Config(
     peer_timeout_s=args.peer_timeout,
 )
 group = jax_ep.create_group(mesh, "ep", config)
-
-
-def step(x, idx):
-    recv = jax_ep.dispatch(group, x, idx)
-    return jax_ep.combine(group, recv.x, recv)
-
-
-def place(array):
-    return jax.make_array_from_callback(
-        array.shape, NamedSharding(mesh, P("ep")), lambda index: array[index]
-    )
-
-
-run = jax.jit(
-    jax.shard_map(step, mesh=mesh, in_specs=(P("ep"), P("ep")), out_specs=P("ep"), check_vma=False)
-)
+run = round_trip(mesh, group)
 for _ in range(args.calls):
     idx = np.arange(4 * n, dtype=np.int32)[:, None] % n
-    jax.block_until_ready(run(place(np.ones((4 * n, 8), np.float32)), place(idx)))
+    jax.block_until_ready(run(np.ones((4 * n, 8), np.float32), idx))
 meet("ready")
 if me == victim:
     os.kill(os.getpid(), signal.SIGKILL if args.how == "kill" else signal.SIGSTOP)
