@@ -1,13 +1,11 @@
 """Times what JAX_EP_TRACE costs on CPUs and writes results/trace_cpu.json.
 
-    python benchmarks/run_trace.py [--rounds 15] [--before PYTHON]
-
---before: a Python whose jax_ep has no trace yet (2fb4c74 brought it): what it costs when off.
+    python benchmarks/run_trace.py [--rounds 15]
 
 A pair of dispatch and combine of 8 tokens (ll), and one of 256 (ht), of two ranks in one process.
 On and off are two groups of one process, whose calls take turns: the machine is then the same for
-both. Each round is a process, and every other one makes the traced group first. Off and before are
-processes one after the other. What counts is the median of the rounds' ratios; the bound is 2 %.
+both. Each round is a process, and every other one makes the traced group first. What counts is the
+median of the rounds' ratios; the bound is 2 %.
 The package must be installed.
 """
 
@@ -84,46 +82,38 @@ def calls_of_a_group(stack, mesh, mode, tokens):
     return lambda: jax.block_until_ready(step(x, ids))
 
 
-def quartiles(python, name, settings):
+def quartiles(name, settings):
     """One process: {setting: us}."""
     mode, tokens, turns = CASES[name]
-    command = [python, __file__, "--worker", mode, str(tokens), str(turns), ",".join(settings)]
+    worker_arguments = [mode, str(tokens), str(turns), ",".join(settings)]
+    command = [sys.executable, __file__, "--worker", *worker_arguments]
     return worker_result(run(command, {"JAX_PLATFORMS": "cpu", "NPROC": "32"}))
 
 
-def measure(name, rounds, before):
-    pairs, alone = [], []
-    for i in range(rounds):
-        pairs.append(quartiles(sys.executable, name, ("on", "off") if i % 2 else ("off", "on")))
-        if before:
-            pythons = {"before": before, "off": sys.executable}
-            alone.append({key: quartiles(pythons[key], name, ["off"])["off"] for key in pythons})
-    case = {"us": {key: statistics.median(us[key] for us in pairs) for key in ("off", "on")}}
-    case |= _ratio("on over off", pairs, "on", "off")
-    return case | (_ratio("off over before", alone, "off", "before") if before else {})
-
-
-def _ratio(name, rounds, key, reference):
-    ratios = [us[key] / us[reference] for us in rounds]
-    return {name: statistics.median(ratios), f"{name}, of each round": ratios}
+def measure(name, rounds):
+    pairs = [quartiles(name, ("on", "off") if i % 2 else ("off", "on")) for i in range(rounds)]
+    ratios = [us["on"] / us["off"] for us in pairs]
+    return {
+        "us": {key: statistics.median(us[key] for us in pairs) for key in ("off", "on")},
+        "on over off": statistics.median(ratios),
+        "on over off, of each round": ratios,
+    }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--before", metavar="PYTHON")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "results")
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         mode, tokens, turns, settings = args.worker
         return worker(mode, int(tokens), int(turns), settings.split(","))
-    cases = {name: measure(name, args.rounds, args.before) for name in CASES}
+    cases = {name: measure(name, args.rounds) for name in CASES}
     record = stamp() | {"bound": BOUND, "cases": cases}
     (args.out / "trace_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
     for name, case in record["cases"].items():
-        ratios = [f"{key} {value:.4f}" for key, value in case.items() if isinstance(value, float)]
-        print(f"{name}: {case['us']['off']:.1f} us off, {', '.join(ratios)}")
+        print(f"{name}: {case['us']['off']:.1f} us off, on over off {case['on over off']:.4f}")
     return 0
 
 
