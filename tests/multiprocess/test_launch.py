@@ -332,6 +332,7 @@ class TestFailure:
         assert done.stderr.count(f"process 1 {what}; the others go on (--keep-going)") == 1
         assert "ending process 0, 2" in done.stderr
 
+    @pytest.mark.ci
     def test_a_process_that_fails_is_started_again_as_often_as_told(self, script):
         """It joins the job again under its number; its second failure is the last."""
         path = script(
