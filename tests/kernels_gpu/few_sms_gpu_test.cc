@@ -39,10 +39,11 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
   shape.top_k = 4;
   shape.align = 4;
   shape.hidden = 512;
-  // 24 chunks of a combine on 16 blocks: if these had fixed tasks, sums would be half a grid away
-  // from the partials of their chunks.
-  constexpr int64_t kTokens = 192;
-  shape.max_tokens = shape.ll_tokens = kTokens;
+  // 256 chunks of a combine on 16 blocks: if these had fixed tasks, sums would be half a grid away
+  // from the partials of their chunks. A plan has 8 slices, more than blocks run at a time.
+  constexpr uint64_t kHtTokens = 2048;
+  shape.ll_tokens = 192;
+  shape.max_tokens = c.mode == Mode::kHt ? kHtTokens : shape.ll_tokens;
   shape.elem_type = ElemType::kBf16;
   shape.depth = 3;
   Team cpu({.shape = shape});
@@ -51,7 +52,7 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
                 .max_sms = 16,
                 .timeout_ns = 4'000'000'000,
                 .arena_bytes = uint64_t{1} << 30});
-  Scenario s{.shape = shape, .mode = c.mode, .num_tokens = kTokens};
+  Scenario s{.shape = shape, .mode = c.mode, .num_tokens = static_cast<int64_t>(shape.max_tokens)};
   s.recv_rows = WorstRecvRows(shape, s.layout, s.num_tokens);
   std::mt19937 random(11);
   std::vector<std::unique_ptr<HeldSms>> held;
