@@ -13,7 +13,7 @@ import argparse
 import json
 
 from run_cpu import HERE, stamp
-from simulator import check, memory, projections
+from simulator import check, memory, projections, question
 from simulator.networks import Network
 
 IMAGES = HERE.parent / "docs" / "images"
@@ -55,24 +55,10 @@ def main():
     commands.add_parser("project")
     commands.add_parser("memory")
     asked = commands.add_parser("ask")
-    asked.add_argument("--ranks", type=int, required=True)
-    asked.add_argument("--node-size", type=int, default=8)
-    asked.add_argument("--tokens", type=int, default=4096, help="of a rank, in mode ht")
-    asked.add_argument("--hidden", type=int, default=7168, help="elements of 2 bytes")
-    asked.add_argument("--top-k", type=int, default=8)
-    asked.add_argument(
-        "--zipf", type=float, default=0.0, help="exponent of the experts' popularity"
-    )
-    asked.add_argument("--gb-s", type=float, required=True, help="of one rank's NICs, each way")
-    asked.add_argument("--latency-us", type=float, required=True)
-    asked.add_argument("--post-us", type=float, required=True, help="of one message and thread")
-    asked.add_argument("--gpu-direct", action="store_true", help="no pinned stage")
-    asked.add_argument("--rows-per-message", type=int, default=0, help="0: as it is today")
-    asked.add_argument("--pieces", type=int, default=8)
-    asked.add_argument("--proxy-threads", type=int, default=1)
-    asked.add_argument("--late-us", type=float, default=0.0, help="how late a rank may be")
+    question.add_arguments(asked)
     args = parser.parse_args()
     if args.command == "ask":
+        question.check(asked, args)
         ask(args)
     elif args.command == "memory":
         report = memory.report()

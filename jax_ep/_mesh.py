@@ -11,7 +11,7 @@ import numpy as np
 
 def axis_tuple(axis: str | tuple[str, ...]) -> tuple[str, ...]:
     """The axis names of a group, always as a tuple."""
-    return (axis,) if isinstance(axis, str) else tuple(axis)
+    return tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
 
 
 def axis_size(mesh: Any, axes: tuple[str, ...]) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_ep import _config
 from jax_ep._config import Mode
 from jax_ep._group import Group
-from jax_ep._ops import api, reachable
+from jax_ep._ops import api, operands, reachable, sharding
 from jax_ep._overlap import overlap as overlap_
 from jax_ep._overlap import overlap_gradients
 from jax_ep._placement import Placement
@@ -129,6 +129,17 @@ def moe(
     """
     if not _config.is_count(chunks):
         raise ValueError(f"jax_ep.moe: got chunks={chunks!r}, expected an int of at least 1; use 1")
+    sharding.check_call(group, "moe")
+    if not callable(expert_fn):
+        raise operands.fail(
+            "moe",
+            f"expert_fn of type {type(expert_fn).__name__}",
+            "",
+            "a function of (params, rows, group_sizes)",
+            "pass what computes the experts",
+        )
+    if plan is not None:
+        operands.require_plan("moe", plan)
     if plan is not None and chunks > 1:
         raise ValueError(
             f"jax_ep.moe: got a plan with chunks={chunks}, expected chunks=1, as each chunk has a "
@@ -158,11 +169,18 @@ def moe(
             "exchanges run beside another's experts; pass chunks=2, or leave overlap out"
         )
 
+    num_tokens = operands.check_tokens(group, "moe", x, topk_weights)
     topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
-        group, "moe", topk_idx, topk_weights, active, placement, plan=plan, renormalize=renormalize
+        group,
+        "moe",
+        topk_idx,
+        topk_weights,
+        active,
+        placement,
+        num_tokens=num_tokens,
+        plan=plan,
+        renormalize=renormalize,
     )
-
-    num_tokens = x.shape[0]
     if chunks == 1 or num_tokens == 0:
         out, stats = layer(x, topk_idx, topk_weights)
         stats = dataclasses.replace(stats, num_unreachable=num_unreachable)
@@ -172,6 +190,7 @@ def moe(
             "jax_ep.moe: got neither topk_idx nor a plan, expected exactly one; pass one of them"
         )
 
+    topk_idx = operands.check_ids(group, "moe", topk_idx, num_tokens)
     chunks = min(chunks, num_tokens)
     chunk_tokens = -(-num_tokens // chunks)
     missing = chunk_tokens * chunks - num_tokens

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_ep import _jax_compat
+from jax_ep import _config, _jax_compat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +79,8 @@ class Placement:
             [0, 1, 2, 3, 0, 1]
         """
         slots = num_experts if physical_experts is None else physical_experts
+        _check_count("num_experts", num_experts)
+        _check_count("physical_experts", slots)
         return cls.from_physical(np.arange(slots) % num_experts, num_experts)
 
     @classmethod
@@ -99,6 +101,7 @@ class Placement:
             >>> jax_ep.Placement.from_physical([2, 0, 1, 0], 3).logical_to_physical.tolist()
             [[1, 3], [2, -1], [0, -1]]
         """
+        _check_count("num_experts", num_experts)
         slots = _integers("physical_to_logical", physical_to_logical)
         _check_slots(slots, num_experts)
         counts = np.bincount(slots, minlength=num_experts)
@@ -117,6 +120,11 @@ def _is_concrete(array: Any) -> bool:
 
 def _wrong(what: str, expected: str, fix: str) -> ValueError:
     return ValueError(f"jax_ep.Placement: got {what}, expected {expected}; {fix}")
+
+
+def _check_count(name: str, value: object) -> None:
+    if not _config.is_count(value):
+        raise _wrong(f"{name}={value!r}", "an int of at least 1", f"pass Config.{name}")
 
 
 def _integers(name: str, array: Any) -> np.ndarray[Any, Any]:

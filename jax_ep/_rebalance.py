@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_ep import _config
 from jax_ep._placement import Placement
 
 _Loads = np.ndarray[Any, Any]
@@ -48,20 +49,28 @@ def rebalance(
         >>> placements[0].physical_to_logical.tolist()
         [0, 2, 1, 0, 2, 3]
     """
-    loads: _Loads = np.asarray(load, np.float32)
+    loads = _as_loads(load)
     if loads.ndim != 2 or loads.shape[1] == 0 or not np.all(np.isfinite(loads) & (loads >= 0)):
         raise _wrong(
             f"load of shape {list(loads.shape)}",
             "[L, E], finite and not negative",
             "pass a row of loads for each layer",
         )
+    for name, value in (
+        ("num_replicas", num_replicas),
+        ("num_groups", num_groups),
+        ("num_nodes", num_nodes),
+        ("num_gpus", num_gpus),
+    ):
+        if not _config.is_count(value):
+            raise _wrong(f"{name}={value!r}", "an int of at least 1", "pass a count")
     num_experts = loads.shape[1]
     for name, value, divisor_name, divisor in (
         ("num_replicas", num_replicas, "num_gpus", num_gpus),
         ("num_gpus", num_gpus, "num_nodes", num_nodes),
         ("the number of experts", num_experts, "num_groups", num_groups),
     ):
-        if divisor < 1 or value < 1 or value % divisor:
+        if value % divisor:
             raise _wrong(f"{name}={value}", f"a multiple of {divisor_name}={divisor}", "change one")
     if num_replicas < num_experts:
         raise _wrong(
@@ -75,6 +84,22 @@ def rebalance(
         )
         for layer in loads
     ]
+
+
+def _as_loads(load: Any) -> _Loads:
+    """The loads as f32, in which they are compared. Raises ValueError for what are no numbers."""
+    try:
+        given = np.asarray(load)
+        kind = f"{given.dtype}"
+        loads = given.astype(np.float64) if given.dtype.kind in "buif" else None
+    except (TypeError, ValueError):
+        loads, kind = None, f"type {type(load).__name__}"
+    if loads is None:
+        raise _wrong(f"load of {kind}", "numbers [L, E]", "pass a row of loads for each layer")
+    largest, limit = np.max(loads, initial=0.0), float(np.finfo(np.float32).max)
+    if limit < largest < np.inf:
+        raise _wrong(f"load up to {largest:.3g}", f"at most {limit:.2g}", "divide them all")
+    return loads.astype(np.float32)
 
 
 def _wrong(what: str, expected: str, fix: str) -> ValueError:

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from jax_ep._placement import Placement
+from jax_ep._placement import Placement
 
 # By number: the streams between two ranks (proxy/abi/channel.h).
 CHANNELS = (
@@ -178,6 +177,11 @@ def pairs_per_logical(
                 f"has {slots.size} slots for {num_experts} experts; pass placement="
             )
         return slots
+    if not isinstance(placement, Placement):
+        raise ValueError(
+            f"Group.expert_load: got placement of type {type(placement).__name__}, expected a "
+            "jax_ep.Placement; pass the one that dispatch was given"
+        )
     if (placement.num_experts, placement.physical_experts) != (num_experts, slots.size):
         raise ValueError(
             f"Group.expert_load: got a placement of {placement.num_experts} experts in "

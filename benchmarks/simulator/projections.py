@@ -35,6 +35,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+def num_experts(ranks: int) -> int:
+    """The fewest experts from `EXPERTS` on that the ranks can share evenly."""
+    return -(-EXPERTS // ranks) * ranks
+
+
 def case(
     network: Network,
     ranks: int,
@@ -48,7 +53,7 @@ def case(
 ) -> dict[str, Any]:
     """One group: microseconds of all exchanges of the slowest rank."""
     gpu = costs.gpu()
-    experts = max(EXPERTS, ranks)
+    experts = num_experts(ranks)
     settings = model.Options(row_bytes=2 * hidden, experts=experts, **options)
     ht = traffic.draw(ranks, node_size, tokens, top_k, experts, zipf)
     ll = traffic.draw(ranks, node_size, LL_TOKENS, top_k, experts, zipf)

@@ -7,6 +7,8 @@ import dataclasses
 import numpy as np
 
 DRAWN_PAIRS = 1 << 21  # tokens of all ranks are drawn up to this many pairs, and scaled
+MOST_AGAIN = 0.9  # share of tokens up to which drawing them anew ends soon
+RACED_ROWS = 1 << 12  # tokens of which every expert gets a number at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +86,30 @@ def draw(
 def _different(
     rng: np.random.Generator, rows: int, top_k: int, experts: int, zipf: float
 ) -> np.ndarray:
+    order = rng.permutation(experts)
     weights = np.arange(1, experts + 1, dtype=float) ** -zipf
-    edges = np.cumsum(rng.permutation(weights) / weights.sum())
+    edges = np.cumsum(weights[order] / weights.sum())
     ids = np.searchsorted(edges[:-1], rng.random((rows, top_k)))
-    while True:  # an expert that a token has already is drawn anew
-        order = np.sort(ids, axis=1)
-        again = (order[:, 1:] == order[:, :-1]).any(1)
-        if not again.any():
-            return ids
+    again = _has_twice(ids)
+    if again.mean() > MOST_AGAIN:
+        ids[again] = _race(rng, int(again.sum()), top_k, -zipf * np.log(order + 1.0))
+        return ids
+    while again.any():  # an expert that a token has already is drawn anew
         ids[again] = np.searchsorted(edges[:-1], rng.random((int(again.sum()), top_k)))
+        again = _has_twice(ids)
+    return ids
+
+
+def _has_twice(ids: np.ndarray) -> np.ndarray:
+    ordered = np.sort(ids, axis=1)
+    return (ordered[:, 1:] == ordered[:, :-1]).any(1)
+
+
+def _race(rng: np.random.Generator, rows: int, top_k: int, log_weights: np.ndarray) -> np.ndarray:
+    """The first `top_k` of all experts in each row, as if drawn one by one without putting back."""
+    parts = []
+    for start in range(0, rows, RACED_ROWS):
+        shape = (min(RACED_ROWS, rows - start), len(log_weights))
+        times = rng.gumbel(size=shape) + log_weights
+        parts.append(np.argsort(-times, axis=1)[:, :top_k])
+    return np.concatenate(parts)

@@ -40,6 +40,7 @@ def quantize(x: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.Array]:
         >>> values, scales = jax_ep.fp8.quantize(x, jax_ep.FP8(block=128))
     """
     _require_arrays("quantize", x)
+    _require_format("quantize", fmt)
     if x.dtype.name not in _DTYPES or x.ndim < 1 or x.shape[-1] % fmt.block:
         raise ValueError(
             f"jax_ep.fp8.quantize: got x {x.dtype}{list(x.shape)}, expected [..., H] in one of "
@@ -72,6 +73,7 @@ def quantize_weights(w: jax.Array, fmt: FP8 = _FORMAT) -> tuple[jax.Array, jax.A
         >>> values, scales = jax_ep.fp8.quantize_weights(w_up)
     """
     _require_arrays("quantize_weights", w)
+    _require_format("quantize_weights", fmt)
     if w.dtype.name not in _DTYPES or w.ndim < 2:
         raise ValueError(
             f"jax_ep.fp8.quantize_weights: got w {w.dtype}{list(w.shape)}, expected [..., K, N] in "
@@ -95,6 +97,14 @@ def _require_arrays(function: str, *arrays: Any) -> None:
                 f"jax_ep.fp8.{function}: got an operand of type {type(array).__name__}, expected "
                 "an array; pass a jax.Array"
             )
+
+
+def _require_format(function: str, fmt: Any) -> None:
+    if not isinstance(fmt, FP8):
+        raise ValueError(
+            f"jax_ep.fp8.{function}: got fmt of type {type(fmt).__name__}, expected a jax_ep.FP8; "
+            "pass jax_ep.FP8()"
+        )
 
 
 def _scales(blocks: jax.Array, axes: tuple[int, ...], fmt: FP8) -> tuple[jax.Array, jax.Array]:
@@ -170,6 +180,11 @@ def rows(quantized: Quantized) -> jax.Array:
     Example:
         >>> x = jax_ep.fp8.rows(recv.x)
     """
+    if not isinstance(quantized, Quantized):
+        raise ValueError(
+            f"jax_ep.fp8.rows: got quantized of type {type(quantized).__name__}, expected a "
+            "jax_ep.Quantized; pass the x of what dispatch_quantized returned"
+        )
     scales = quantized.scales
     if quantized.scales_layout == "columns":
         scales = jnp.swapaxes(scales, -1, -2)

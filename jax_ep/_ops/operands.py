@@ -39,8 +39,20 @@ def _require_array(operation: str, name: str, array: Any) -> None:
         )
 
 
-def check_ids(group: Group, operation: str, topk_idx: Any) -> jax.Array:
-    """topk_idx as i32[T, K]; ids that do not fit i32 stay out of range."""
+def require_plan(operation: str, plan: Any) -> None:
+    """Raises unless `plan` is a Plan."""
+    if not isinstance(plan, Plan):
+        got = f"of type {type(plan).__name__}"
+        raise fail(operation, "plan", got, "a Plan", "pass recv.plan, or what jax_ep.plan returns")
+
+
+def check_ids(
+    group: Group, operation: str, topk_idx: Any, num_tokens: int | None = None
+) -> jax.Array:
+    """topk_idx as i32[T, K]; ids that do not fit i32 stay out of range.
+
+    `num_tokens` is how many rows x has, where there is one.
+    """
     config = group.config
     _require_array(operation, "topk_idx", topk_idx)
     if not jnp.issubdtype(topk_idx.dtype, jnp.integer):
@@ -54,6 +66,14 @@ def check_ids(group: Group, operation: str, topk_idx: Any) -> jax.Array:
             _describe(topk_idx),
             f"[T, top_k={config.top_k}]",
             "pass the local tokens' expert ids, padded with -1",
+        )
+    if num_tokens is not None and topk_idx.shape[0] != num_tokens:
+        raise fail(
+            operation,
+            "topk_idx",
+            _describe(topk_idx),
+            f"[T={num_tokens}, top_k={config.top_k}] as x has {num_tokens} rows",
+            "pass ids and rows of the same tokens",
         )
     # Before JAX makes int32 of what NumPy has in 64 bits, which wraps.
     on_host = not isinstance(topk_idx, jax.Array)
@@ -133,6 +153,32 @@ def _check_float_weights(operation: str, name: str, weights: Any) -> None:
         raise fail(operation, name, _describe(weights), "a float dtype", "cast it to float32")
 
 
+def check_tokens(group: Group, operation: str, x: Any, topk_weights: Any) -> int:
+    """How many tokens x [T, H] has; raises unless the weights are None or those of its pairs."""
+    config = group.config
+    _check_float_rows(group, operation, "x", x)
+    if x.ndim != 2 or x.shape[1] != config.hidden:
+        raise fail(
+            operation,
+            "x",
+            _describe(x),
+            f"[T, hidden={config.hidden}]",
+            "pass the local tokens as rows",
+        )
+    tokens = int(x.shape[0])
+    if topk_weights is not None:
+        _check_float_weights(operation, "topk_weights", topk_weights)
+        if topk_weights.shape != (tokens, config.top_k):
+            raise fail(
+                operation,
+                "topk_weights",
+                _describe(topk_weights),
+                f"[T={tokens}, top_k={config.top_k}]",
+                "one weight per slot",
+            )
+    return tokens
+
+
 def dispatch_operands(
     group: Group,
     operation: str,
@@ -150,28 +196,10 @@ def dispatch_operands(
     if (topk_idx is None) == (plan is None):
         given = "both" if plan is not None else "neither"
         raise fail(operation, given, "of topk_idx and plan", "exactly one", "pass one of them")
-    _check_float_rows(group, operation, "x", x)
-    if x.ndim != 2 or x.shape[1] != group.config.hidden:
-        raise fail(
-            operation,
-            "x",
-            _describe(x),
-            f"[T, hidden={group.config.hidden}]",
-            "pass the local tokens as rows",
-        )
-    tokens, top_k = x.shape[0], group.config.top_k
-    if topk_weights is not None:
-        _check_float_weights(operation, "topk_weights", topk_weights)
-        if topk_weights.shape != (tokens, top_k):
-            raise fail(
-                operation,
-                "topk_weights",
-                _describe(topk_weights),
-                f"[T={tokens}, top_k={top_k}]",
-                "one weight per slot",
-            )
+    tokens = check_tokens(group, operation, x, topk_weights)
     weights = None if topk_weights is None else jnp.asarray(topk_weights).astype(jnp.float32)
     if plan is not None:
+        require_plan(operation, plan)
         if placement is not None:
             raise fail(
                 operation,
@@ -193,15 +221,7 @@ def dispatch_operands(
         _check_plan(call, operation, plan)
         rows, weights, typed = vary(call, x, weights, plan)
         return call, rows, weights, rows, plan_arrays(typed)._replace(overflow=plan.overflow)
-    ids = check_ids(group, operation, topk_idx)
-    if ids.shape[0] != tokens:
-        raise fail(
-            operation,
-            "topk_idx",
-            _describe(ids),
-            f"[T={tokens}, top_k={top_k}] as x has {tokens} rows",
-            "pass ids and rows of the same tokens",
-        )
+    ids = check_ids(group, operation, topk_idx, tokens)
     call = make_call(group, operation, tokens, mode, layout, pad).for_tokens
     slots = placing.place(call, operation, ids, placement)
     rows, weights, slots = vary(call, x, weights, slots)
@@ -353,9 +373,7 @@ def payload_operands(
     """Validated operands of a dispatch of opaque rows: call, bytes, plan arrays."""
     sharding.check_call(group, operation)
     _require_array(operation, "payload", payload)
-    if not isinstance(plan, Plan):
-        got = f"of type {type(plan).__name__}"
-        raise fail(operation, "plan", got, "a Plan", "pass recv.plan, or what jax_ep.plan returns")
+    require_plan(operation, plan)
     tokens = plan.send_slot.shape[0]
     unit = UNIT_BYTES
     fits = payload.ndim == 2 and payload.shape[0] == tokens and payload.shape[1] % unit == 0

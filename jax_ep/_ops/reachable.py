@@ -66,6 +66,7 @@ def leave_out(
     active: Any,
     placement: Placement | None,
     *,
+    num_tokens: int | None = None,
     plan: Plan | None = None,
     renormalize: bool = False,
 ) -> Reachable:
@@ -75,10 +76,11 @@ def leave_out(
         group: the group.
         operation: for messages.
         topk_idx: integers [T, K].
-        topk_weights: floats [T, K], or None.
+        topk_weights: floats [T, K], which `operands.check_tokens` has looked at, or None.
         active: integers or bools [N], not 0 where a rank takes part; uniform over the group. None:
             nothing is left out but what `plan` left out.
         placement: where the experts are; None: expert e on rank e // E_l.
+        num_tokens: T where x has told it; None: whatever `topk_idx` has.
         plan: that the call follows instead of `topk_idx`.
         renormalize: scale a token's weights so that those of its reachable pairs have the sum that
             all had. (None of them: all are 0.)
@@ -99,6 +101,8 @@ def leave_out(
                 "active",
                 "pass it, or leave renormalize out",
             )
+        if plan is not None:
+            operands.require_plan(operation, plan)
         left_out = None if plan is None else plan.num_unreachable
         return Reachable(topk_idx, topk_weights, left_out, placement)
     if plan is not None:
@@ -114,7 +118,7 @@ def leave_out(
         raise operands.fail(
             operation, "renormalize=True", "without topk_weights", "weights", "leave it out"
         )
-    ids = operands.check_ids(group, operation, topk_idx)
+    ids = operands.check_ids(group, operation, topk_idx, num_tokens)
     in_range = (ids >= 0) & (ids < group.config.num_experts)
     expert = jnp.where(in_range, ids, 0)
     if placement is None:

@@ -31,6 +31,11 @@ def loose_axes() -> list[str]:
 
 def check_call(group: Group, operation: str) -> None:
     """Raises unless `operation` may be traced here: open group, its axis, its mesh, Manual axes."""
+    if not isinstance(group, Group):
+        raise ValueError(
+            f"jax_ep.{operation}: got group of type {type(group).__name__}, expected a "
+            "jax_ep.Group; pass what create_group returned"
+        )
     if group.closed:
         raise ValueError(
             f"jax_ep.{operation}: got a closed group ({group!r}), expected an open one; "

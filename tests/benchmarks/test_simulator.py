@@ -137,3 +137,68 @@ def test_real_exchanges_send_what_is_simulated_in_about_that_time(ranks, node_si
         if all(min(of_mode) < 4 for of_mode in ratios.values()):
             break
     assert all(1 / 4 < min(of_mode) < 4 for of_mode in ratios.values()), (ratios, result)
+
+
+ASKED = {"--ranks": "16", "--gb-s": "50", "--latency-us": "5", "--post-us": "0.2"}
+
+
+def _ask(monkeypatch, **changed):
+    import simulate
+
+    options = ASKED | {f"--{name.replace('_', '-')}": str(value) for name, value in changed.items()}
+    words = [word for pair in options.items() for word in pair]
+    monkeypatch.setattr("sys.argv", ["simulate.py", "ask", *words])
+    simulate.main()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ranks": 0}, "--ranks: got '0', expected a number of at least 1"),
+        ({"ranks": -8}, "--ranks: got '-8', expected a number of at least 1"),
+        ({"ranks": 17}, "--ranks: got 17, expected a multiple of --node-size=8"),
+        ({"ranks": 100_000_000}, "--ranks: got 100000000, expected at most 4096"),
+        ({"node_size": 0}, "--node-size: got '0'"),
+        ({"tokens": -1}, "--tokens: got '-1'"),
+        ({"hidden": 0}, "--hidden: got '0'"),
+        ({"top_k": 300}, "--top-k: got 300, expected at most the 256 experts"),
+        ({"top_k": 0}, "--top-k: got '0'"),
+        ({"pieces": 0}, "--pieces: got '0'"),
+        ({"proxy_threads": 0}, "--proxy-threads: got '0'"),
+        ({"rows_per_message": -1}, "--rows-per-message: got '-1', expected a number of at least 0"),
+        ({"zipf": "nan"}, "--zipf: got 'nan', expected a finite number of at least 0"),
+        ({"zipf": "inf"}, "--zipf: got 'inf', expected a finite number of at least 0"),
+        ({"zipf": -1}, "--zipf: got '-1', expected a finite number of at least 0"),
+        ({"gb_s": 0}, "--gb-s: got '0', expected a finite number above 0"),
+        ({"gb_s": "inf"}, "--gb-s: got 'inf'"),
+        ({"latency_us": -1}, "--latency-us: got '-1', expected a finite number of at least 0"),
+        ({"post_us": "nan"}, "--post-us: got 'nan'"),
+        ({"late_us": "inf"}, "--late-us: got 'inf'"),
+        ({"gb_s": "fast"}, "--gb-s: got 'fast'"),
+    ],
+)
+def test_what_is_no_network_or_group_is_refused(monkeypatch, capsys, changed, message):
+    with pytest.raises(SystemExit) as error:
+        _ask(monkeypatch, **changed)
+    assert error.value.code == 2
+    assert f"argument {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "node_size"), [(24, 8), (12, 4), (8, 8), (2, 1)])
+def test_any_number_of_whole_nodes_may_be_asked_for(monkeypatch, capsys, ranks, node_size):
+    _ask(monkeypatch, ranks=ranks, node_size=node_size, tokens=64)
+    said = json.loads(capsys.readouterr().out)
+    assert said["ranks"] == ranks
+    assert all(value >= 0 for name in ("ht", "ll") for value in said[name].values())
+
+
+@pytest.mark.parametrize(("top_k", "zipf"), [(8, 3.0), (8, 1000.0), (64, 0.0), (256, 0.0)])
+def test_experts_that_chance_hardly_finds_are_drawn_all_the_same(top_k, zipf):
+    from simulator import traffic
+
+    rng = np.random.default_rng(0)
+    ids = traffic._different(rng, 50, top_k, 256, zipf)
+    assert ids.shape == (50, top_k)
+    assert all(len(set(row)) == top_k for row in ids)
+    if zipf == 1000.0:  # only the most popular are ever chosen
+        assert len(np.unique(ids)) == top_k

@@ -71,6 +71,13 @@ def test_what_every_rebalancing_keeps(data: Any) -> None:
         (([1.0, 2.0], 2, 1, 1, 1), r"load of shape \[2\]"),
         (([[1.0, -2.0]], 2, 1, 1, 1), "not negative"),
         (([[1.0, np.nan]], 2, 1, 1, 1), "finite"),
+        (([["a", "b"]], 2, 1, 1, 1), "load of <U1"),
+        (([[1], [1, 2]], 2, 1, 1, 1), "load of type list"),
+        (([[1j, 1]], 2, 1, 1, 1), "load of complex128"),
+        (([[1e308, 1]], 2, 1, 1, 1), "load up to 1e.308, expected at most 3.4"),
+        (([[1, 2]], 2.0, 1, 1, 1), "num_replicas=2.0, expected an int of at least 1"),
+        (([[1, 2]], 2, "1", 1, 1), "num_groups='1', expected an int of at least 1"),
+        (([[1, 2]], 2, 1, 0, 1), "num_nodes=0, expected an int of at least 1"),
         (([[1, 2, 3]], 4, 1, 1, 3), "num_replicas=4, expected a multiple of num_gpus=3"),
         (([[1, 2, 3]], 3, 1, 2, 3), "num_gpus=3, expected a multiple of num_nodes=2"),
         (([[1, 2, 3]], 3, 2, 1, 3), "number of experts=3, expected a multiple of num_groups=2"),
@@ -80,6 +87,12 @@ def test_what_every_rebalancing_keeps(data: Any) -> None:
 def test_bad_arguments(arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"eplb.rebalance: got .*{message}"):
         eplb.rebalance(*arguments)
+
+
+@pytest.mark.parametrize("function", [eplb.to_physical, eplb.to_logical])
+def test_rows_without_a_placement(function: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{function.__name__}: got placement of type NoneType"):
+        function(np.ones((4, 2)), None)
 
 
 def params_of(case: Case, seed: int = 0) -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Case, group_of, inputs_of, mesh_of, per_rank, put, run
+from harness import Case, group_of, inputs_of, keep, mesh_of, per_rank, put, run
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -124,6 +124,8 @@ def test_wrong_arguments_of_create_group() -> None:
         ValueError, match=r"implementation='cuda', expected None, 'native' or 'xla'"
     ):
         jax_ep.create_group(mesh_of(2), "ep", config, "cuda")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"axis=0, expected one or several distinct names"):
+        jax_ep.create_group(mesh_of(2), 0, config)  # type: ignore[arg-type]
 
 
 Ops = Callable[[jax_ep.Group, Any, Any, Any], Any]
@@ -247,6 +249,66 @@ MISTAKES: list[tuple[str, Ops, str]] = [
         lambda g, x, i, w: jax_ep.moe(g, x, i, w, lambda p, r, s: r, None, chunks=True),
         "moe: got chunks=True, expected an int of at least 1",
     ),
+    (
+        "ids without experts in chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x, i[:, 0], w, lambda p, r, s: r, None, chunks=2),
+        r"moe: got topk_idx int32\[4\], expected \[T, top_k=2\]",
+    ),
+    (
+        "too few ids in chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x, i[:3], w, lambda p, r, s: r, None, chunks=2),
+        r"moe: got topk_idx int32\[3, 2\], expected \[T=4, top_k=2\] as x has 4 rows",
+    ),
+    (
+        "too few weights in chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x, i, w[:3], lambda p, r, s: r, None, chunks=2),
+        r"moe: got topk_weights float32\[3, 2\], expected \[T=4, top_k=2\]",
+    ),
+    (
+        "one token in chunks",
+        lambda g, x, i, w: jax_ep.moe(g, x[0], i, w, lambda p, r, s: r, None, chunks=2),
+        r"moe: got x float32\[8\], expected \[T, hidden=8\]",
+    ),
+    (
+        "list for tokens",
+        lambda g, x, i, w: jax_ep.moe(g, [1.0], i, w, lambda p, r, s: r, None),
+        "moe: got x of type list, expected an array",
+    ),
+    (
+        "no function of experts",
+        lambda g, x, i, w: jax_ep.moe(g, x, i, w, None, None),
+        "moe: got expert_fn of type NoneType, expected a function",
+    ),
+    (
+        "no plan of a moe",
+        lambda g, x, i, w: jax_ep.moe(g, x, None, w, lambda p, r, s: r, None, plan=i),
+        "moe: got plan of type .*, expected a Plan",
+    ),
+    (
+        "no plan of a dispatch",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, plan=i),
+        "dispatch: got plan of type .*, expected a Plan; pass recv.plan",
+    ),
+    (
+        "no plan of a dispatch_start",
+        lambda g, x, i, w: jax_ep.dispatch_start(g, x, plan=i),
+        "dispatch_start: got plan of type .*, expected a Plan",
+    ),
+    (
+        "no group",
+        lambda g, x, i, w: jax_ep.dispatch(None, x, i),
+        "dispatch: got group of type NoneType, expected a jax_ep.Group",
+    ),
+    (
+        "a plan of no group",
+        lambda g, x, i, w: jax_ep.plan(g.config, i),
+        "plan: got group of type Config, expected a jax_ep.Group; pass what create_group returned",
+    ),
+    (
+        "a moe of no group",
+        lambda g, x, i, w: jax_ep.moe(None, x, i, w, lambda p, r, s: r, None, chunks=2),
+        "moe: got group of type NoneType, expected a jax_ep.Group",
+    ),
 ]
 
 
@@ -259,6 +321,27 @@ def test_a_mistake_in_a_call_is_a_value_error_when_traced(call: Ops, message: st
     step = per_rank(group, lambda x, i, w: call(group, x, i, w))
     with pytest.raises(ValueError, match=message):
         step.trace(*put(group, (inputs.x, inputs.ids, inputs.weights)))
+
+
+@pytest.mark.parametrize(("ids", "weights"), [(3, 4), (4, 3), (3, 3)])
+@pytest.mark.parametrize("operation", ["dispatch", "moe"])
+def test_pairs_of_other_tokens_are_refused_before_they_are_renormalized(
+    operation: str, ids: int, weights: int
+) -> None:
+    config = dataclasses.replace(CASE.config(), elastic=True)
+    group = jax_ep.create_group(mesh_of(2), "ep", config, "xla")
+    keep(group)
+    inputs = inputs_of(CASE)
+
+    def step(x: Any, i: Any, w: Any) -> Any:
+        pairs = (i[:ids], w[:weights])
+        kwargs = {"active": jnp.ones(2, jnp.int32), "renormalize": True}
+        if operation == "dispatch":
+            return jax_ep.dispatch(group, x, *pairs, **kwargs).x
+        return jax_ep.moe(group, x, *pairs, lambda p, r, s: r, None, **kwargs)
+
+    with pytest.raises(ValueError, match=rf"{operation}: got topk_(idx|weights) .*T=4, top_k=2"):
+        per_rank(group, step).trace(*put(group, (inputs.x, inputs.ids, inputs.weights)))
 
 
 def test_mode_ll_above_its_limit() -> None:

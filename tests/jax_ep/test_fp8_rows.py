@@ -131,6 +131,18 @@ def test_shapes_and_dtypes_of_rows() -> None:
             ),
             r"got dtype int8, expected one of",
         ),
+        (
+            lambda: jax_ep.fp8.quantize(jnp.ones((4, 8)), "e4m3"),
+            r"quantize: got fmt of type str, expected a jax_ep.FP8",
+        ),
+        (
+            lambda: jax_ep.fp8.quantize_weights(jnp.ones((4, 8)), 32),
+            r"quantize_weights: got fmt of type int, expected a jax_ep.FP8",
+        ),
+        (
+            lambda: jax_ep.fp8.rows(jnp.ones((4, 8))),
+            r"rows: got quantized of type .*, expected a jax_ep.Quantized; pass the x",
+        ),
     ],
 )
 def test_misuse_of_rows(call: Any, message: str) -> None:

@@ -159,6 +159,8 @@ class TestExpertLoad:
             group.expert_load()
         with pytest.raises(ValueError, match="got a placement of 6 experts in 6 slots"):
             group.expert_load(jax_ep.Placement.identity(6))
+        with pytest.raises(ValueError, match=r"got placement of type int, expected a jax_ep\.Plac"):
+            group.expert_load(6)
         for _ in range(3):
             slots = rng.permutation(np.concatenate([np.arange(6), rng.integers(0, 6, 6)]))
             placement = jax_ep.Placement.from_physical(slots, 6)

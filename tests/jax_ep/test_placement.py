@@ -167,6 +167,22 @@ BAD = {
     "unknown": (lambda: jax_ep.Placement.from_physical([0, 1, 2, 4], 4), "expert 4 in slot 3"),
     "too few": (lambda: jax_ep.Placement.identity(4, 3), "num_experts=4"),
     "floats": (lambda: jax_ep.Placement.from_physical(np.zeros(4), 1), "float64"),
+    "no count of experts": (
+        lambda: jax_ep.Placement.from_physical([0, 1], "2"),  # type: ignore[arg-type]
+        "num_experts='2', expected an int of at least 1",
+    ),
+    "a float of experts": (
+        lambda: jax_ep.Placement.from_physical([0, 1], 2.0),  # type: ignore[arg-type]
+        "num_experts=2.0, expected an int",
+    ),
+    "no experts": (
+        lambda: jax_ep.Placement.identity(0, 4),
+        "num_experts=0, expected an int of at least 1",
+    ),
+    "no count of slots": (
+        lambda: jax_ep.Placement.identity(4, "6"),  # type: ignore[arg-type]
+        "physical_experts='6', expected an int of at least 1",
+    ),
     "a count": (
         lambda: jax_ep.Placement(
             np.array([0, 1, 0]), np.array([[0, 2], [1, -1]]), np.array([2, 2])
