@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack, cast
 
 import numpy as np
 
-from jax_ep import _config, _jax_compat, _mesh, _stats, _view_config, _warn
+from jax_ep import _config, _jax_compat, _memory, _mesh, _stats, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
@@ -308,6 +308,8 @@ class Group:
         Example:
             >>> heap_bytes = group.memory().heap_bytes
         """
+        if platform is not None:
+            _memory.check_platform("Group.memory", platform)
         if platform is None and (self.native or self.lowering_only):
             platform = "gpu" if self.platform == "gpu" else "cpu"
         if platform is None or self.implementation == "xla":

@@ -62,6 +62,16 @@ class Memory:
         return ", ".join(parts)
 
 
+def check_platform(operation: str, platform: object) -> None:
+    """ValueError unless there is such a platform; `operation` is who asks."""
+    if platform not in get_args(Platform):
+        listed = ", ".join(map(repr, get_args(Platform)))
+        raise ValueError(
+            f"{operation}: got platform={platform!r}, expected one of {listed}; use 'gpu' for CUDA "
+            "and ROCm"
+        )
+
+
 def measure(
     operation: str,
     shape: Mapping[str, Any],
@@ -84,12 +94,7 @@ def measure(
     Raises:
         ValueError: there is no such platform.
     """
-    if platform not in get_args(Platform):
-        listed = ", ".join(map(repr, get_args(Platform)))
-        raise ValueError(
-            f"{operation}: got platform={platform!r}, expected one of {listed}; use 'gpu' for CUDA "
-            "and ROCm"
-        )
+    check_platform(operation, platform)
     heap, stage, unknown = _exchange_bytes(shape, platform)
     return Memory(
         platform=platform,

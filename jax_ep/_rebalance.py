@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_ep import _config
@@ -91,7 +92,8 @@ def _as_loads(load: Any) -> _Loads:
     try:
         given = np.asarray(load)
         kind = f"{given.dtype}"
-        loads = given.astype(np.float64) if given.dtype.kind in "buif" else None
+        is_real = jnp.issubdtype(given.dtype, np.number) and given.dtype.kind != "c"
+        loads = given.astype(np.float64) if is_real or given.dtype.kind == "b" else None
     except (TypeError, ValueError):
         loads, kind = None, f"type {type(load).__name__}"
     if loads is None:

@@ -382,7 +382,7 @@ def payload_operands(
             operation,
             "payload",
             _describe(payload),
-            f"uint8[T={tokens}, B], B a multiple of {unit}",
+            f"uint8[T={tokens}, B], B a multiple of {unit} above 0",
             "jax.lax.bitcast_convert_type makes bytes of other dtypes; pad them with zeros",
         )
     if group.room_bytes == 0:

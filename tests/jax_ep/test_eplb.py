@@ -89,6 +89,13 @@ def test_bad_arguments(arguments: Any, message: str) -> None:
         eplb.rebalance(*arguments)
 
 
+@pytest.mark.parametrize("dtype", [bool, np.int8, np.uint64, np.float16, jnp.bfloat16, np.float64])
+def test_loads_of_any_real_type(dtype: Any) -> None:
+    load = np.array([[0, 1, 1]]).astype(dtype)
+    (placement,) = eplb.rebalance(load, 4, 1, 1, 2)
+    assert sorted(set(placement.physical_to_logical.tolist())) == [0, 1, 2]
+
+
 @pytest.mark.parametrize("function", [eplb.to_physical, eplb.to_logical])
 def test_rows_without_a_placement(function: Any) -> None:
     with pytest.raises(ValueError, match=rf"{function.__name__}: got placement of type NoneType"):

@@ -130,6 +130,8 @@ def test_xla_holds_nothing() -> None:
     memory = group.memory()
     assert (memory.platform, memory.heap_bytes, memory.network_stage_bytes) == ("xla", 0, 0)
     assert memory == group.config.memory(4, platform="xla")
+    with pytest.raises(ValueError, match=r"Group.memory: got platform='tpu', expected one of"):
+        group.memory("tpu")  # type: ignore[arg-type]
 
 
 def test_gpus_are_known_where_their_library_is(native: str) -> None:
