@@ -77,10 +77,9 @@ struct ControlBlock {
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
   std::atomic<MemberState> state;               // release store publishes what follows
   std::atomic<Departure> departure;             // when state is kClosed
-  uint64_t blamed_rank_plus_1;                  // whose fault a failure was; 0: not known,
-                                                // UINT64_MAX: a rank of another team
-  char failure_text[kFailureTextBytes];         // NUL-terminated reason when state is kFailed
-  alignas(64) Activity activity;                // of the owner
+  uint64_t blamed_plus_1;                // whose fault a failure was (RankOfTeam); 0: nobody's
+  char failure_text[kFailureTextBytes];  // NUL-terminated reason when state is kFailed
+  alignas(64) Activity activity;         // of the owner
   // Node leaders only: when a process of the node last wrote a page on who hangs (MonotonicNs).
   std::atomic<uint64_t> reported_ns;
   // The agreed order (node leaders only): entries announced, and entries claimed by an announcer.

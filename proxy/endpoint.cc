@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "proxy/blame.h"
 #include "proxy/peer_blob.h"
 
 namespace jax_ep {
@@ -284,7 +285,7 @@ bool Endpoint::is_drained() const {
 }
 
 uint32_t Endpoint::FailurePayload(int64_t blamed) const {
-  return static_cast<uint32_t>(FailureLatch::Told(blamed, team_.index, kImmOtherTeam));
+  return BlamePayload(blamed, team_.num_teams);
 }
 
 bool Endpoint::HasUsed(uint32_t peer) const {

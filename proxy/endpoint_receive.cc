@@ -6,6 +6,7 @@
 
 #include "proxy/abi/activity.h"
 #include "proxy/base/log.h"
+#include "proxy/blame.h"
 #include "proxy/endpoint.h"
 
 namespace jax_ep {
@@ -134,18 +135,18 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
     }
     case ImmControl::kFailed: {
       const uint32_t reporter = peers_[peer].rank;
-      const int64_t culprit = static_cast<int64_t>(imm.payload) - 1;
+      const int64_t culprit = BlamedBy(imm.payload, team_.num_teams);
+      Blame(reporter);
+      const bool is_its_own = culprit == FailureLatch::kNobody || culprit == blamed_rank_;
+      if (!is_its_own) blamed_rank_ = culprit;
       std::string message = Where() + ": " + NameOf(reporter) + " reported a failure";
-      if (imm.payload == kImmOtherTeam) {
-        blamed_rank_ = FailureLatch::kOtherTeam;
-        message += " in another team of its process";
-      } else {
-        Blame(culprit < 0 ? reporter : static_cast<uint32_t>(culprit));
-        if (culprit == static_cast<int64_t>(rank_)) {
-          message += " and blames this rank";
-        } else if (culprit >= 0 && culprit != static_cast<int64_t>(reporter)) {
-          message += " of " + NameOf(static_cast<uint32_t>(culprit));
-        }
+      if (culprit == RankOfTeam(team_.index, rank_)) {
+        message += " and blames this rank";
+      } else if (culprit == FailureLatch::kUnnamed) {
+        message += " of a rank that its message has no room to name";
+      } else if (!is_its_own) {
+        const TeamId team{.index = TeamOf(culprit), .num_teams = team_.num_teams};
+        message += " of " + RankName(team, static_cast<uint32_t>(culprit));
       }
       return Unavailable(message + "; its own error says more");
     }

@@ -23,9 +23,6 @@ std::string Seconds(std::chrono::nanoseconds time) {
   return std::to_string(std::chrono::duration<double>(time).count()).substr(0, 5) + " s";
 }
 
-// In ControlBlock::blamed_rank_plus_1: whose fault it was is no rank of the mates' team.
-constexpr uint64_t kOtherTeam = UINT64_MAX;
-
 constexpr std::string_view kFailedFirst = " failed first: ";
 
 }  // namespace
@@ -102,7 +99,7 @@ void Monitor::Publish() {
       ShownFailure(options_.group_name, failure_->message(), kFailureTextBytes - 1);
   published_ = true;
   for (const auto& [control, team] : options_.own) {
-    control->blamed_rank_plus_1 = FailureLatch::Told(failure_->blamed_rank(), team, kOtherTeam);
+    control->blamed_plus_1 = static_cast<uint64_t>(failure_->blamed_rank()) + 1;
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
     // Release: pairs with the acquire in Check; publishes the text.
     control->state.store(MemberState::kFailed, std::memory_order_release);
@@ -125,12 +122,8 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
     case MemberState::kFailed: {
       const std::string_view shown(peer.control->failure_text,
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
-      const uint64_t culprit = peer.control->blamed_rank_plus_1;
-      if (culprit == kOtherTeam) {
-        blamed = FailureLatch::kOtherTeam;
-      } else if (culprit != 0) {
-        blamed = RankOfTeam(peer.team, static_cast<uint32_t>(culprit) - 1);
-      }
+      const uint64_t culprit = peer.control->blamed_plus_1;
+      if (culprit != 0) blamed = static_cast<int64_t>(culprit - 1);
       failure_->Set(Unavailable(FailedFirst(options_.group_name, name, shown)), blamed);
       return;
     }

@@ -22,7 +22,7 @@ enum class ImmKind : uint8_t {
 // as said.
 enum class ImmControl : uint8_t {
   kHeartbeat = 0,  // 0
-  kFailed = 1,     // 0, or 1 + the rank that the sender blames, or kImmOtherTeam
+  kFailed = 1,     // whom the sender blames (proxy/blame.h)
   kBye = 2,        // 0: the sender has left after draining; it is not dead
   kAck = 16,       // low bits of the cumulative acknowledgement of (peer, channel)
 };
@@ -53,9 +53,9 @@ inline constexpr uint32_t kImmControlChannel = kNumChannels - 1;
 static_assert(static_cast<uint32_t>(Channel::kBarrier) < kImmAckChannel,
               "no flow uses the channels of control messages");
 
-// Payload of kFailed: the rank that the sender blames is one of another team.
-inline constexpr uint32_t kImmOtherTeam = (1u << kImmPayloadBits) - 1;
-static_assert(kMaxRanks < kImmOtherTeam, "1 + a rank is none of it");
+// Payload of kFailed: a rank for which there are not bits enough.
+inline constexpr uint32_t kImmUnnamed = (1u << kImmPayloadBits) - 1;
+static_assert(kMaxRanks < kImmUnnamed, "every rank of a group of one team has a name");
 static_assert(kMaxCommandValue < 1u << kImmPayloadBits, "slots and counts fit");
 
 inline constexpr uint32_t kMaxFlows = 1u << kImmFlowBits;

@@ -13,6 +13,9 @@ namespace jax_ep {
 // Whose fault a failure was. A session may have ranks of several teams, whose ranks count from 0
 // each.
 constexpr int64_t RankOfTeam(uint32_t team, uint32_t rank) { return int64_t{team} << 32 | rank; }
+constexpr uint32_t TeamOf(int64_t rank_of_team) {
+  return static_cast<uint32_t>(rank_of_team >> 32);
+}
 
 // Thread rule: any thread may call anything. Must outlive every executor, proxy thread and
 // monitor of its session. `failed()` is one relaxed-cost load, meant for polling inside waits.
@@ -23,12 +26,12 @@ class FailureLatch {
   bool failed() const { return stage_.load(std::memory_order_acquire) == Stage::kFailed; }
 
   static constexpr int64_t kNobody = -1;
-  // A rank of a team that no rank of this process is in: heard from a process that is in both.
-  static constexpr int64_t kOtherTeam = INT64_MAX;
+  // Somebody of a group so large that a message had no room for the name (proxy/blame.h).
+  static constexpr int64_t kUnnamed = INT64_MAX;
 
   // Keeps `status` if it is the first failure. Returns true if it was kept. `blamed` is the rank
   // whose fault it was (RankOfTeam), where that is known: it travels to the other processes and
-  // nodes, so that all of its team name the same. Allocates nothing.
+  // nodes, so that all of them name the same. Allocates nothing.
   bool Set(Status status, int64_t blamed = kNobody) {
     Stage seen = Stage::kGood;
     if (!stage_.compare_exchange_strong(seen, Stage::kWriting, std::memory_order_relaxed)) {
@@ -41,13 +44,6 @@ class FailureLatch {
     stage_.store(Stage::kFailed, std::memory_order_release);
     stage_.notify_all();
     return true;
-  }
-
-  // How ranks of `team` are told whose fault it was: 0 for nobody, 1 + the rank if it is one of
-  // theirs, else `other_team`.
-  static constexpr uint64_t Told(int64_t blamed, uint32_t team, uint64_t other_team) {
-    if (blamed == kNobody) return 0;
-    return blamed >> 32 == team ? uint64_t{static_cast<uint32_t>(blamed)} + 1 : other_team;
   }
 
   // The first failure, or OK.

@@ -457,27 +457,29 @@ TEST(FailureOfOthers, latched_in_this_process_ends_the_group_everywhere_and_name
 }
 
 // Ranks count from 0 in each team: the culprit of one team was taken for its namesake in another.
-TEST(FailureOfOthers, in_another_team_blames_none_of_this_one) {
+// Who has ranks in both may hear of it here first, so it is named.
+TEST(FailureOfOthers, in_another_team_names_its_rank) {
   ProxyWorld world(ThreeProxies({.index = 1, .num_teams = 2}));
   world.Start();
   world.failure(0).Set(Unavailable("rank 2 of team 0 died"), RankOfTeam(0, 2));
   world.proxy(0).Kick();
   const std::string message = AwaitFailure(world, 1);
-  EXPECT_TRUE(Contains(message, "rank 0 of team 1 reported a failure in another team")) << message;
-  EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kOtherTeam);
+  EXPECT_TRUE(Contains(message, "rank 0 of team 1 reported a failure of rank 2 of team 0"))
+      << message;
+  EXPECT_EQ(world.failure(1).blamed_rank(), RankOfTeam(0, 2));
   world.Stop();
 }
 
 // Who passed it on without a rank was blamed itself.
-TEST(FailureOfOthers, in_another_team_blames_none_of_those_who_pass_it_on) {
+TEST(FailureOfOthers, that_has_no_name_blames_none_of_those_who_pass_it_on) {
   ProxyWorld world(ThreeProxies({.index = 1, .num_teams = 2}));
   world.Start();
-  world.failure(1).Set(Unavailable("rank 0 reported a failure in another team"),
-                       FailureLatch::kOtherTeam);
+  world.failure(1).Set(Unavailable("rank 0 reported a failure of somebody"),
+                       FailureLatch::kUnnamed);
   world.proxy(1).Kick();
   const std::string message = AwaitFailure(world, 2);
-  EXPECT_TRUE(Contains(message, "reported a failure in another team")) << message;
-  EXPECT_EQ(world.failure(2).blamed_rank(), FailureLatch::kOtherTeam);
+  EXPECT_TRUE(Contains(message, "a failure of a rank that its message has no room")) << message;
+  EXPECT_EQ(world.failure(2).blamed_rank(), FailureLatch::kUnnamed);
   world.Stop();
 }
 
