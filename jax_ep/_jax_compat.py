@@ -564,3 +564,25 @@ def distributed_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def start_coordination_service(address: str, num_processes: int) -> Any:
+    """JAX's coordination service at `address`, as process 0 starts it for recoverable processes.
+
+    It stops when what is returned is dropped. The arguments are those of jax 0.10.2 to 0.11.
+    """
+    from jaxlib import _jax
+
+    return _jax.get_distributed_runtime_service(
+        address, num_processes, heartbeat_timeout=100, shutdown_timeout=300, recoverable=True
+    )
+
+
+def stop_own_coordination_service() -> None:
+    """Ends the service that jax.distributed.initialize has started in this process, if it has."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if state.service is not None:
+        state.service.shutdown()
+        state.service = None
