@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``.
@@ -16,3 +19,13 @@ def split_address(address: str) -> tuple[str, int]:
     if not (colon and is_host and is_port):
         raise ValueError(f"got {address!r}, expected HOST:PORT, such as node0:7777")
     return host.strip("[]"), int(port)
+
+
+def answers(address: str, limit_s: float) -> bool:
+    """Whether somebody listens there."""
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(split_address(address), timeout=limit_s),
+    ):
+        return True
+    return False

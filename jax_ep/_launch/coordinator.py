@@ -36,7 +36,7 @@ def main() -> int:
     if not spec["is_reserved"]:
         try:
             _check_free(address)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             print(
                 f"the coordinator cannot listen at {address}: {error}; expected an address of this "
                 "host with a free port: pass another --coordinator-address",

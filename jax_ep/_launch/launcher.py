@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 from jax_ep._launch import noise, process
+from jax_ep._launch.address import answers
 from jax_ep._launch.options import LaunchOptions
 from jax_ep._launch.output import LinePrefixer
 from jax_ep._launch.process import Child
@@ -25,6 +26,7 @@ TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL
 # What a child left running (multiprocessing's resource tracker) may take to end.
 ORPHAN_WAIT_S = 0.5
 DRAIN_LIMIT_S = 2.0  # for output still in the pipes once every process is gone
+COORDINATOR_LIMIT_S = 2.0  # for one on another host to answer, when a process has failed
 PORT_ATTEMPTS = 3
 READ_BYTES = 1 << 16
 COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -240,6 +242,15 @@ class _Job:
             f"ends them, and the launcher those that are left after {grace_s:g} s (--grace)"
         )
 
+    def _is_coordinator_lost(self) -> bool:
+        """Whether this job has one that another launcher has started, and it does not answer."""
+        address = self._options.coordinator_address
+        return (
+            address is not None
+            and self._coordinator is None
+            and not answers(address, COORDINATOR_LIMIT_S)
+        )
+
     def _note_taken_port(self) -> None:
         """JAX dies so when its coordinator cannot bind; no user code has run yet."""
         self._port_taken = True
@@ -252,7 +263,9 @@ class _Job:
             return
         # Before all have started, JAX would wait for it, and nothing goes on.
         has_joined = child.has_started or child.num_starts > 1
-        if self._options.keep_going and not self._decides(child) and has_joined:
+        if self._is_coordinator_lost():
+            what += f"; the coordinator at {self._options.coordinator_address} is gone"
+        elif self._options.keep_going and not self._decides(child) and has_joined:
             if child not in self._left_behind:  # it may report, and then exit
                 _say(f"process {child.index} {what}; the others go on (--keep-going)")
                 self._left_behind.append(child)

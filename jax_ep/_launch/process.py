@@ -104,8 +104,10 @@ def start(
 def start_coordinator(options: LaunchOptions, port: int) -> Child:
     """Starts the process that serves the job's key-value store, and nothing else."""
     address = options.coordinator_address or f"127.0.0.1:{port}"
+    if options.coordinator_address is not None:
+        address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
     spec: dict[str, object] = {
-        "bind_address": os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address),
+        "bind_address": address,
         "is_reserved": options.coordinator_address is None,
         "num_processes": options.job_processes,
     }
