@@ -4,8 +4,9 @@
 
 One job of forked ranks, beside a process that serves JAX's store. Each round kills one of them
 somewhere (PHASES); the others must agree within PEER_TIMEOUT_S + 2 s and go on with exactly the
-right numbers. Then the rank is started again and readmitted. Any rank may be lost but the last, the witness: at the end it may hold no more
-descriptors, threads or shared memory than after the first rounds.
+right numbers. Then the rank is started again and readmitted. Any rank may be lost but the last, the
+witness: at the end it may hold no more descriptors, threads or shared memory than after the first
+rounds.
 """
 
 import argparse

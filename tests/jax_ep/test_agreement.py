@@ -272,6 +272,7 @@ def test_an_onlooker_sees_whether_anybody_counts_on() -> None:
         while time.monotonic() < limit:
             assert onlooker.silence_s({0, 1}) < 0.3
             time.sleep(0.02)
+    onlooker.silence_s({0, 1})  # its last word
     time.sleep(0.4)
     with contextlib.closing(Pulse(store, 2, 0.3)):  # of whom it is not asked
         time.sleep(0.2)
