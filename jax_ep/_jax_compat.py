@@ -559,11 +559,15 @@ def block_until_ready(tree: Any) -> Any:
     return wait(tree)
 
 
-def distributed_client() -> Any:
-    """The jax.distributed key-value store client, or None in a job of one process."""
+def _distributed_state() -> Any:
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def distributed_client() -> Any:
+    """The jax.distributed key-value store client, or None in a job of one process."""
+    return _distributed_state().client
 
 
 def start_coordination_service(address: str, num_processes: int) -> Any:
@@ -580,9 +584,7 @@ def start_coordination_service(address: str, num_processes: int) -> Any:
 
 def stop_own_coordination_service() -> None:
     """Ends the service that jax.distributed.initialize has started in this process, if it has."""
-    from jax._src import distributed
-
-    state = distributed.global_state
+    state = _distributed_state()
     if state.service is not None:
         state.service.shutdown()
         state.service = None
