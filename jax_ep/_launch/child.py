@@ -104,12 +104,15 @@ def main() -> int:
     if "cores" in spec:
         os.sched_setaffinity(0, spec["cores"])  # before any thread is started
     _join(spec)
+    from jax_ep._launch.join import leave
+
     with contextlib.suppress(OSError):
         control.send(b"started\n")
     exit_code = _run(sys.argv[1:], spec["is_module"])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    leave()
     with contextlib.suppress(OSError):
         control.send(f"exit {exit_code}\n".encode())
     _close_groups()

@@ -8,7 +8,9 @@ the kernel's choice, and that service is stopped at once.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -18,7 +20,7 @@ _NOBODYS_ADDRESS = "127.0.0.1:0"
 # Process 0 writes it when it looks for its devices, and XLA refuses to write it again: one that is
 # started again would have no devices. It is made from what all processes have written of their own
 # devices, which stays, so the second one is equal. (XLA of jax 0.10.2 to 0.11, for CPUs.)
-_GLOBAL_TOPOLOGY = "cpu:global_topology/cpu"
+_TOPOLOGY = "cpu:global_topology/cpu"
 
 
 def join(
@@ -39,4 +41,21 @@ def join(
     )
     if process_id == 0:
         _jax_compat.stop_own_coordination_service()
-        _jax_compat.distributed_client().key_value_delete(_GLOBAL_TOPOLOGY)
+        _make_way(_jax_compat.distributed_client())
+
+
+_of_the_life_before: list[bytes] = []
+
+
+def _make_way(client: Any) -> None:
+    with contextlib.suppress(Exception):  # NOT_FOUND: this is its first life
+        _of_the_life_before.append(client.key_value_try_get_bytes(_TOPOLOGY))
+        client.key_value_delete(_TOPOLOGY)
+
+
+def leave() -> None:
+    """Before a process ends: others that are started again later need what it may have taken."""
+    client = _jax_compat.distributed_client()
+    for topology in _of_the_life_before:
+        with contextlib.suppress(Exception):  # ALREADY_EXISTS: it has looked for its devices
+            client.key_value_set_bytes(_TOPOLOGY, topology)

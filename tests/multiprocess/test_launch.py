@@ -581,6 +581,41 @@ class TestCoordinator:
         assert done.stderr.count("process 0 is started again") == 2
 
     @pytest.mark.ci
+    def test_others_join_again_after_a_process_0_that_never_saw_its_devices(self, script):
+        path = script(
+            """
+            import os, signal, sys, time, jax
+            from jax_ep._jax_compat import distributed_client
+            from jax._src.distributed import global_state
+            store, me = distributed_client(), global_state.process_id
+            def lives(of):
+                return len(store.key_value_dir_get(f"lives{of}"))
+            def wait_for(of, count):
+                limit = time.monotonic() + 90
+                while lives(of) < count and time.monotonic() < limit:
+                    time.sleep(0.01)
+            store.key_value_set(f"lives{me}/{os.getpid()}", "")
+            if me == 0 and lives(0) == 2:
+                store.key_value_set("lives0/ended", "")
+                sys.exit(3)
+            jax.devices()
+            if me == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_for(0, 3)
+            if me == 1 and lives(1) == 1:
+                time.sleep(2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_for(1, 2)
+            print("devices", jax.device_count())
+            time.sleep(15 if me == 2 else 0)
+            """
+        )
+        options = ("--grace", "20", "--keep-going", "--restarts", "1", "--coordinator")
+        done = _launch(path, "-n", "3", *options)
+        assert done.returncode == 0, done.stderr
+        assert "[1] devices 3" in done.stdout, done.stdout + done.stderr
+
+    @pytest.mark.ci
     @pytest.mark.parametrize("transport", ["shm", "ofi"])
     def test_an_elastic_group_goes_on_without_process_0_and_takes_it_back(self, transport):
         from jax_ep import _core
