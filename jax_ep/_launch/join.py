@@ -21,6 +21,7 @@ _NOBODYS_ADDRESS = "127.0.0.1:0"
 # started again would have no devices. It is made from what all processes have written of their own
 # devices, which stays, so the second one is equal. (XLA of jax 0.10.2 to 0.11, for CPUs.)
 _TOPOLOGY = "cpu:global_topology/cpu"
+_of_the_life_before: list[bytes] = []  # what this process has taken away: at most one
 
 
 def join(
@@ -42,9 +43,6 @@ def join(
     if process_id == 0:
         _jax_compat.stop_own_coordination_service()
         _make_way(_jax_compat.distributed_client())
-
-
-_of_the_life_before: list[bytes] = []
 
 
 def _make_way(client: Any) -> None:

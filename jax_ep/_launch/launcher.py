@@ -193,12 +193,11 @@ class _Job:
             _say(f"{name} was passed on to {len(self._live())} processes; {then}")
 
     def _note_exits(self) -> None:
+        ended = [(child, end) for child in self._live() if (end := _end_of(child)) is not None]
         if self._coordinator is not None and not self._coordinator.has_exited:
-            self._note_end_of_coordinator(self._coordinator)  # first: it takes the others along
-        for child in self._live():
-            result = _end_of(child)
-            if result is None:
-                continue
+            # Looked up last, noted first: it takes the others along.
+            self._note_end_of_coordinator(self._coordinator)
+        for child, result in ended:
             child.has_exited = True
             if result.si_code == os.CLD_EXITED:
                 if result.si_status != 0:

@@ -36,11 +36,6 @@ class Child:
     has_exited: bool = False
     reports: bytes = b""
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return "the coordinator" if self.index == COORDINATOR else f"process {self.index}"
-
     def close(self) -> None:
         """Reaps it, and frees what the launcher holds of it; it has exited, or is about to."""
         self.process.wait()
@@ -68,7 +63,7 @@ def start(
 
     Args:
         options: of the job.
-        local_index: the how manyth of this launcher it is, from 0.
+        local_index: its number among this launcher's processes.
         port: see above.
         secret: of the job, unless the environment has one.
         num_starts: of processes of this number, up to this one.
@@ -103,12 +98,12 @@ def start(
 
 def start_coordinator(options: LaunchOptions, port: int) -> Child:
     """Starts the process that serves the job's key-value store, and nothing else."""
-    address = options.coordinator_address or f"127.0.0.1:{port}"
-    if options.coordinator_address is not None:
+    address = options.coordinator_address
+    if address is not None:
         address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
     spec: dict[str, object] = {
-        "bind_address": address,
-        "is_reserved": options.coordinator_address is None,
+        "bind_address": address or f"127.0.0.1:{port}",
+        "is_reserved": address is None,
         "num_processes": options.job_processes,
     }
     return _spawn(["jax_ep._launch.coordinator"], COORDINATOR, spec, dict(os.environ))
