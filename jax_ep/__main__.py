@@ -21,6 +21,13 @@ it), 0 if none did.  With --keep-going, for programs that go on without lost pro
 alone decides both; with --restarts R a process that has failed is started again under its number,
 for groups that take it back (Group.readmit).  SIGINT, SIGTERM and SIGHUP are passed on; a second
 one ends the job at once.
+
+Process 0 hosts JAX's coordination service, and all end with it.  With --coordinator a process of
+its own does, so that also process 0 may be lost and started again.  With --keep-going the job then
+ends when the first process ends well, or the last one fails.  If the coordinator ends, all do.
+A job on several hosts: --coordinator --coordinator-address HOST:PORT --job-processes M on HOST, the
+same without --coordinator and with --first-process F on the others, each with its own -n.
+
 SIGUSR1 is passed on to the processes: each with an open group writes who hangs.
 Nothing that the job started outlives the launcher, even if the launcher itself is killed.
 
@@ -157,6 +164,31 @@ def _parser() -> argparse.ArgumentParser:
         help="with --keep-going: start a process that has failed again, each up to R times",
     )
     launcher.add_argument(
+        "--coordinator",
+        action="store_true",
+        help="host JAX's coordination service in a process of its own: process 0 may be lost, too",
+    )
+    launcher.add_argument(
+        "--coordinator-address",
+        metavar="HOST:PORT",
+        help="where the processes of several hosts reach it (default: a free port of 127.0.0.1); "
+        "without --coordinator, another launcher hosts it",
+    )
+    launcher.add_argument(
+        "--job-processes",
+        type=int,
+        default=0,
+        metavar="M",
+        help="processes of the job on all hosts (default N)",
+    )
+    launcher.add_argument(
+        "--first-process",
+        type=int,
+        default=0,
+        metavar="F",
+        help="number of the first process of this host (default 0)",
+    )
+    launcher.add_argument(
         "-m",
         dest="module",
         nargs=argparse.REMAINDER,
@@ -194,6 +226,10 @@ def main(arguments: list[str] | None = None) -> int:
                 grace_s=options.grace,
                 keep_going=options.keep_going,
                 restarts=options.restarts,
+                coordinator=options.coordinator,
+                coordinator_address=options.coordinator_address,
+                job_processes=options.job_processes,
+                first_process=options.first_process,
             )
         except ValueError as error:
             parser.error(str(error))

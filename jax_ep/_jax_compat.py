@@ -559,8 +559,44 @@ def block_until_ready(tree: Any) -> Any:
     return wait(tree)
 
 
-def distributed_client() -> Any:
-    """The jax.distributed key-value store client, or None in a job of one process."""
+def _distributed_state() -> Any:
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def distributed_client() -> Any:
+    """The jax.distributed key-value store client, or None in a job of one process."""
+    return _distributed_state().client
+
+
+_MTLS_OPTIONS = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file", "mtls_peer_uri_prefix")
+
+
+def start_coordination_service(address: str, num_processes: int) -> Any:
+    """JAX's coordination service at `address`, as process 0 starts it for recoverable processes.
+
+    It stops when what is returned is dropped. The arguments are those of jax 0.10.2 to 0.11; from
+    jax 0.11.2 on the channels may be secured, by options that processes read from the environment.
+    """
+    from jaxlib import _jax
+
+    options = {name: getattr(jax.config, f"jax_{name}", None) for name in _MTLS_OPTIONS}
+    if getattr(jax.config, "jax_distributed_verify_secure_credentials", False):
+        options["verify_secure_credentials"] = True
+    return _jax.get_distributed_runtime_service(
+        address,
+        num_processes,
+        heartbeat_timeout=100,
+        shutdown_timeout=300,
+        recoverable=True,
+        **{name: value for name, value in options.items() if value is not None},
+    )
+
+
+def stop_own_coordination_service() -> None:
+    """Ends the service that jax.distributed.initialize has started in this process, if it has."""
+    state = _distributed_state()
+    if state.service is not None:
+        state.service.shutdown()
+        state.service = None

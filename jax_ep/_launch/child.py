@@ -6,35 +6,22 @@ Started by ``process.py`` only, as ``python -m jax_ep._launch.child SCRIPT-OR-MO
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
+from jax_ep._launch import lifeline
 from jax_ep._launch.process import SPEC_ENV
 
-_F_SETSIG = getattr(fcntl, "F_SETSIG", 10)  # Linux's number; the fcntl module lacks the name
-
-
-def _die_with_launcher(lifeline_fd: int) -> None:
-    """Has the kernel kill this process group when the launcher's end of the pipe closes.
-
-    The signal is delivered without Python, so a process that is stuck in C++ dies too.
-    """
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline_fd, _F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(lifeline_fd, fcntl.F_GETFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
-    poller = select.poll()
-    poller.register(lifeline_fd, select.POLLHUP)
-    if poller.poll(0):  # it went before the lines above
-        os._exit(1)
+# For a process that is started again to reach the coordinator, which has been there before.
+_REJOIN_S = 60
+_JOIN_S = 300
 
 
 def _run(command: list[str], is_module: bool) -> int:
@@ -86,43 +73,56 @@ def _wait_until_alone(control: socket.socket) -> None:
         control.recv(1)
 
 
-def main() -> int:
-    """Joins the job that the environment describes and runs ``sys.argv[1:]``."""
-    spec = json.loads(os.environ.pop(SPEC_ENV))
-    _die_with_launcher(spec["lifeline_fd"])
-    os.set_inheritable(spec["lifeline_fd"], False)
-    control = socket.socket(fileno=spec["control_fd"])
-    control.set_inheritable(False)
-    if "cores" in spec:
-        os.sched_setaffinity(0, spec["cores"])  # before any thread is started
-
+def _join(spec: dict[str, Any]) -> None:
     import jax
 
     from jax_ep._launch.initialize import configure_jax
+    from jax_ep._launch.join import join
 
     configure_jax()
     if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
         # It would swallow SIGTERM, with which people and the launcher end a job on one host.
         jax.config.update("jax_enable_preemption_service", False)
-    address = f"127.0.0.1:{spec['port']}"
+    address, local_device_ids = spec["address"], spec.get("local_device_ids")
+    if spec["has_coordinator"]:
+        limit_s = _REJOIN_S if spec["is_again"] else _JOIN_S
+        join(address, spec["num_processes"], spec["index"], local_device_ids, limit_s)
+        return
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=spec["num_processes"],
         process_id=spec["index"],
-        local_device_ids=spec.get("local_device_ids"),
+        local_device_ids=local_device_ids,
         coordinator_bind_address=address,
     )
+
+
+def main() -> int:
+    """Joins the job that the environment describes and runs ``sys.argv[1:]``."""
+    spec = json.loads(os.environ.pop(SPEC_ENV))
+    control = lifeline.hold(spec)
+    if "cores" in spec:
+        os.sched_setaffinity(0, spec["cores"])  # before any thread is started
+    _join(spec)
+    from jax_ep._launch.join import leave
+
     with contextlib.suppress(OSError):
         control.send(b"started\n")
     exit_code = _run(sys.argv[1:], spec["is_module"])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    leave()
     with contextlib.suppress(OSError):
         control.send(f"exit {exit_code}\n".encode())
     _close_groups()
-    if spec["index"] == 0:
-        _wait_until_alone(control)
+    if not spec["has_coordinator"]:
+        if spec["index"] == 0:
+            _wait_until_alone(control)
+    elif spec["waits_for_others"] and exit_code == 0:
+        from jax_ep._launch.initialize import wait_for_others
+
+        wait_for_others(spec["num_processes"])
     return exit_code
 
 

@@ -112,16 +112,24 @@ def _is_in_cluster() -> bool:
 
 
 def _leave_in_order() -> None:
-    """Keeps process 0 until every other process has disconnected or is known to be dead.
+    """Keeps process 0, whose coordinator would take the others along.
 
-    Recoverable tasks skip JAX's shutdown barrier, and a coordinator that goes first aborts the
-    rest. Registered after JAX's own exit hook, so it runs before it.
+    Registered after JAX's own exit hook, so it runs before it.
     """
     from jax_ep._jax_compat import distributed_client
 
-    client = distributed_client()
-    if client is None or jax.process_index() != 0:
-        return
+    if distributed_client() is not None and jax.process_index() == 0:
+        wait_for_others(jax.process_count())
+
+
+def wait_for_others(num_processes: int) -> None:
+    """Returns when every other process has disconnected, waits here too, or is known to be dead.
+
+    Recoverable tasks skip JAX's shutdown barrier, and a coordinator that goes first aborts the
+    rest.
+    """
+    from jax_ep._jax_compat import distributed_client
+
     with contextlib.suppress(Exception):  # leaving: nobody is left to tell
-        # A barrier of the live ones: it opens when process 0 is the last of them.
-        client.get_live_nodes(list(range(jax.process_count())))
+        # A barrier of the live ones: it opens when those that are here are the last of them.
+        distributed_client().get_live_nodes(list(range(num_processes)))

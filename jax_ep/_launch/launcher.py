@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 
 from jax_ep._launch import noise, process
+from jax_ep._launch.address import answers
 from jax_ep._launch.options import LaunchOptions
 from jax_ep._launch.output import LinePrefixer
 from jax_ep._launch.process import Child
@@ -25,6 +26,7 @@ TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL
 # What a child left running (multiprocessing's resource tracker) may take to end.
 ORPHAN_WAIT_S = 0.5
 DRAIN_LIMIT_S = 2.0  # for output still in the pipes once every process is gone
+COORDINATOR_LIMIT_S = 2.0  # for one on another host to answer, when a process has failed
 PORT_ATTEMPTS = 3
 READ_BYTES = 1 << 16
 COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,6 +52,7 @@ class _Job:
         self._secret = secrets.token_hex(32)
         self._children: list[Child] = []  # the newest of each number
         self._replaced: list[Child] = []  # ended, and started again
+        self._coordinator: Child | None = None
         self._port = 0
         self._selector = selectors.DefaultSelector()
         self._first_failure: int | None = None
@@ -58,7 +61,8 @@ class _Job:
         self._told_process_0 = False
         self._port_taken = False
         self._left_behind: list[Child] = []  # that failed, and others went on
-        self._is_over = False  # process 0 has ended well
+        self._first_loss = 0  # exit code of the first of them
+        self._is_over = False  # a process that decides has ended well
         self._signals: list[int] = []
         is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
         self._leave_out = (lambda line: False) if is_debugged else noise.is_harmless
@@ -68,6 +72,9 @@ class _Job:
         with self._signal_wakeups() as wakeup, process.reserved_port() as self._port:
             self._selector.register(wakeup, selectors.EVENT_READ, None)
             try:
+                if self._options.coordinator:
+                    self._coordinator = process.start_coordinator(self._options, self._port)
+                    self._watch(self._coordinator, "coordinator")
                 for index in range(self._options.num_processes):
                     self._children.append(self._start(index))
                 self._loop(wakeup)
@@ -75,6 +82,8 @@ class _Job:
                 self._clean_up()
         if self._port_taken:
             return None
+        if self._first_failure is None and not self._is_over and self._options.has_coordinator:
+            return self._first_loss
         return self._first_failure or 0
 
     @contextlib.contextmanager
@@ -98,15 +107,18 @@ class _Job:
         if number != signal.SIGCHLD:
             self._signals.append(number)
 
-    def _start(self, index: int) -> Child:
-        child = process.start(self._options, index, self._port, self._secret)
+    def _start(self, local_index: int, num_starts: int = 1) -> Child:
+        child = process.start(self._options, local_index, self._port, self._secret, num_starts)
+        self._watch(child, str(child.index))
+        return child
+
+    def _watch(self, child: Child, prefix: str) -> None:
         outputs = ((child.process.stdout, sys.stdout), (child.process.stderr, sys.stderr))
         for source, sink in outputs:
             assert source is not None
-            prefixer = LinePrefixer(f"[{index}] ", sink, self._leave_out)
+            prefixer = LinePrefixer(f"[{prefix}] ", sink, self._leave_out)
             self._selector.register(source, selectors.EVENT_READ, prefixer)
         self._selector.register(child.control, selectors.EVENT_READ, child)
-        return child
 
     def _loop(self, wakeup: socket.socket) -> None:
         while not all(child.has_exited for child in self._children):
@@ -151,11 +163,15 @@ class _Job:
             elif word == b"exit" and int(argument) != 0:
                 # Process 0 waits here for the others: it hosts JAX's coordinator.
                 self._note_failure(child, int(argument), f"failed with exit code {int(argument)}")
-            elif word == b"exit" and child.index == 0:
-                self._note_end_of_process_0()
+            elif word == b"exit":
+                self._note_good_end(child)
 
-    def _note_end_of_process_0(self) -> None:
-        if self._options.keep_going:
+    def _decides(self, child: Child) -> bool:
+        """Whether the job cannot do without it: process 0 where it hosts JAX's coordinator."""
+        return child.index == 0 and not self._options.has_coordinator
+
+    def _note_good_end(self, child: Child) -> None:
+        if self._options.keep_going and (self._options.has_coordinator or self._decides(child)):
             # Somebody whom it has left out may hang; then the others, and it, are ended.
             self._is_over = True
             self._term_at = self._term_at or time.monotonic() + self._options.grace_s
@@ -177,30 +193,67 @@ class _Job:
             _say(f"{name} was passed on to {len(self._live())} processes; {then}")
 
     def _note_exits(self) -> None:
-        for child in self._live():
-            # WNOWAIT keeps the zombie, so that its process group id cannot be reused meanwhile.
-            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            result = os.waitid(os.P_PID, child.process.pid, flags)
-            if result is None:
-                continue
+        ended = [(child, end) for child in self._live() if (end := _end_of(child)) is not None]
+        if self._coordinator is not None and not self._coordinator.has_exited:
+            # Looked up last, noted first: it takes the others along.
+            self._note_end_of_coordinator(self._coordinator)
+        for child, result in ended:
             child.has_exited = True
             if result.si_code == os.CLD_EXITED:
                 if result.si_status != 0:
                     what = f"failed with exit code {result.si_status}"
                     self._note_failure(child, result.si_status, what)
                     self._start_again(child)
-                elif child.index == 0:  # it may have left without a report
-                    self._note_end_of_process_0()
+                else:  # it may have left without a report
+                    self._note_good_end(child)
                 continue
             number = result.si_status
-            if child.index == 0 and not child.has_started and number == signal.SIGSEGV:
-                # JAX dies so when its coordinator cannot bind; no user code has run yet.
-                self._port_taken = True
-                self._kill_at = self._term_at = time.monotonic()
+            if self._decides(child) and not child.has_started and number == signal.SIGSEGV:
+                self._note_taken_port()
                 return
             name = signal.Signals(number).name
             self._note_failure(child, 128 + number, f"was ended by {name}")
             self._start_again(child)
+
+    def _note_end_of_coordinator(self, child: Child) -> None:
+        result = _end_of(child)
+        if result is None:
+            return
+        child.has_exited = True
+        killed = result.si_code != os.CLD_EXITED
+        if killed and result.si_status == signal.SIGSEGV and not child.has_started:
+            self._note_taken_port()
+            return
+        if killed:
+            what = f"(pid {child.process.pid}) was ended by {signal.Signals(result.si_status).name}"
+            exit_code = 128 + result.si_status
+        else:
+            what = f"(pid {child.process.pid}) ended with exit code {result.si_status}"
+            exit_code = result.si_status or 1
+        if not self._live():
+            return
+        grace_s = self._options.grace_s if child.has_started else 0.0
+        self._is_over = False
+        self._first_failure = self._first_failure or exit_code
+        self._term_at = self._term_at or time.monotonic() + grace_s
+        _say(
+            f"the coordinator {what}: no process can go on without its coordination service; JAX "
+            f"ends them, and the launcher those that are left after {grace_s:g} s (--grace)"
+        )
+
+    def _is_coordinator_lost(self) -> bool:
+        """Whether this job has one that another launcher has started, and it does not answer."""
+        address = self._options.coordinator_address
+        return (
+            address is not None
+            and self._coordinator is None
+            and not answers(address, COORDINATOR_LIMIT_S)
+        )
+
+    def _note_taken_port(self) -> None:
+        """JAX dies so when its coordinator cannot bind; no user code has run yet."""
+        self._port_taken = True
+        self._kill_at = self._term_at = time.monotonic()
 
     def _note_failure(self, child: Child, exit_code: int, what: str) -> None:
         if self._first_failure is not None or self._port_taken:
@@ -209,10 +262,13 @@ class _Job:
             return
         # Before all have started, JAX would wait for it, and nothing goes on.
         has_joined = child.has_started or child.num_starts > 1
-        if self._options.keep_going and child.index != 0 and has_joined:
+        if self._is_coordinator_lost():
+            what += f"; the coordinator at {self._options.coordinator_address} is gone"
+        elif self._options.keep_going and not self._decides(child) and has_joined:
             if child not in self._left_behind:  # it may report, and then exit
                 _say(f"process {child.index} {what}; the others go on (--keep-going)")
                 self._left_behind.append(child)
+                self._first_loss = self._first_loss or exit_code
             return
         self._first_failure = exit_code
         others = [other for other in self._live() if other is not child]
@@ -226,15 +282,19 @@ class _Job:
         is_wanted = child in self._left_behind and child.num_starts <= self._options.restarts
         if not is_wanted or self._term_at is not None or self._first_failure is not None:
             return
+        if not self._live() and not self._options.has_others:
+            _say("no process is left that could take another one back; the job ends")
+            return
         child.send_signal(signal.SIGKILL)  # what it has left running
         self._replaced.append(child)
-        again = self._start(child.index)
-        again.num_starts = child.num_starts + 1
-        self._children[child.index] = again
+        place = self._children.index(child)
+        self._children[place] = self._start(place, child.num_starts + 1)
         count = f"{child.num_starts} of {self._options.restarts}"
         _say(f"process {child.index} is started again (--restarts, {count})")
 
     def _let_process_0_leave(self) -> None:
+        if self._options.has_coordinator:
+            return
         first, *others = self._children
         if not self._told_process_0 and all(other.has_exited for other in others):
             self._told_process_0 = True
@@ -268,6 +328,9 @@ class _Job:
         for child in self._live():
             child.send_signal(signal.SIGKILL)
         children = self._replaced + self._children
+        if self._coordinator is not None:
+            self._coordinator.send_signal(signal.SIGKILL)
+            children.append(self._coordinator)
         groups = {child.process.pid for child in children}
         limit = time.monotonic() + ORPHAN_WAIT_S
         while process.has_members(groups) and time.monotonic() < limit:
@@ -291,6 +354,11 @@ class _Job:
                 self._pump(key)
         for key in list(self._selector.get_map().values()):
             key.data.close()
+
+
+def _end_of(child: Child) -> os.waitid_result | None:
+    """How it has ended, or None; the zombie stays, so that its process group id stays its own."""
+    return os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
 def _say(message: str) -> None:

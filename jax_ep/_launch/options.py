@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from jax_ep._launch.address import split_address
+
 DEFAULT_GRACE_S = 60.0
 # Below it 8 virtual devices were seen to deadlock XLA:CPU (its own all_to_all).
 MIN_POOL_THREADS = 32
@@ -23,6 +25,10 @@ class LaunchOptions:
     share of the cores only, or on one of them if there are fewer cores than processes. With
     keep_going only process 0 decides when and how the job ends, and each of the others is started
     again up to ``restarts`` times when it fails.
+
+    With ``coordinator`` JAX's coordination service runs in a process of its own, so that process 0
+    is one like the others; with a coordinator_address it can be the first one of several launchers'
+    that serves a job of ``job_processes``, of which each starts num_processes from first_process.
     """
 
     num_processes: int
@@ -35,6 +41,20 @@ class LaunchOptions:
     grace_s: float = DEFAULT_GRACE_S
     keep_going: bool = False
     restarts: int = 0
+    coordinator: bool = False
+    coordinator_address: str | None = None
+    job_processes: int = 0  # 0: num_processes
+    first_process: int = 0
+
+    @property
+    def has_coordinator(self) -> bool:
+        """Whether the coordination service is in no process of the job."""
+        return self.coordinator or self.coordinator_address is not None
+
+    @property
+    def has_others(self) -> bool:
+        """Whether the job has processes that this launcher does not start."""
+        return self.job_processes > self.num_processes
 
     def __post_init__(self) -> None:
         if self.num_processes < 1:
@@ -55,6 +75,7 @@ class LaunchOptions:
             raise ValueError(f"--restarts: got {self.restarts}, expected >= 0")
         if self.restarts and not self.keep_going:
             raise ValueError("--restarts: expected --keep-going too, or the job ends first")
+        self._check_coordinator()
         if not self.command:
             raise ValueError(
                 "expected a script, or -m and a module, after the options; got neither"
@@ -64,6 +85,28 @@ class LaunchOptions:
             raise ValueError(f"-m: {name!r} is not the name of a module, such as package.module")
         if not self.is_module and not Path(name).is_file():
             raise ValueError(f"script: {name!r} is not a file")
+
+    def _check_coordinator(self) -> None:
+        if self.coordinator_address is None:
+            if self.job_processes or self.first_process:
+                raise ValueError(
+                    "--job-processes, --first-process: expected --coordinator-address too, at "
+                    "which the processes of other launchers reach the coordinator"
+                )
+        else:
+            try:
+                split_address(self.coordinator_address)
+            except ValueError as error:
+                raise ValueError(f"--coordinator-address: {error}") from None
+        end = self.first_process + self.num_processes
+        if not self.job_processes:
+            object.__setattr__(self, "job_processes", self.num_processes)
+        if self.first_process < 0 or self.job_processes < end:
+            raise ValueError(
+                f"got processes {self.first_process} to {end - 1} (--first-process, -n), expected "
+                f"them to be among the {self.job_processes} of the job, which begin with 0 "
+                "(--job-processes)"
+            )
 
 
 def child_environment(base: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
@@ -85,7 +128,7 @@ def child_environment(base: Mapping[str, str], devices_per_process: int) -> dict
 
 
 def gpus_of(options: LaunchOptions, index: int) -> list[int] | None:
-    """The GPUs of process `index`, or None: JAX's own choice."""
+    """The GPUs of this launcher's process `index`, or None: JAX's own choice."""
     count = options.gpus_per_process
     return list(range(index * count, (index + 1) * count)) if count else None
 

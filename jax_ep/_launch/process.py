@@ -20,13 +20,14 @@ from jax_ep._env import SECRET_ENV
 from jax_ep._launch.options import LaunchOptions, child_environment, cores_of, gpus_of
 
 SPEC_ENV = "JAX_EP_LAUNCH"
+COORDINATOR = -1
 
 
 @dataclasses.dataclass(eq=False)
 class Child:
-    """A process of the job and the two ends that the launcher holds of it."""
+    """A process that the launcher has started, and the two ends that it holds of it."""
 
-    index: int
+    index: int  # its number in the job, or COORDINATOR
     process: subprocess.Popen[bytes]
     control: socket.socket  # the child's reports arrive here; "leave" goes to process 0
     lifeline: int  # write end: the kernel kills the child's group when this process is gone
@@ -55,38 +56,71 @@ class Child:
             os.killpg(self.process.pid, number)
 
 
-def start(options: LaunchOptions, index: int, port: int, secret: str) -> Child:
-    """Starts process `index`; the coordinator will listen at `port` of 127.0.0.1."""
-    ours, theirs = socket.socketpair()
-    lifeline_read, lifeline_write = os.pipe()
+def start(
+    options: LaunchOptions, local_index: int, port: int, secret: str, num_starts: int = 1
+) -> Child:
+    """Starts a process; without --coordinator-address, the service is at `port` of 127.0.0.1.
+
+    Args:
+        options: of the job.
+        local_index: its number among this launcher's processes.
+        port: see above.
+        secret: of the job, unless the environment has one.
+        num_starts: of processes of this number, up to this one.
+    """
+    index = options.first_process + local_index
     spec: dict[str, object] = {
         "index": index,
-        "num_processes": options.num_processes,
-        "port": port,
-        "control_fd": theirs.fileno(),
-        "lifeline_fd": lifeline_read,
+        "num_processes": options.job_processes,
+        "address": options.coordinator_address or f"127.0.0.1:{port}",
+        "has_coordinator": options.has_coordinator,
+        "waits_for_others": options.coordinator and options.has_others,
+        "is_again": num_starts > 1,
         "is_module": options.is_module,
     }
     env = child_environment(os.environ, options.devices_per_process)
-    gpus = gpus_of(options, index)
+    gpus = gpus_of(options, local_index)
     if gpus is not None and options.hide_other_gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     else:
         spec["local_device_ids"] = gpus
     if options.bind_to == "core":
         cores = sorted(os.sched_getaffinity(0))
-        spec["cores"] = cores_of(index, options.num_processes, cores)
+        spec["cores"] = cores_of(local_index, options.num_processes, cores)
         # XLA would size its pool by the bound cores, and its collectives need several threads.
         env.setdefault("NPROC", str(len(cores)))
-    env.setdefault(SECRET_ENV, secret)
-    env[SPEC_ENV] = json.dumps(spec)
+    if not options.has_others:  # those of other launchers would not know it
+        env.setdefault(SECRET_ENV, secret)
+    child = _spawn(["jax_ep._launch.child", *options.command], index, spec, env)
+    child.num_starts = num_starts
+    return child
+
+
+def start_coordinator(options: LaunchOptions, port: int) -> Child:
+    """Starts the process that serves the job's key-value store, and nothing else."""
+    address = options.coordinator_address
+    if address is not None:
+        address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+    spec: dict[str, object] = {
+        "bind_address": address or f"127.0.0.1:{port}",
+        "is_reserved": address is None,
+        "num_processes": options.job_processes,
+    }
+    return _spawn(["jax_ep._launch.coordinator"], COORDINATOR, spec, dict(os.environ))
+
+
+def _spawn(module: list[str], index: int, spec: dict[str, object], env: dict[str, str]) -> Child:
+    """Starts ``python -m MODULE ARGS...``, which reads `spec` from its environment."""
+    ours, theirs = socket.socketpair()
+    lifeline_read, lifeline_write = os.pipe()
+    ends = {"control_fd": theirs.fileno(), "lifeline_fd": lifeline_read}
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "jax_ep._launch.child", *options.command],
+            [sys.executable, "-m", *module],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=env,
+            env=env | {SPEC_ENV: json.dumps(spec | ends)},
             pass_fds=(theirs.fileno(), lifeline_read),
             process_group=0,
         )

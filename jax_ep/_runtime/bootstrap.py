@@ -305,8 +305,8 @@ class Exchange:
         if value is None:
             raise BootstrapError(
                 f"{self.label}: the jax.distributed store did not give out the records of stage "
-                f"{stage!r} within {self.timeout_s:g} s; see that the host of process 0 is not "
-                "overloaded, or raise Config.timeout_s"
+                f"{stage!r} within {self.timeout_s:g} s; see that the host of its coordinator "
+                "(process 0's, if no other) is not overloaded, or raise Config.timeout_s"
             )
         return bytes(value)
 

@@ -31,7 +31,7 @@ from jax_ep._runtime import agreement, bootstrap, cpu
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
 from jax_ep._runtime.group_store import GroupStore
-from jax_ep._runtime.pulse import Pulse
+from jax_ep._runtime.pulse import Onlooker, Pulse
 
 # Messages of a failure that says: that process is silent or has ended.
 _LOSSES = ("is gone:", "stopped answering:")
@@ -145,6 +145,7 @@ class Elastic:
         """For a process that was started again: waits until the others admit it; the session.
 
         Raises:
+            RuntimeError: nobody lives who could.
             TimeoutError: they did not before the deadline.
         """
         store = self._store
@@ -167,10 +168,20 @@ class Elastic:
 
     def _admission(self, store: GroupStore, deadline: float) -> Decision:
         """The decision that has this process, once there is one."""
+        onlooker = Onlooker(store)
+        # Longer than those wait who only seek who is lost: here the answer is final.
+        limit_s = 2 * self._peer_timeout_s
         while True:
             decision = agreement.newest(store)
             if decision is not None and decision.has(self._me, self._life):
                 return decision
+            members = set() if decision is None else set(decision.members) - {self._me}
+            if onlooker.silence_s(members) > limit_s:
+                raise RuntimeError(
+                    f"{self._label}: process {self._me} was started again, and none of those that "
+                    f"could take it back has given a sign of life for {limit_s:g} s; start the "
+                    "whole job again"
+                )
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{self._label}: create_group of process {self._me}, which was started again, "

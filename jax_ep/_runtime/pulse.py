@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Collection
 
 from jax_ep._runtime.group_store import GroupStore
 
@@ -62,3 +63,22 @@ class Pulse:
             count += 1
             if self._stopping.wait(period_s):
                 return
+
+
+class Onlooker:
+    """For a process that does not count itself, since it waits to be taken back."""
+
+    def __init__(self, store: GroupStore) -> None:
+        """Args: the group's store."""
+        self._store = store
+        self._counts: dict[int, int] = {}
+        self._changed = time.monotonic()
+
+    def silence_s(self, processes: Collection[int]) -> float:
+        """For how long none of them has counted on, as far as this one has looked."""
+        found = self._store.folder("pulse")
+        counts = {process: found[process] for process in processes if process in found}
+        now = time.monotonic()
+        if counts != self._counts:
+            self._counts, self._changed = counts, now
+        return now - self._changed

@@ -104,6 +104,7 @@ def _start_again(
 
     Raises:
         ValueError: it does not call create_group as they did, or is on another host than before.
+        RuntimeError: none of them lives.
         TimeoutError: they did not admit it within timeout_s.
     """
     hello = _hello(group)

@@ -81,6 +81,10 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.children = {}
+        self.witness = self.ranks - 1  # is never lost
+        self.coordinator = os.fork()
+        if self.coordinator == 0:
+            elastic_rank.serve_store(self.port, self.ranks)
         self.starts = 0
         self.seconds = []  # from each kill to the last survivor's agreement
         for index in range(self.ranks):
@@ -166,14 +170,16 @@ class Job:
 
     def lose_all_others(self):
         """Kills all ranks but one, which goes on alone."""
-        victims = [index for index in self.children if index != 0]
-        self.children[0].tell("lose")
+        me = self.witness
+        victims = [index for index in self.children if index != me]
+        self.children[me].tell("lose")
         struck_at = time.monotonic()
         for victim in victims:
             self.drop(victim)
-        record = self.children[0].result()
-        while record["active"] != [1] + [0] * (self.ranks - 1):  # one died later than the others
-            record = self.all("lose")[0]
+        record = self.children[me].result()
+        alone = [int(index == me) for index in range(self.ranks)]
+        while record["active"] != alone:  # one died later than the others
+            record = self.all("lose")[me]
         self.seconds.append(record["agreed_at"] - struck_at)
         return victims
 
@@ -254,5 +260,13 @@ class Job:
 
     def close(self):
         self.all("close")
-        for index in sorted(self.children, reverse=True):  # rank 0 serves the store
+
+    def end(self):
+        for index in list(self.children):
             self.drop(index)
+        os.kill(self.coordinator, signal.SIGKILL)
+        os.waitpid(self.coordinator, 0)
+
+    def ask_witness(self, *command):
+        self.children[self.witness].tell(*command)
+        return self.children[self.witness].result()

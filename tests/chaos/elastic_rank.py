@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 import jax_ep
+from jax_ep import _jax_compat
+from jax_ep._launch import join
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import oracle
@@ -278,6 +280,13 @@ class Rank:
         self.group.close()
 
 
+def serve_store(port, ranks):
+    """In the child: never returns."""
+    service = _jax_compat.start_coordination_service(f"127.0.0.1:{port}", ranks)
+    while service:
+        signal.pause()
+
+
 def run(index, setup, port, pipes, log):
     """In the child: never returns."""
     commands, reports = pipes
@@ -292,8 +301,7 @@ def run(index, setup, port, pipes, log):
         os.write(reports, json.dumps(record).encode() + b"\n")
 
     try:
-        address = f"127.0.0.1:{port}"
-        jax.distributed.initialize(address, setup.ranks, index, coordinator_bind_address=address)
+        join.join(f"127.0.0.1:{port}", setup.ranks, index, None, timeout_s=60)
         rank = Rank(index, setup)
         report({"made": rank.active.tolist()})
         with os.fdopen(commands) as lines:

@@ -219,7 +219,7 @@ def test_a_process_that_is_started_again_serves_again(start):
     Texts are those of the undisturbed server throughout, and no survivor compiles.
     """
     options = ("--elastic", "--peer-timeout-s", str(PEER_TIMEOUT_S))
-    server = start(*options, processes=3, launch=("--restarts", "2"))
+    server = start(*options, processes=3, launch=("--restarts", "2", "--coordinator"))
     bodies = [
         {"prompt": PROMPTS[n % 5].decode(), "max_tokens": 80, "temperature": 0.8, "seed": n}
         for n in range(9)  # as many as there are slots
@@ -269,6 +269,18 @@ def test_a_process_that_is_started_again_serves_again(start):
     assert len(re.findall(r"Compiling jit\(_step\)", text)) == 3 + 2  # in each life of a process
     assert text.count("process 2 (ranks [2]) is back: 3 of 3 ranks go on") == 2
     assert "processes that came back: 2" in text
+
+
+def test_without_the_front_end_the_server_ends_and_nobody_waits_for_it(start):
+    """Also where the launcher starts all processes again: none is left that could go on."""
+    options = ("--elastic", "--peer-timeout-s", str(PEER_TIMEOUT_S))
+    server = start(*options, processes=3, launch=("--restarts", "1", "--coordinator"))
+    server.complete({"prompt": "def ", "max_tokens": 3})
+    server.send_signal(0, signal.SIGKILL)
+    code, text = server.end()
+    assert code != 0
+    assert "process 0 is lost" in text, text
+    assert "none of those that could take it back has given a sign of life" in text, text
 
 
 def test_a_port_that_is_taken_ends_all_processes(server, model):

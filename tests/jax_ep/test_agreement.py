@@ -14,7 +14,7 @@ import pytest
 from jax_ep._runtime import agreement
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.group_store import GroupStore
-from jax_ep._runtime.pulse import Pulse
+from jax_ep._runtime.pulse import Onlooker, Pulse
 from jax_ep._runtime.seal import SealError
 from jax_ep._runtime.store import Store
 
@@ -262,6 +262,21 @@ def test_a_slow_store_makes_nobody_silent() -> None:
         for _ in range(20):  # while it answers again, whoever looks first
             assert not any(pulse.is_silent(p) for pulse in pulses for p in range(2))
             time.sleep(limit_s / 20)
+
+
+def test_an_onlooker_sees_whether_anybody_counts_on() -> None:
+    store = World(3).store
+    onlooker = Onlooker(store)
+    with contextlib.closing(Pulse(store, 1, 0.3)):
+        limit = time.monotonic() + 1.0
+        while time.monotonic() < limit:
+            assert onlooker.silence_s({0, 1}) < 0.3
+            time.sleep(0.02)
+    onlooker.silence_s({0, 1})  # its last word
+    time.sleep(0.4)
+    with contextlib.closing(Pulse(store, 2, 0.3)):  # of whom it is not asked
+        time.sleep(0.2)
+        assert onlooker.silence_s({0, 1}) > 0.3
 
 
 def test_who_is_silent_is_waited_for_a_moment_only() -> None:
