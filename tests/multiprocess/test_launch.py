@@ -475,6 +475,7 @@ class TestCoordinator:
                 return int(pid)
         raise AssertionError("the launcher has no coordinator")
 
+    @pytest.mark.ci
     def test_nobody_waits_for_another_and_process_0_serves_nothing(self, script):
         path = script(
             """
