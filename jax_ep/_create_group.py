@@ -40,6 +40,7 @@ def create_group(
     Raises:
         ValueError: axis or config do not fit the mesh; says got, expected and the fix.
         NotImplementedError: "native" on a platform without handlers, or not installed for it.
+        RuntimeError: the other processes did not come, or are gone; says which, and what to do.
 
     Example:
         >>> mesh = jax.make_mesh((4,), ("ep",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import numpy as np
 
 def axis_tuple(axis: str | tuple[str, ...]) -> tuple[str, ...]:
     """The axis names of a group, always as a tuple."""
-    return tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if isinstance(axis, str) or not isinstance(axis, Iterable):
+        return (axis,)
+    return tuple(axis)
 
 
 def axis_size(mesh: Any, axes: tuple[str, ...]) -> int:

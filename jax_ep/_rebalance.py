@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,8 +90,12 @@ def rebalance(
 
 def _as_loads(load: Any) -> _Loads:
     """The loads as f32, in which they are compared. Raises ValueError for what are no numbers."""
+    if isinstance(load, jax.core.Tracer):
+        raise _wrong("load inside jax.jit", "its values", "call it outside")
     try:
         given = np.asarray(load)
+        if given.dtype == object:  # such as int beyond 64 bits
+            given = given.astype(np.float64)
         kind = f"{given.dtype}"
         is_real = jnp.issubdtype(given.dtype, np.number) and given.dtype.kind != "c"
         loads = given.astype(np.float64) if is_real or given.dtype.kind == "b" else None

@@ -40,7 +40,7 @@ MonitorOptions MonitorOptionsFor(const SessionOptions& options, const Members<Me
                          .num_teams = options.IdOf(0).num_teams,
                          .peer_timeout = options.peer_timeout};
   for (const auto& member : members) {
-    monitor.own.push_back({.control = member->control_block(), .team = member->id.team});
+    monitor.own.push_back(member->control_block());
     monitor.peers.insert(monitor.peers.end(), member->watched.begin(), member->watched.end());
   }
   return monitor;

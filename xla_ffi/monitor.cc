@@ -75,7 +75,7 @@ Monitor::~Monitor() { Stop(); }
 
 void Monitor::Leave(Departure departure) {
   has_left_.store(true, std::memory_order_release);
-  for (const auto& [control, team] : options_.own) {
+  for (ControlBlock* const control : options_.own) {
     control->departure.store(departure, std::memory_order_relaxed);
     MemberState running = MemberState::kRunning;
     // Release: publishes the departure.
@@ -98,7 +98,7 @@ void Monitor::Publish() {
   const std::string text =
       ShownFailure(options_.group_name, failure_->message(), kFailureTextBytes - 1);
   published_ = true;
-  for (const auto& [control, team] : options_.own) {
+  for (ControlBlock* const control : options_.own) {
     control->blamed_plus_1 = static_cast<uint64_t>(failure_->blamed_rank()) + 1;
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
     // Release: pairs with the acquire in Check; publishes the text.
@@ -164,7 +164,7 @@ void Monitor::Loop() noexcept {
       std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout, kMaxBeatPeriod);
   const FailureLatch never_failed;
   while (!stopping_.load(std::memory_order_acquire)) {
-    for (const auto& [control, team] : options_.own) {
+    for (ControlBlock* const control : options_.own) {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
       control->activity.beat_ns.store(MonotonicNs(), std::memory_order_relaxed);
     }
@@ -176,7 +176,7 @@ void Monitor::Loop() noexcept {
       failure_->Set(std::move(exception_));
     }
     if (failure_->failed()) {
-      for (const auto& [control, team] : options_.own) control->doorbell.Ring();
+      for (ControlBlock* const control : options_.own) control->doorbell.Ring();
     }
     (void)WaitUntil(
         wake_, [this] { return stopping_.load(std::memory_order_acquire); },

@@ -106,7 +106,10 @@ def _has_twice(ids: np.ndarray) -> np.ndarray:
 
 
 def _race(rng: np.random.Generator, rows: int, top_k: int, log_weights: np.ndarray) -> np.ndarray:
-    """The first `top_k` of all experts in each row, as if drawn one by one without putting back."""
+    """The first `top_k` of all experts in each row, as if drawn one by one without putting back.
+
+    Popular experts are chosen somewhat more often than where whole tokens are drawn anew.
+    """
     parts = []
     for start in range(0, rows, RACED_ROWS):
         shape = (min(RACED_ROWS, rows - start), len(log_weights))

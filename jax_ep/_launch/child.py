@@ -86,7 +86,14 @@ def _join(spec: dict[str, Any]) -> None:
     address, local_device_ids = spec["address"], spec.get("local_device_ids")
     if spec["has_coordinator"]:
         limit_s = _REJOIN_S if spec["is_again"] else _JOIN_S
-        join(address, spec["num_processes"], spec["index"], local_device_ids, limit_s)
+        join(
+            address,
+            spec["num_processes"],
+            spec["index"],
+            local_device_ids,
+            limit_s,
+            process_0_is_gone=spec["process_0_is_gone"],
+        )
         return
     jax.distributed.initialize(
         coordinator_address=address,
@@ -112,7 +119,8 @@ def main() -> int:
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
-    leave()
+    if spec["has_coordinator"]:
+        leave(spec["index"])
     with contextlib.suppress(OSError):
         control.send(f"exit {exit_code}\n".encode())
     _close_groups()

@@ -21,7 +21,7 @@ _NOBODYS_ADDRESS = "127.0.0.1:0"
 # started again would have no devices. It is made from what all processes have written of their own
 # devices, which stays, so the second one is equal. (XLA of jax 0.10.2 to 0.11, for CPUs.)
 _TOPOLOGY = "cpu:global_topology/cpu"
-_of_the_life_before: list[bytes] = []  # what this process has taken away: at most one
+_COPY = "jax_ep/launch/topology"  # of what a process 0 that was started again has removed
 
 
 def join(
@@ -30,8 +30,19 @@ def join(
     process_id: int,
     local_device_ids: Sequence[int] | None,
     timeout_s: int,
+    *,
+    process_0_is_gone: bool,
 ) -> None:
-    """``jax.distributed.initialize``, as a client also in process 0."""
+    """``jax.distributed.initialize``, as a client also in process 0.
+
+    Args:
+        address: of the coordinator.
+        num_processes: of the job.
+        process_id: the number of this one.
+        local_device_ids: its GPUs, None for JAX's choice.
+        timeout_s: for the coordinator to answer.
+        process_0_is_gone: it comes no more: this process sees to what that one has removed.
+    """
     jax.distributed.initialize(
         coordinator_address=address,
         num_processes=num_processes,
@@ -40,20 +51,40 @@ def join(
         coordinator_bind_address=_NOBODYS_ADDRESS,
         initialization_timeout=timeout_s,
     )
+    client = _jax_compat.distributed_client()
     if process_id == 0:
         _jax_compat.stop_own_coordination_service()
-        _make_way(_jax_compat.distributed_client())
+        _make_way(client)
+    elif process_0_is_gone:
+        _restore(client)
 
 
 def _make_way(client: Any) -> None:
-    with contextlib.suppress(Exception):  # NOT_FOUND: this is its first life
-        _of_the_life_before.append(client.key_value_try_get_bytes(_TOPOLOGY))
+    topology = _value(client, _TOPOLOGY)
+    if topology is not None:
+        client.key_value_set_bytes(_COPY, topology, allow_overwrite=True)
         client.key_value_delete(_TOPOLOGY)
 
 
-def leave() -> None:
-    """Before a process ends: others that are started again later need what it may have taken."""
-    client = _jax_compat.distributed_client()
-    for topology in _of_the_life_before:
-        with contextlib.suppress(Exception):  # ALREADY_EXISTS: it has looked for its devices
-            client.key_value_set_bytes(_TOPOLOGY, topology)
+def _restore(client: Any) -> None:
+    copy = _value(client, _COPY)
+    if copy is not None:
+        with contextlib.suppress(Exception):  # ALREADY_EXISTS: process 0 has found its devices
+            client.key_value_set_bytes(_TOPOLOGY, copy)
+
+
+def _value(client: Any, key: str) -> bytes | None:
+    try:
+        value: bytes = client.key_value_try_get_bytes(key)
+    except Exception as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+    return value
+
+
+def leave(process_id: int) -> None:
+    """Before a process ends: others that are started again later need what it may have removed."""
+    if process_id == 0:
+        with contextlib.suppress(Exception):  # without the coordinator nobody is started again
+            _restore(_jax_compat.distributed_client())

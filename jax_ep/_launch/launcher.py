@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from jax_ep._env import SECRET_ENV
 from jax_ep._launch import noise, process
 from jax_ep._launch.address import answers
 from jax_ep._launch.options import LaunchOptions
@@ -72,6 +73,11 @@ class _Job:
         with self._signal_wakeups() as wakeup, process.reserved_port() as self._port:
             self._selector.register(wakeup, selectors.EVENT_READ, None)
             try:
+                if self._options.has_others and not os.environ.get(SECRET_ENV):
+                    _say(
+                        f"{SECRET_ENV} is not set: whoever reaches the coordinator can read and "
+                        "change what the job keeps there; set the same for all launchers"
+                    )
                 if self._options.coordinator:
                     self._coordinator = process.start_coordinator(self._options, self._port)
                     self._watch(self._coordinator, "coordinator")
@@ -108,7 +114,15 @@ class _Job:
             self._signals.append(number)
 
     def _start(self, local_index: int, num_starts: int = 1) -> Child:
-        child = process.start(self._options, local_index, self._port, self._secret, num_starts)
+        others = [other for other in self._children if other.index == 0]
+        child = process.start(
+            self._options,
+            local_index,
+            self._port,
+            self._secret,
+            num_starts,
+            process_0_is_gone=any(other.has_exited for other in others),
+        )
         self._watch(child, str(child.index))
         return child
 
@@ -194,11 +208,10 @@ class _Job:
 
     def _note_exits(self) -> None:
         ended = [(child, end) for child in self._live() if (end := _end_of(child)) is not None]
-        if self._coordinator is not None and not self._coordinator.has_exited:
-            # Looked up last, noted first: it takes the others along.
-            self._note_end_of_coordinator(self._coordinator)
-        for child, result in ended:
+        self._note_end_of_coordinator()  # looked up last, noted first: it takes the others along
+        for child, _ in ended:  # whoever is started again needs one that is still there
             child.has_exited = True
+        for child, result in ended:
             if result.si_code == os.CLD_EXITED:
                 if result.si_status != 0:
                     what = f"failed with exit code {result.si_status}"
@@ -215,13 +228,15 @@ class _Job:
             self._note_failure(child, 128 + number, f"was ended by {name}")
             self._start_again(child)
 
-    def _note_end_of_coordinator(self, child: Child) -> None:
-        result = _end_of(child)
-        if result is None:
+    def _note_end_of_coordinator(self) -> None:
+        child = self._coordinator
+        result = None if child is None or child.has_exited else _end_of(child)
+        if child is None or result is None:
             return
         child.has_exited = True
         killed = result.si_code != os.CLD_EXITED
-        if killed and result.si_status == signal.SIGSEGV and not child.has_started:
+        is_crash = killed and result.si_status == signal.SIGSEGV and not child.has_started
+        if is_crash and self._options.coordinator_address is None:
             self._note_taken_port()
             return
         if killed:
@@ -232,9 +247,13 @@ class _Job:
             exit_code = result.si_status or 1
         if not self._live():
             return
-        grace_s = self._options.grace_s if child.has_started else 0.0
         self._is_over = False
         self._first_failure = self._first_failure or exit_code
+        if not child.has_started:
+            self._term_at = self._term_at or time.monotonic()
+            _say(f"the coordinator {what} before any process could join it; the job ends")
+            return
+        grace_s = self._options.grace_s
         self._term_at = self._term_at or time.monotonic() + grace_s
         _say(
             f"the coordinator {what}: no process can go on without its coordination service; JAX "
@@ -256,6 +275,7 @@ class _Job:
         self._kill_at = self._term_at = time.monotonic()
 
     def _note_failure(self, child: Child, exit_code: int, what: str) -> None:
+        self._note_end_of_coordinator()  # of which this may be a consequence
         if self._first_failure is not None or self._port_taken:
             return
         if self._is_over and self._kill_at is not None:  # the launcher ends those that are left
@@ -263,7 +283,8 @@ class _Job:
         # Before all have started, JAX would wait for it, and nothing goes on.
         has_joined = child.has_started or child.num_starts > 1
         if self._is_coordinator_lost():
-            what += f"; the coordinator at {self._options.coordinator_address} is gone"
+            how = "is gone" if child.has_started else "does not answer: see that its launcher runs"
+            what += f"; the coordinator at {self._options.coordinator_address} {how}"
         elif self._options.keep_going and not self._decides(child) and has_joined:
             if child not in self._left_behind:  # it may report, and then exit
                 _say(f"process {child.index} {what}; the others go on (--keep-going)")

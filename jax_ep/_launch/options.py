@@ -26,9 +26,10 @@ class LaunchOptions:
     keep_going only process 0 decides when and how the job ends, and each of the others is started
     again up to ``restarts`` times when it fails.
 
-    With ``coordinator`` JAX's coordination service runs in a process of its own, so that process 0
-    is one like the others; with a coordinator_address it can be the first one of several launchers'
-    that serves a job of ``job_processes``, of which each starts num_processes from first_process.
+    With ``coordinator`` this launcher runs JAX's coordination service in a process of its own, so
+    that process 0 is like the others: the first one to end well decides. With a coordinator_address
+    several launchers share a job of ``job_processes``: each starts num_processes of them, from
+    first_process on, and one of them has ``coordinator``.
     """
 
     num_processes: int

@@ -21,6 +21,7 @@ from jax_ep._launch.options import LaunchOptions, child_environment, cores_of, g
 
 SPEC_ENV = "JAX_EP_LAUNCH"
 COORDINATOR = -1
+_BIND_ENV = "JAX_COORDINATOR_BIND_ADDRESS"  # JAX's own name
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,7 +58,13 @@ class Child:
 
 
 def start(
-    options: LaunchOptions, local_index: int, port: int, secret: str, num_starts: int = 1
+    options: LaunchOptions,
+    local_index: int,
+    port: int,
+    secret: str,
+    num_starts: int = 1,
+    *,
+    process_0_is_gone: bool = False,
 ) -> Child:
     """Starts a process; without --coordinator-address, the service is at `port` of 127.0.0.1.
 
@@ -67,6 +74,7 @@ def start(
         port: see above.
         secret: of the job, unless the environment has one.
         num_starts: of processes of this number, up to this one.
+        process_0_is_gone: and comes no more, as far as this launcher knows.
     """
     index = options.first_process + local_index
     spec: dict[str, object] = {
@@ -76,6 +84,7 @@ def start(
         "has_coordinator": options.has_coordinator,
         "waits_for_others": options.coordinator and options.has_others,
         "is_again": num_starts > 1,
+        "process_0_is_gone": process_0_is_gone,
         "is_module": options.is_module,
     }
     env = child_environment(os.environ, options.devices_per_process)
@@ -98,11 +107,12 @@ def start(
 
 def start_coordinator(options: LaunchOptions, port: int) -> Child:
     """Starts the process that serves the job's key-value store, and nothing else."""
-    address = options.coordinator_address
-    if address is not None:
-        address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+    address, named_by = options.coordinator_address, "--coordinator-address"
+    if address is not None and _BIND_ENV in os.environ:
+        address, named_by = os.environ[_BIND_ENV], _BIND_ENV
     spec: dict[str, object] = {
         "bind_address": address or f"127.0.0.1:{port}",
+        "named_by": named_by,
         "is_reserved": address is None,
         "num_processes": options.job_processes,
     }

@@ -165,7 +165,7 @@ def check_tokens(group: Group, operation: str, x: Any, topk_weights: Any) -> int
             f"[T, hidden={config.hidden}]",
             "pass the local tokens as rows",
         )
-    tokens = int(x.shape[0])
+    tokens: int = x.shape[0]
     if topk_weights is not None:
         _check_float_weights(operation, "topk_weights", topk_weights)
         if topk_weights.shape != (tokens, config.top_k):

@@ -19,7 +19,7 @@ from jax_ep._runtime import records, seal
 from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.store import Store
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are noticed
 
 

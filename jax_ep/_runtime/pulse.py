@@ -73,12 +73,18 @@ class Onlooker:
         self._store = store
         self._counts: dict[int, int] = {}
         self._changed = time.monotonic()
+        self._looked = float("-inf")
 
     def silence_s(self, processes: Collection[int]) -> float:
-        """For how long none of them has counted on, as far as this one has looked."""
+        """For how long none of them has counted on, as far as this one has looked.
+
+        It looks once a second at most: all processes' counts come in one answer.
+        """
+        if time.monotonic() - self._looked < 1.0:
+            return self._looked - self._changed
         found = self._store.folder("pulse")
         counts = {process: found[process] for process in processes if process in found}
-        now = time.monotonic()
+        self._looked = time.monotonic()
         if counts != self._counts:
-            self._counts, self._changed = counts, now
-        return now - self._changed
+            self._counts, self._changed = counts, self._looked
+        return self._looked - self._changed

@@ -82,9 +82,12 @@ class Job:
             self.port = probe.getsockname()[1]
         self.children = {}
         self.witness = self.ranks - 1  # is never lost
+        lifeline, self.lifeline = os.pipe()  # which this process holds to its end
         self.coordinator = os.fork()
         if self.coordinator == 0:
-            elastic_rank.serve_store(self.port, self.ranks)
+            os.close(self.lifeline)
+            elastic_rank.serve_store(self.port, self.ranks, lifeline)
+        os.close(lifeline)
         self.starts = 0
         self.seconds = []  # from each kill to the last survivor's agreement
         for index in range(self.ranks):
@@ -103,6 +106,7 @@ class Job:
             for child in self.children.values():
                 os.close(child.commands)
                 os.close(child.reports)
+            os.close(self.lifeline)
             os.close(command_in)
             os.close(report_out)
             setup = setup or self.setup
@@ -266,6 +270,7 @@ class Job:
             self.drop(index)
         os.kill(self.coordinator, signal.SIGKILL)
         os.waitpid(self.coordinator, 0)
+        os.close(self.lifeline)
 
     def ask_witness(self, *command):
         self.children[self.witness].tell(*command)

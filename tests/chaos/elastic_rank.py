@@ -280,11 +280,14 @@ class Rank:
         self.group.close()
 
 
-def serve_store(port, ranks):
-    """In the child: never returns."""
-    service = _jax_compat.start_coordination_service(f"127.0.0.1:{port}", ranks)
-    while service:
-        signal.pause()
+def serve_store(port, ranks, lifeline):
+    """In the child, until `lifeline` has no writer: never returns."""
+    try:
+        service = _jax_compat.start_coordination_service(f"127.0.0.1:{port}", ranks)
+        os.read(lifeline, 1)
+        service.shutdown()
+    finally:
+        os._exit(1)
 
 
 def run(index, setup, port, pipes, log):

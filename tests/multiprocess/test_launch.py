@@ -528,8 +528,29 @@ class TestCoordinator:
             done = _launch(script(self.WAIT), *options)
         assert done.returncode == 1
         assert f"the coordinator cannot listen at {address}" in done.stderr
-        assert "pass another --coordinator-address" in done.stderr
+        assert "with a free port: change --coordinator-address" in done.stderr
+        assert "before any process could join it; the job ends" in done.stderr
         assert time.monotonic() - begun < 30
+
+    @pytest.mark.ci
+    def test_two_that_end_together_leave_nobody_to_take_them_back(self, script):
+        path = script(
+            """
+            import os, signal, time, jax
+            from jax_ep._jax_compat import distributed_client
+            distributed_client().wait_at_barrier("ready", 100_000)
+            os.kill(os.getppid(), signal.SIGSTOP)  # it finds both ended at once
+            if jax.process_index() == 0:
+                os.system(f"(sleep 2; kill -CONT {os.getppid()}) > /dev/null 2>&1 &")
+                time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+        options = ("-n", "2", "--keep-going", "--restarts", "3", "--coordinator")
+        done = _launch(path, *options)
+        assert done.returncode == 128 + signal.SIGKILL, done.stderr
+        assert "no process is left that could take another one back" in done.stderr
+        assert "is started again" not in done.stderr
 
     @pytest.mark.ci
     @pytest.mark.parametrize(("end", "exit_code"), [("sys.exit(0)", 0), ("sys.exit(5)", 6)])
@@ -582,23 +603,24 @@ class TestCoordinator:
         assert done.stderr.count("process 0 is started again") == 2
 
     @pytest.mark.ci
-    def test_others_join_again_after_a_process_0_that_never_saw_its_devices(self, script):
+    @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+    def test_others_join_again_after_a_process_0_that_never_saw_its_devices(self, script, end):
         path = script(
-            """
+            f"""
             import os, signal, sys, time, jax
             from jax_ep._jax_compat import distributed_client
             from jax._src.distributed import global_state
             store, me = distributed_client(), global_state.process_id
             def lives(of):
-                return len(store.key_value_dir_get(f"lives{of}"))
+                return len(store.key_value_dir_get(f"lives{{of}}"))
             def wait_for(of, count):
                 limit = time.monotonic() + 90
                 while lives(of) < count and time.monotonic() < limit:
                     time.sleep(0.01)
-            store.key_value_set(f"lives{me}/{os.getpid()}", "")
+            store.key_value_set(f"lives{{me}}/{{os.getpid()}}", "")
             if me == 0 and lives(0) == 2:
                 store.key_value_set("lives0/ended", "")
-                sys.exit(3)
+                {end}
             jax.devices()
             if me == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -608,13 +630,26 @@ class TestCoordinator:
                 os.kill(os.getpid(), signal.SIGKILL)
             wait_for(1, 2)
             print("devices", jax.device_count())
-            time.sleep(15 if me == 2 else 0)
+            if me == 1:
+                store.key_value_set("lives1/seen", "")
+            wait_for(1, 3)
             """
         )
         options = ("--grace", "20", "--keep-going", "--restarts", "1", "--coordinator")
         done = _launch(path, "-n", "3", *options)
         assert done.returncode == 0, done.stderr
         assert "[1] devices 3" in done.stdout, done.stdout + done.stderr
+
+    @pytest.mark.ci
+    def test_a_signal_to_all_leaves_the_coordinator_to_those_that_finish(self, script):
+        job = _start(script(TestSignals.BODY), "-n", "2", "--coordinator")
+        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 2)]
+        coordinator = self._coordinator_of(job)
+        for pid in (coordinator, *pids):  # as a batch system does
+            os.kill(pid, signal.SIGTERM)
+        rest, _ = job.communicate(timeout=LIMIT_S)
+        assert rest.count("got 15") == 2 and job.returncode == 0
+        assert _all_gone([*pids, coordinator])
 
     @pytest.mark.ci
     @pytest.mark.parametrize("transport", ["shm", "ofi"])

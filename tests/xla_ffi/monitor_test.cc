@@ -32,7 +32,7 @@ TEST(Monitor, that_runs_out_of_memory_fails_the_group_and_shows_its_mates) {
   SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
   auto* const control = reinterpret_cast<ControlBlock*>(own.bytes().data());
   MonitorOptions options{.group_name = "test", .peer_timeout = kTimeout};
-  options.own.push_back({.control = control});
+  options.own.push_back(control);
   options.peers.push_back({.rank = 1,
                            .pid = static_cast<uint64_t>(getpid()),
                            .control = reinterpret_cast<ControlBlock*>(mate.bytes().data())});
