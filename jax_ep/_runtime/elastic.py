@@ -168,9 +168,9 @@ class Elastic:
 
     def _admission(self, store: GroupStore, deadline: float) -> Decision:
         """The decision that has this process, once there is one."""
-        onlooker = Onlooker(store)
         # Longer than those wait who only seek who is lost: here the answer is final.
         limit_s = 2 * self._peer_timeout_s
+        onlooker = Onlooker(store, limit_s / 10)
         while True:
             decision = agreement.newest(store)
             if decision is not None and decision.has(self._me, self._life):

@@ -68,19 +68,17 @@ class Pulse:
 class Onlooker:
     """For a process that does not count itself, since it waits to be taken back."""
 
-    def __init__(self, store: GroupStore) -> None:
-        """Args: the group's store."""
+    def __init__(self, store: GroupStore, period_s: float) -> None:
+        """Args: the group's store, and how often to look: all counts come in one answer."""
         self._store = store
+        self._period_s = period_s
         self._counts: dict[int, int] = {}
         self._changed = time.monotonic()
         self._looked = float("-inf")
 
     def silence_s(self, processes: Collection[int]) -> float:
-        """For how long none of them has counted on, as far as this one has looked.
-
-        It looks once a second at most: all processes' counts come in one answer.
-        """
-        if time.monotonic() - self._looked < 1.0:
+        """For how long none of them has counted on, as far as this one has looked."""
+        if time.monotonic() - self._looked < self._period_s:
             return self._looked - self._changed
         found = self._store.folder("pulse")
         counts = {process: found[process] for process in processes if process in found}

@@ -304,7 +304,7 @@ def run(index, setup, port, pipes, log):
         os.write(reports, json.dumps(record).encode() + b"\n")
 
     try:
-        join.join(f"127.0.0.1:{port}", setup.ranks, index, None, timeout_s=60)
+        join.join(f"127.0.0.1:{port}", setup.ranks, index, None, 60, process_0_is_gone=False)
         rank = Rank(index, setup)
         report({"made": rank.active.tolist()})
         with os.fdopen(commands) as lines:

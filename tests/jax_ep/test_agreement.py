@@ -266,7 +266,7 @@ def test_a_slow_store_makes_nobody_silent() -> None:
 
 def test_an_onlooker_sees_whether_anybody_counts_on() -> None:
     store = World(3).store
-    onlooker = Onlooker(store)
+    onlooker = Onlooker(store, 0.01)
     with contextlib.closing(Pulse(store, 1, 0.3)):
         limit = time.monotonic() + 1.0
         while time.monotonic() < limit:
