@@ -102,6 +102,8 @@ struct PlanCall {
       : send_counts(num_ranks), recv_counts(num_ranks), recv_src(num_ranks * kTokens) {}
 
   Status Run(Rank& rank) {
+    has_begun.store(true, std::memory_order_release);
+    has_begun.notify_all();
     return RunPlan(rank, {.num_tokens = kTokens,
                           .recv_rows = static_cast<int64_t>(recv_src.size()),
                           .topk_idx = topk_idx,
@@ -140,7 +142,7 @@ struct PlanCall {
   std::vector<int32_t> send_counts, recv_counts, recv_src;
   int32_t num_dropped = 0, overflow = 0;
   Status outcome;
-  std::atomic<bool> ended{false};
+  std::atomic<bool> has_begun{false}, ended{false};
 };
 
 // One call on every local rank of `session`; the first error.
@@ -338,9 +340,10 @@ TEST(Session, all_processes_blame_whom_the_first_to_fail_blames) {
 TEST(Teams, are_named_with_a_rank_that_has_left) {
   for (const uint32_t node_size : {2u, 1u}) {
     Group group({.num_teams = 2, .num_processes = 2, .node_size = node_size});
-    std::thread leaver([&] { group.sessions[1]->Close(); });
     PlanCall call(2);
     call.Enqueue(*group.sessions[0], /*device=*/2);  // rank 0 of team 1
+    call.has_begun.wait(false);  // a group that has failed begins none
+    std::thread leaver([&] { group.sessions[1]->Close(); });
     const std::string message = call.Wait().message();
     EXPECT_TRUE(Contains(message, "rank 0 of team 1, plan epoch 1: ")) << message;
     EXPECT_TRUE(Contains(message, "group test: rank 1 of team 1 closed the group")) << message;
