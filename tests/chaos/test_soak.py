@@ -33,6 +33,7 @@ def test_groups_that_come_and_go_leave_nothing_behind(tmp_path):
     assert (tmp_path / "soak.png").stat().st_size > 0
 
 
+@pytest.mark.ci
 def test_what_is_left_behind_is_found(tmp_path):
     done = _run(tmp_path, "0", "--without", "chaos,control,many", "--leak", "descriptor")
     assert done.returncode == 1

@@ -55,6 +55,7 @@ def test_process_models_give_the_same_bits(processes, devices, node_sizes):
         assert cases == _one_process()["8"]
 
 
+@pytest.mark.ci
 def test_ofi_gives_the_same_bits():
     from jax_ep import _core
 

@@ -104,6 +104,7 @@ def test_nothing_is_compiled(venv: pathlib.Path) -> None:
     assert "Tag: py3-none-any" in wheel.read_text()
 
 
+@pytest.mark.ci
 def test_selftest_passes_and_info_says_what_is_left_out(venv: pathlib.Path) -> None:
     tested = run(venv, "-m", "jax_ep", "selftest")
     assert tested.returncode == 0, tested.stdout + tested.stderr
