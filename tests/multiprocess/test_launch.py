@@ -4,92 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import pytest
+from jobs import (
+    LIMIT_S,
+    SAYS_WHAT_IT_GOT,
+    all_gone,
+    environment,
+    is_alive,
+    launch,
+    start,
+    wait_for_lines,
+)
 
 from jax_ep import __main__
 from jax_ep._launch.options import cores_of
 
 pytestmark = pytest.mark.multiprocess
-
-PROGRAMS = Path(__file__).parent / "programs"
-LIMIT_S = 200.0  # for a whole job: generous, a job that hangs fails all the same
-
-
-def _environment(**extra: str) -> dict[str, str]:
-    dropped = ("XLA_FLAGS", "NPROC", "JAX_NUM_CPU_DEVICES")
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
-    return {**env, "JAX_PLATFORMS": "cpu", **extra}
-
-
-def _command(script: Path, *options: str, arguments: tuple[str, ...] = ()) -> list[str]:
-    return [sys.executable, "-m", "jax_ep", "launch", *options, str(script), *arguments]
-
-
-def _launch(
-    script: Path, *options: str, arguments: tuple[str, ...] = (), **extra: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(script, *options, arguments=arguments),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=_environment(**extra),
-        check=False,
-    )
-
-
-def _start(script: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        _command(script, *options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=_environment(),
-    )
-
-
-def _wait_for_lines(process: subprocess.Popen[str], word: str, count: int) -> list[str]:
-    assert process.stdout is not None
-    found: list[str] = []
-    while len(found) < count:
-        line = process.stdout.readline()
-        assert line, f"the job ended after {found}"
-        if word in line:
-            found.append(line)
-    return found
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-
-
-def _all_gone(pids: list[int], within_s: float = 60.0) -> bool:
-    limit = time.monotonic() + within_s
-    while any(map(_is_alive, pids)):
-        if time.monotonic() > limit:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-@pytest.fixture
-def script(tmp_path: Path):
-    def write(body: str) -> Path:
-        path = tmp_path / "job.py"
-        path.write_text(textwrap.dedent(body))
-        return path
-
-    return write
 
 
 class TestRunning:
@@ -107,7 +42,7 @@ class TestRunning:
             print(jax.process_index(), jax.process_count(), jax.device_count(), sys.argv[1:])
             """
         )
-        done = _launch(path, "-n", "2", arguments=("--steps", "3", "-n", "a b"))
+        done = launch(path, "-n", "2", arguments=("--steps", "3", "-n", "a b"))
         assert done.returncode == 0, done.stderr
         lines = sorted(line for line in done.stdout.splitlines() if "steps" in line)
         assert lines == [
@@ -138,7 +73,7 @@ class TestRunning:
                 capture_output=True,
                 text=True,
                 timeout=LIMIT_S,
-                env=_environment(),
+                env=environment(),
                 cwd=tmp_path,
                 check=False,
             )
@@ -172,16 +107,16 @@ class TestRunning:
             print("sum", float(f().addressable_data(0)), os.environ["NPROC"])
             """
         )
-        done = _launch(path, "-n", "2", "--devices-per-process", "3")
+        done = launch(path, "-n", "2", "--devices-per-process", "3")
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("sum 6.0 32") == 2
-        done = _launch(path, "-n", "1", "-D", "2", NPROC="48")
+        done = launch(path, "-n", "1", "-D", "2", NPROC="48")
         assert "sum 2.0 48" in done.stdout
 
     def test_bound_processes_share_the_cores_and_keep_xlas_pool(self, script):
         path = script("import os; print(sorted(os.sched_getaffinity(0)), os.environ['NPROC'])")
         cores = sorted(os.sched_getaffinity(0))
-        done = _launch(path, "-n", "2", "--bind-to", "core")
+        done = launch(path, "-n", "2", "--bind-to", "core")
         assert done.returncode == 0, done.stderr
         half = len(cores) // 2
         shares = [cores[:half], cores[half:]] if half else [cores, cores]
@@ -209,7 +144,7 @@ class TestRunning:
                 print("still here")
             """
         )
-        done = _launch(path, "-n", "2")
+        done = launch(path, "-n", "2")
         assert done.returncode == 0, done.stderr
         assert "[1] still here" in done.stdout
 
@@ -225,7 +160,7 @@ class TestOutput:
             os.write(1, b"no end")
             """
         )
-        done = _launch(path, "-n", "3")
+        done = launch(path, "-n", "3")
         assert done.returncode == 0
         lines = done.stdout.splitlines()
         for index in range(3):
@@ -236,7 +171,7 @@ class TestOutput:
 
     def test_stderr_stays_stderr(self, script):
         path = script("import sys; print('oops', file=sys.stderr)")
-        done = _launch(path, "-n", "1")
+        done = launch(path, "-n", "1")
         assert "[0] oops" in done.stderr and "oops" not in done.stdout
 
 
@@ -265,7 +200,7 @@ class TestFailure:
                 time.sleep(0.1)
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "0.5")
+        done = launch(path, "-n", "2", "--grace", "0.5")
         assert done.returncode == expected, done.stderr
         assert "[launch] process 1 " in done.stderr
 
@@ -279,7 +214,7 @@ class TestFailure:
             print("reported")
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "30")
+        done = launch(path, "-n", "2", "--grace", "30")
         assert done.returncode == 1
         assert "[1] reported" in done.stdout
         assert 'job.py", line' in done.stderr and "ValueError: mine" in done.stderr
@@ -299,13 +234,13 @@ class TestFailure:
             sys.exit(5)
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "1")
+        done = launch(path, "-n", "2", "--grace", "1")
         end = time.monotonic()
         assert done.returncode == 5
         assert "[0] terminated" in done.stdout  # then it went on, so SIGKILL
         pid, begin = done.stdout.split("pid ")[1].split()[:2]
         assert end - float(begin) < 30
-        assert not _is_alive(int(pid))
+        assert not is_alive(int(pid))
 
     @pytest.mark.parametrize(
         ("failure", "what", "exit_code"),
@@ -328,7 +263,7 @@ class TestFailure:
             sys.exit({exit_code})
             """
         )
-        done = _launch(path, "-n", "3", "--grace", "1", "--keep-going")
+        done = launch(path, "-n", "3", "--grace", "1", "--keep-going")
         assert done.returncode == exit_code, done.stderr
         assert "[0] went on" in done.stdout
         assert done.stderr.count(f"process 1 {what}; the others go on (--keep-going)") == 1
@@ -352,7 +287,7 @@ class TestFailure:
             print("lives:", len(store.key_value_dir_get("life")))
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going", "--restarts", "1")
+        done = launch(path, "-n", "2", "--grace", "1", "--keep-going", "--restarts", "1")
         assert done.returncode == 0, done.stderr
         assert "[0] lives: 2" in done.stdout, done.stderr
         assert done.stderr.count("process 1 was ended by SIGKILL; the others go on") == 2
@@ -368,7 +303,7 @@ class TestFailure:
             os.kill(os.getpid(), signal.SIGSTOP)  # JAX cannot end it
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going")
+        done = launch(path, "-n", "2", "--grace", "1", "--keep-going")
         assert done.returncode == 0, done.stderr
         assert "ending process 1" in done.stderr
 
@@ -380,7 +315,7 @@ class TestFailure:
                 atexit.register(os._exit, 9)
             """
         )
-        done = _launch(path, "-n", "2", "--grace", "5", "--keep-going")
+        done = launch(path, "-n", "2", "--grace", "5", "--keep-going")
         assert done.returncode == 9, done.stderr
 
     def test_nothing_goes_on_before_all_have_started(self, script, tmp_path):
@@ -394,33 +329,21 @@ class TestFailure:
             )
         )
         path = script("print('not reached')")
-        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going", PYTHONPATH=str(tmp_path))
+        done = launch(path, "-n", "2", "--grace", "1", "--keep-going", PYTHONPATH=str(tmp_path))
         assert done.returncode == 3, done.stderr
         assert "the others have 1 s (--grace) to finish" in done.stderr
 
 
 class TestSignals:
-    BODY = """
-        import os, signal, sys, time
-        def stop(number, frame):
-            print("got", number)
-            sys.exit(0 if number == signal.SIGTERM else 4)
-        signal.signal(signal.SIGTERM, stop)
-        signal.signal(signal.SIGINT, stop)
-        print("pid", os.getpid())
-        while True:
-            time.sleep(0.1)
-        """
-
     @pytest.mark.parametrize(("number", "expected"), [(signal.SIGTERM, 0), (signal.SIGINT, 4)])
     def test_a_signal_reaches_every_process(self, script, number, expected):
-        job = _start(script(self.BODY), "-n", "2")
-        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 2)]
+        job = start(script(SAYS_WHAT_IT_GOT), "-n", "2")
+        pids = [int(line.split()[-1]) for line in wait_for_lines(job, "pid", 2)]
         job.send_signal(number)
         rest, _ = job.communicate(timeout=LIMIT_S)
         assert rest.count(f"got {int(number)}") == 2
         assert job.returncode == expected
-        assert _all_gone(pids)
+        assert all_gone(pids)
 
     def test_a_request_for_reports_reaches_every_process_alone(self, script):
         # It ended the launcher, and with it the job.
@@ -438,8 +361,8 @@ class TestSignals:
             print("asked")
             """
         )
-        job = _start(path, "-n", "2")
-        _wait_for_lines(job, "ready", 2)
+        job = start(path, "-n", "2")
+        wait_for_lines(job, "ready", 2)
         job.send_signal(signal.SIGUSR1)
         rest, _ = job.communicate(timeout=LIMIT_S)
         assert rest.count("asked") == 2 and job.returncode == 0
@@ -447,288 +370,10 @@ class TestSignals:
     def test_an_unhandled_sigterm_ends_the_job(self, script):
         # JAX's preemption service used to swallow it.
         path = script("import time; print('pid'); time.sleep(100)")
-        job = _start(path, "-n", "2")
-        _wait_for_lines(job, "pid", 2)
+        job = start(path, "-n", "2")
+        wait_for_lines(job, "pid", 2)
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=LIMIT_S) == 128 + signal.SIGTERM
-
-
-class TestCoordinator:
-    """--coordinator: JAX's coordination service in a process of its own."""
-
-    WAIT = """
-        import os, time
-        print("pid", os.getpid())
-        time.sleep(300)
-        """
-
-    @staticmethod
-    def _free_address() -> str:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{probe.getsockname()[1]}"
-
-    @staticmethod
-    def _coordinator_of(job: subprocess.Popen[str]) -> int:
-        for pid in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split():
-            if "_launch.coordinator" in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-        raise AssertionError("the launcher has no coordinator")
-
-    @pytest.mark.ci
-    def test_nobody_waits_for_another_and_process_0_serves_nothing(self, script):
-        path = script(
-            """
-            import time, jax
-            from jax._src import distributed
-            assert distributed.global_state.service is None
-            print("devices", jax.device_count())
-            if jax.process_index() == 1:
-                time.sleep(2)
-                print("still here")
-            """
-        )
-        done = _launch(path, "-n", "2", "--coordinator")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("devices 2") == 2 and "[1] still here" in done.stdout
-        assert "oordinat" not in done.stderr
-
-    def test_the_end_of_the_coordinator_ends_all_also_who_cannot_hear_of_it(self, script):
-        job = subprocess.Popen(
-            _command(script(self.WAIT), "-n", "3", "--grace", "1", "--coordinator", "--keep-going"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 3)]
-        coordinator = self._coordinator_of(job)
-        os.kill(pids[0], signal.SIGSTOP)
-        os.kill(coordinator, signal.SIGKILL)
-        killed_at = time.monotonic()
-        _, errors = job.communicate(timeout=LIMIT_S)
-        assert job.returncode == 128 + signal.SIGKILL
-        assert f"the coordinator (pid {coordinator}) was ended by SIGKILL: no process" in errors
-        assert time.monotonic() - killed_at < 30
-        assert _all_gone([*pids, coordinator])
-
-    def test_the_coordinator_ends_with_a_killed_launcher(self, script):
-        job = _start(script(self.WAIT), "-n", "1", "--coordinator")
-        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 1)]
-        pids.append(self._coordinator_of(job))
-        job.kill()
-        job.wait(timeout=LIMIT_S)
-        assert _all_gone(pids)
-
-    def test_an_address_that_cannot_be_had_ends_the_job_at_once(self, script):
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            address = f"127.0.0.1:{taken.getsockname()[1]}"
-            options = ("-n", "2", "--coordinator", "--coordinator-address", address)
-            begun = time.monotonic()
-            done = _launch(script(self.WAIT), *options)
-        assert done.returncode == 1
-        assert f"the coordinator cannot listen at {address}" in done.stderr
-        assert "with a free port: change --coordinator-address" in done.stderr
-        assert "before any process could join it; the job ends" in done.stderr
-        assert time.monotonic() - begun < 30
-
-    @pytest.mark.ci
-    def test_two_that_end_together_leave_nobody_to_take_them_back(self, script):
-        path = script(
-            """
-            import os, signal, time, jax
-            from jax_ep._jax_compat import distributed_client
-            distributed_client().wait_at_barrier("ready", 100_000)
-            os.kill(os.getppid(), signal.SIGSTOP)  # it finds both ended at once
-            if jax.process_index() == 0:
-                os.system(f"(sleep 2; kill -CONT {os.getppid()}) > /dev/null 2>&1 &")
-                time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-            """
-        )
-        options = ("-n", "2", "--keep-going", "--restarts", "3", "--coordinator")
-        done = _launch(path, *options)
-        assert done.returncode == 128 + signal.SIGKILL, done.stderr
-        assert "no process is left that could take another one back" in done.stderr
-        assert "is started again" not in done.stderr
-
-    @pytest.mark.ci
-    @pytest.mark.parametrize(("end", "exit_code"), [("sys.exit(0)", 0), ("sys.exit(5)", 6)])
-    def test_who_keeps_going_ends_with_the_first_good_end_or_the_last_failure(
-        self, script, end, exit_code
-    ):
-        """Process 0 fails first and is not missed; then 1 ends well, or all have failed."""
-        path = script(
-            f"""
-            import sys, time, jax
-            from jax_ep._jax_compat import distributed_client
-            jax.devices()
-            distributed_client().wait_at_barrier("ready", 100_000)
-            if jax.process_index() == 0:
-                sys.exit(6)
-            time.sleep(2.0)
-            print("went on")
-            {end}
-            """
-        )
-        done = _launch(path, "-n", "2", "--grace", "1", "--keep-going", "--coordinator")
-        assert done.returncode == exit_code, done.stderr
-        assert "[1] went on" in done.stdout
-        assert "process 0 failed with exit code 6; the others go on" in done.stderr
-
-    @pytest.mark.ci
-    def test_process_0_joins_again_and_sees_all_devices(self, script):
-        path = script(
-            """
-            import os, signal, sys, time, jax
-            from jax_ep._jax_compat import distributed_client
-            store = distributed_client()
-            def lives():
-                return len(store.key_value_dir_get("life"))
-            jax.devices()
-            if jax.process_index() == 0:
-                store.key_value_set(f"life/{os.getpid()}", "")
-                if lives() < 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            limit = time.monotonic() + 90
-            while lives() < 3 and time.monotonic() < limit:
-                time.sleep(0.01)
-            print("devices", jax.device_count(), "lives", lives())
-            """
-        )
-        options = ("--grace", "5", "--keep-going", "--restarts", "2", "--coordinator")
-        done = _launch(path, "-n", "3", *options)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("devices 3 lives 3") == 3, done.stdout + done.stderr
-        assert done.stderr.count("process 0 is started again") == 2
-
-    @pytest.mark.ci
-    @pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
-    def test_others_join_again_after_a_process_0_that_never_saw_its_devices(self, script, end):
-        path = script(
-            f"""
-            import os, signal, sys, time, jax
-            from jax_ep._jax_compat import distributed_client
-            from jax._src.distributed import global_state
-            store, me = distributed_client(), global_state.process_id
-            def lives(of):
-                return len(store.key_value_dir_get(f"lives{{of}}"))
-            def wait_for(of, count):
-                limit = time.monotonic() + 90
-                while lives(of) < count and time.monotonic() < limit:
-                    time.sleep(0.01)
-            store.key_value_set(f"lives{{me}}/{{os.getpid()}}", "")
-            if me == 0 and lives(0) == 2:
-                store.key_value_set("lives0/ended", "")
-                {end}
-            jax.devices()
-            if me == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            wait_for(0, 3)
-            if me == 1 and lives(1) == 1:
-                time.sleep(2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            wait_for(1, 2)
-            print("devices", jax.device_count())
-            if me == 1:
-                store.key_value_set("lives1/seen", "")
-            wait_for(1, 3)
-            """
-        )
-        options = ("--grace", "20", "--keep-going", "--restarts", "1", "--coordinator")
-        done = _launch(path, "-n", "3", *options)
-        assert done.returncode == 0, done.stderr
-        assert "[1] devices 3" in done.stdout, done.stdout + done.stderr
-
-    @pytest.mark.ci
-    def test_a_signal_to_all_leaves_the_coordinator_to_those_that_finish(self, script):
-        job = _start(script(TestSignals.BODY), "-n", "2", "--coordinator")
-        pids = [int(line.split()[-1]) for line in _wait_for_lines(job, "pid", 2)]
-        coordinator = self._coordinator_of(job)
-        for pid in (coordinator, *pids):  # as a batch system does
-            os.kill(pid, signal.SIGTERM)
-        rest, _ = job.communicate(timeout=LIMIT_S)
-        assert rest.count("got 15") == 2 and job.returncode == 0
-        assert _all_gone([*pids, coordinator])
-
-    @pytest.mark.ci
-    @pytest.mark.parametrize("transport", ["shm", "ofi"])
-    def test_an_elastic_group_goes_on_without_process_0_and_takes_it_back(self, transport):
-        from jax_ep import _core
-
-        if transport not in {name for name, is_usable, _ in _core.transports() if is_usable}:
-            pytest.skip(f"no transport {transport} here")
-        options = ("-n", "4", "--keep-going", "--restarts", "1", "--coordinator")
-        program = PROGRAMS / "lose_process_0.py"
-        done = _launch(program, *options, arguments=(transport,), JAX_EP_SOCKET_IFNAME="lo")
-        assert done.returncode == 0, done.stdout + done.stderr
-        alone = [line.split() for line in done.stdout.splitlines() if "alone" in line]
-        assert len(alone) == 3
-        assert all(words[2:6] == ["[0,", "1,", "1,", "1]"] for words in alone), alone
-        assert max(float(words[6]) for words in alone) < 3.0 + 2.0  # its peer_timeout_s
-        for index in range(4):
-            assert f"[{index}] again [1, 1, 1, 1]" in done.stdout
-            assert f"[{index}] closed" in done.stdout
-
-    @pytest.mark.ci
-    def test_processes_of_several_launchers_share_a_coordinator(self, script):
-        """One launcher hosts it, one joins, and a process joins by JAX's variables alone."""
-        path = script(
-            """
-            import time, jax, jax_ep
-            if not jax.distributed.is_initialized():
-                jax_ep.initialize()
-            print("I am", jax.process_index(), "of", jax.device_count(), flush=True)
-            time.sleep(2 * jax.process_index())  # the coordinator's host is done first
-            print("done", flush=True)
-            """
-        )
-        address = self._free_address()
-        shared = ("-n", "1", "--coordinator-address", address, "--job-processes", "3")
-        by_hand = {
-            "JAX_COORDINATOR_ADDRESS": address,
-            "JAX_NUM_PROCESSES": "3",
-            "JAX_PROCESS_ID": "2",
-        }
-        jobs = [
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=_environment(**extra),
-            )
-            for command, extra in (
-                (_command(path, *shared, "--coordinator"), {}),
-                (_command(path, *shared, "--first-process", "1"), {}),
-                ([sys.executable, str(path)], by_hand),
-            )
-        ]
-        for index, job in enumerate(jobs):
-            text, _ = job.communicate(timeout=LIMIT_S)
-            assert job.returncode == 0, text
-            assert f"I am {index} of 3" in text and "done" in text
-
-    @pytest.mark.ci
-    def test_a_launcher_that_has_joined_says_that_the_coordinator_is_gone(self, script):
-        address = self._free_address()
-        shared = ("-n", "1", "--coordinator-address", address, "--job-processes", "2")
-        host = _start(script(self.WAIT), *shared, "--coordinator")
-        more = ("--first-process", "1", "--keep-going", "--restarts", "3")
-        guest = subprocess.Popen(
-            _command(script(self.WAIT), *shared, *more),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=_environment(),
-        )
-        pids = [int(_wait_for_lines(job, "pid", 1)[0].split()[-1]) for job in (host, guest)]
-        os.kill(self._coordinator_of(host), signal.SIGKILL)
-        _, errors = guest.communicate(timeout=LIMIT_S)
-        assert guest.returncode == 128 + signal.SIGABRT
-        assert f"the coordinator at {address} is gone" in errors
-        assert host.wait(timeout=LIMIT_S) == 128 + signal.SIGKILL
-        assert _all_gone(pids)
 
 
 class TestNothingLeftBehind:
@@ -741,12 +386,12 @@ class TestNothingLeftBehind:
             time.sleep(300)
             """
         )
-        job = _start(path, "-n", "2")
-        pids = [int(p) for line in _wait_for_lines(job, "pid", 2) for p in line.split()[2:]]
+        job = start(path, "-n", "2")
+        pids = [int(p) for line in wait_for_lines(job, "pid", 2) for p in line.split()[2:]]
         job.kill()
         job.wait(timeout=LIMIT_S)
         assert len(pids) == 4
-        assert _all_gone(pids)
+        assert all_gone(pids)
 
     def test_grandchildren_end_with_the_job(self, script):
         path = script(
@@ -755,9 +400,9 @@ class TestNothingLeftBehind:
             print("pid", subprocess.Popen(["sleep", "300"]).pid)
             """
         )
-        done = _launch(path, "-n", "1")
+        done = launch(path, "-n", "1")
         assert done.returncode == 0
-        assert _all_gone([int(done.stdout.split("pid ")[1])])
+        assert all_gone([int(done.stdout.split("pid ")[1])])
 
 
 class TestBadInput:
