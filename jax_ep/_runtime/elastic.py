@@ -31,7 +31,7 @@ from jax_ep._runtime import agreement, bootstrap, cpu
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
 from jax_ep._runtime.group_store import GroupStore
-from jax_ep._runtime.pulse import Onlooker, Pulse
+from jax_ep._runtime.pulse import Pulse
 
 # Messages of a failure that says: that process is silent or has ended.
 _LOSSES = ("is gone:", "stopped answering:")
@@ -170,25 +170,26 @@ class Elastic:
         """The decision that has this process, once there is one."""
         # Longer than those wait who only seek who is lost: here the answer is final.
         limit_s = 2 * self._peer_timeout_s
-        onlooker = Onlooker(store, limit_s / 10)
-        while True:
-            decision = agreement.newest(store)
-            if decision is not None and decision.has(self._me, self._life):
-                return decision
-            members = set() if decision is None else set(decision.members) - {self._me}
-            if onlooker.silence_s(members) > limit_s:
-                raise RuntimeError(
-                    f"{self._label}: process {self._me} was started again, and none of those that "
-                    f"could take it back has given a sign of life for {limit_s:g} s; start the "
-                    "whole job again"
-                )
-            if time.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{self._label}: create_group of process {self._me}, which was started again, "
-                    "waited longer than timeout_s to be admitted; the others must call "
-                    "group.readmit(rank) and then group.agree()"
-                )
-            time.sleep(_REQUEST_POLL_S)
+        with contextlib.closing(Pulse(store, None, limit_s)) as pulse:
+            while True:
+                decision = agreement.newest(store)
+                if decision is not None and decision.has(self._me, self._life):
+                    return decision
+                # This process's life before counts no more.
+                members = {self._me, *(decision.members if decision is not None else ())}
+                if all(map(pulse.is_silent, members)):
+                    raise RuntimeError(
+                        f"{self._label}: process {self._me} was started again, and none of those "
+                        f"that could take it back has given a sign of life for {limit_s:g} s; "
+                        "start the whole job again"
+                    )
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(
+                        f"{self._label}: create_group of process {self._me}, which was started "
+                        "again, waited longer than timeout_s to be admitted; the others must call "
+                        "group.readmit(rank) and then group.agree()"
+                    )
+                time.sleep(_REQUEST_POLL_S)
 
     def readmit(self, rank: int, deadline: float) -> None:
         """As `Group.readmit`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Collection
 
 from jax_ep._runtime.group_store import GroupStore
 
@@ -19,8 +18,11 @@ class Pulse:
     Thread rule: any thread may ask; owns one thread.
     """
 
-    def __init__(self, store: GroupStore, me: int, limit_s: float) -> None:
-        """Args: the group's store, this process's index, how long silence is none."""
+    def __init__(self, store: GroupStore, me: int | None, limit_s: float) -> None:
+        """Args: the group's store, this process's index, how long silence is none.
+
+        Who waits to be taken back only watches: its index is None.
+        """
         self._store = store
         self._me = me
         self._limit_s = limit_s
@@ -51,7 +53,8 @@ class Pulse:
         count = time.time_ns()
         while True:
             with contextlib.suppress(Exception):  # the store is gone: others will say so
-                self._store.put(f"pulse/{self._me}", count, overwrite=True)
+                if self._me is not None:
+                    self._store.put(f"pulse/{self._me}", count, overwrite=True)
                 counts = self._store.folder("pulse")
                 now = time.monotonic()
                 # If this thread stood still, that says nothing of the others.
@@ -63,26 +66,3 @@ class Pulse:
             count += 1
             if self._stopping.wait(period_s):
                 return
-
-
-class Onlooker:
-    """For a process that does not count itself, since it waits to be taken back."""
-
-    def __init__(self, store: GroupStore, period_s: float) -> None:
-        """Args: the group's store, and how often to look: all counts come in one answer."""
-        self._store = store
-        self._period_s = period_s
-        self._counts: dict[int, int] = {}
-        self._changed = time.monotonic()
-        self._looked = float("-inf")
-
-    def silence_s(self, processes: Collection[int]) -> float:
-        """For how long none of them has counted on, as far as this one has looked."""
-        if time.monotonic() - self._looked < self._period_s:
-            return self._looked - self._changed
-        found = self._store.folder("pulse")
-        counts = {process: found[process] for process in processes if process in found}
-        self._looked = time.monotonic()
-        if counts != self._counts:
-            self._counts, self._changed = counts, self._looked
-        return self._looked - self._changed
