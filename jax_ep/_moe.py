@@ -177,7 +177,7 @@ def moe(
         topk_weights,
         active,
         placement,
-        num_tokens=num_tokens,
+        x=x,
         plan=plan,
         renormalize=renormalize,
     )

@@ -118,6 +118,19 @@ def _is_concrete(array: Any) -> bool:
     return isinstance(array, (np.ndarray, list, tuple))
 
 
+def require(
+    who: str,
+    placement: object,
+    fix: str = "build one with jax_ep.Placement.from_physical",
+) -> None:
+    """ValueError unless it is a Placement; `who` asks, `fix` says where to get one."""
+    if not isinstance(placement, Placement):
+        raise ValueError(
+            f"{who}: got placement of type {type(placement).__name__}, expected a "
+            f"jax_ep.Placement; {fix}"
+        )
+
+
 def _wrong(what: str, expected: str, fix: str) -> ValueError:
     return ValueError(f"jax_ep.Placement: got {what}, expected {expected}; {fix}")
 

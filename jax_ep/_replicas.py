@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep import _slots
+from jax_ep import _placement, _slots
 from jax_ep._group import Group
 from jax_ep._ops import placing, reachable, sharding
 from jax_ep._placement import Placement
@@ -33,7 +33,7 @@ def to_physical(tree: Any, placement: Placement) -> Any:
         >>> jax_ep.eplb.to_physical(np.arange(4), placement).tolist()
         [0, 1, 2, 3, 0, 1]
     """
-    _check_placement("to_physical", placement)
+    _placement.require("jax_ep.eplb.to_physical", placement)
     _check_rows("to_physical", tree, placement.num_experts, "num_experts")
     return jax.tree.map(lambda leaf: leaf[placement.physical_to_logical], tree)
 
@@ -56,17 +56,9 @@ def to_logical(tree: Any, placement: Placement) -> Any:
         >>> jax_ep.eplb.to_logical(np.array([7, 5, 7]), placement).tolist()
         [5, 7]
     """
-    _check_placement("to_logical", placement)
+    _placement.require("jax_ep.eplb.to_logical", placement)
     _check_rows("to_logical", tree, placement.physical_experts, "physical_experts")
     return jax.tree.map(lambda leaf: leaf[placement.logical_to_physical[:, 0]], tree)
-
-
-def _check_placement(operation: str, placement: Any) -> None:
-    if not isinstance(placement, Placement):
-        raise ValueError(
-            f"jax_ep.eplb.{operation}: got placement of type {type(placement).__name__}, expected "
-            "a jax_ep.Placement; build one with jax_ep.Placement.from_physical"
-        )
 
 
 def _check_rows(operation: str, tree: Any, rows: int, name: str) -> None:

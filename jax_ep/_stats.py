@@ -10,6 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
+from jax_ep import _placement
 from jax_ep._placement import Placement
 
 # By number: the streams between two ranks (proxy/abi/channel.h).
@@ -177,11 +178,7 @@ def pairs_per_logical(
                 f"has {slots.size} slots for {num_experts} experts; pass placement="
             )
         return slots
-    if not isinstance(placement, Placement):
-        raise ValueError(
-            f"Group.expert_load: got placement of type {type(placement).__name__}, expected a "
-            "jax_ep.Placement; pass the one that dispatch was given"
-        )
+    _placement.require("Group.expert_load", placement, "pass the one that dispatch was given")
     if (placement.num_experts, placement.physical_experts) != (num_experts, slots.size):
         raise ValueError(
             f"Group.expert_load: got a placement of {placement.num_experts} experts in "

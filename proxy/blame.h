@@ -7,7 +7,6 @@
 
 #include "proxy/abi/imm.h"
 #include "proxy/base/failure.h"
-#include "proxy/base/rank_name.h"
 
 namespace jax_ep {
 
@@ -15,7 +14,7 @@ namespace jax_ep {
 // have room for each of them.
 constexpr uint32_t BlamePayload(int64_t blamed, uint32_t num_teams) {
   if (blamed == FailureLatch::kNobody) return 0;
-  const auto team = static_cast<uint64_t>(blamed) >> 32;
+  const uint32_t team = TeamOf(blamed);
   const uint64_t rank = static_cast<uint32_t>(blamed);
   if (team >= num_teams) return kImmUnnamed;  // kUnnamed
   const uint64_t payload = 1 + rank * num_teams + team;

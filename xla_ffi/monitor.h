@@ -22,8 +22,9 @@ struct MonitorOptions {
   std::string group_name;
   uint32_t num_teams = 1;  // of the group
   std::chrono::nanoseconds peer_timeout{};
-  std::vector<ControlBlock*> own = {};  // of the ranks of this process
-  struct Peer {                         // a node-mate of another process
+  // Of the ranks of this process.
+  std::vector<ControlBlock*> own = {};
+  struct Peer {  // a node-mate of another process
     uint32_t team = 0;
     uint32_t rank = 0;
     uint64_t pid = 0;

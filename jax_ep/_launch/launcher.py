@@ -114,14 +114,15 @@ class _Job:
             self._signals.append(number)
 
     def _start(self, local_index: int, num_starts: int = 1) -> Child:
-        others = [other for other in self._children if other.index == 0]
         child = process.start(
             self._options,
             local_index,
             self._port,
             self._secret,
             num_starts,
-            process_0_is_gone=any(other.has_exited for other in others),
+            process_0_is_gone=any(
+                other.index == 0 and other.has_exited for other in self._children
+            ),
         )
         self._watch(child, str(child.index))
         return child

@@ -110,8 +110,6 @@ def dispatch(
         >>> y = jax.lax.ragged_dot(recv.x, kernels, recv.group_sizes)
         >>> out = jax_ep.combine(group, y, recv)
     """
-    sharding.check_call(group, "dispatch")
-    num_tokens = operands.check_tokens(group, "dispatch", x, topk_weights)
     topk_idx, topk_weights, num_unreachable, placement = reachable.leave_out(
         group,
         "dispatch",
@@ -119,7 +117,7 @@ def dispatch(
         topk_weights,
         active,
         placement,
-        num_tokens=num_tokens,
+        x=x,
         plan=plan,
         renormalize=renormalize,
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_ep import _config, _jax_compat
+from jax_ep import _config, _jax_compat, _placement
 from jax_ep._group import Group
 from jax_ep._ops import collectives, invalid_ids, sharding
 from jax_ep._ops.call import Call
@@ -84,11 +84,7 @@ def among(placement: Placement, takes_part: jax.Array, slots_per_rank: int) -> P
 
 def check_types(group: Group, operation: str, placement: Any) -> None:
     """Raises unless it has the types and shapes of a placement for layers of `group`."""
-    if not isinstance(placement, Placement):
-        raise ValueError(
-            f"jax_ep.{operation}: got placement of type {type(placement).__name__}, expected a "
-            "jax_ep.Placement; build one with jax_ep.Placement.from_physical"
-        )
+    _placement.require(f"jax_ep.{operation}", placement)
     experts, slots = group.config.num_experts, _config.physical_experts(group.config)
     got = {name: np.shape(leaf) for name, leaf in vars(placement).items()}
     maps = got["logical_to_physical"]

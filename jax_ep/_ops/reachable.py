@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_ep._group import Group
-from jax_ep._ops import operands, placing
+from jax_ep._ops import operands, placing, sharding
 from jax_ep._placement import Placement
 from jax_ep._types import Plan
 
@@ -66,7 +66,7 @@ def leave_out(
     active: Any,
     placement: Placement | None,
     *,
-    num_tokens: int | None = None,
+    x: Any = None,
     plan: Plan | None = None,
     renormalize: bool = False,
 ) -> Reachable:
@@ -76,11 +76,11 @@ def leave_out(
         group: the group.
         operation: for messages.
         topk_idx: integers [T, K].
-        topk_weights: floats [T, K], which `operands.check_tokens` has looked at, or None.
+        topk_weights: floats [T, K], or None.
         active: integers or bools [N], not 0 where a rank takes part; uniform over the group. None:
             nothing is left out but what `plan` left out.
         placement: where the experts are; None: expert e on rank e // E_l.
-        num_tokens: T where x has told it; None: whatever `topk_idx` has.
+        x: the tokens [T, H] that the pairs are of, where there are any.
         plan: that the call follows instead of `topk_idx`.
         renormalize: scale a token's weights so that those of its reachable pairs have the sum that
             all had. (None of them: all are 0.)
@@ -89,8 +89,8 @@ def leave_out(
         A `Reachable`; its placement is that of the replicas on active ranks.
 
     Raises:
-        ValueError: `active` is no such array or is given with a plan, the group is not elastic, or
-            there is nothing to renormalize.
+        ValueError: `active` is no such array or is given with a plan, the group is not elastic,
+            there is nothing to renormalize, or the pairs are not those of x.
     """
     if active is None:
         if renormalize:
@@ -113,6 +113,10 @@ def leave_out(
             "one of them",
             "plan(..., active=active) makes such a plan",
         )
+    num_tokens = None
+    if x is not None:  # before weights and ids of other tokens are put together
+        sharding.check_call(group, operation)
+        num_tokens = operands.check_tokens(group, operation, x, topk_weights)
     takes_part = checked(group, operation, active)
     if renormalize and topk_weights is None:
         raise operands.fail(

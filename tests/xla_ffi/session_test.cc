@@ -342,7 +342,8 @@ TEST(Teams, are_named_with_a_rank_that_has_left) {
     Group group({.num_teams = 2, .num_processes = 2, .node_size = node_size});
     PlanCall call(2);
     call.Enqueue(*group.sessions[0], /*device=*/2);  // rank 0 of team 1
-    call.has_begun.wait(false);                      // a group that has failed begins none
+    // A group that has failed begins none.
+    call.has_begun.wait(false);
     std::thread leaver([&] { group.sessions[1]->Close(); });
     const std::string message = call.Wait().message();
     EXPECT_TRUE(Contains(message, "rank 0 of team 1, plan epoch 1: ")) << message;
