@@ -16,6 +16,7 @@ struct FewSmsCase {
   Mode mode;
   bool use_tma;
   uint32_t num_free;
+  uint32_t num_experts = 0;  // 0: 8 of each rank
 
   friend void PrintTo(const FewSmsCase& c, std::ostream* out) { *out << c.name; }
 };
@@ -35,12 +36,13 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
   const FewSmsCase& c = GetParam();
   GroupShape shape;
   shape.num_ranks = shape.node_size = static_cast<uint32_t>(NumDevices());
-  shape.num_experts = shape.num_ranks * 8;
+  shape.num_experts = c.num_experts > 0 ? c.num_experts : shape.num_ranks * 8;
   shape.top_k = 4;
   shape.align = 4;
   shape.hidden = 512;
   // 256 chunks of a combine on 16 blocks: if these had fixed tasks, sums would be half a grid away
-  // from the partials of their chunks. A plan has 8 slices, more than blocks run at a time.
+  // from the partials of their chunks. A plan has 8 slices, more than blocks run at a time, so
+  // that those which run count the slices of others.
   constexpr uint64_t kHtTokens = 2048;
   shape.ll_tokens = 192;
   shape.max_tokens = c.mode == Mode::kHt ? kHtTokens : shape.ll_tokens;
@@ -71,6 +73,10 @@ TEST_P(GpuFewSms, EveryCallEndsWhileTheOthersAreHeld) {
 INSTANTIATE_TEST_SUITE_P(Paths, GpuFewSms,
                          ::testing::Values(FewSmsCase{"HtBulkOne", Mode::kHt, true, 1},
                                            FewSmsCase{"HtBulkThree", Mode::kHt, true, 3},
+                                           // Few slices fit, of more pairs than threads keep.
+                                           FewSmsCase{"HtManyExpertsOne", Mode::kHt, true, 1, 2048},
+                                           FewSmsCase{"HtManyExpertsThree", Mode::kHt, true, 3,
+                                                      2048},
                                            FewSmsCase{"HtPlainOne", Mode::kHt, false, 1},
                                            FewSmsCase{"HtPlainThree", Mode::kHt, false, 3},
                                            FewSmsCase{"LlBulkOne", Mode::kLl, true, 1},

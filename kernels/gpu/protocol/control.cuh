@@ -179,16 +179,32 @@ __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint
   return KeepSpinning(rank, word, peer, operation, wanted, late, judge);
 }
 
+// Of a flag: whether it has reached the operation `wanted`.
+__device__ inline Seen JudgeFlag(uint64_t seen, uint64_t wanted) {
+  if (seen >> kCallBits < wanted >> kCallBits) return Seen::kTooEarly;
+  const bool is_newer = seen >> kCallBits > wanted >> kCallBits;
+  return is_newer || seen == wanted ? Seen::kThere : Seen::kWrong;
+}
+
+// One thread. False: the flag is not there after `patience_ns`, or a wrong one is.
+__device__ inline bool ComesSoon(const uint64_t* flag, uint64_t wanted, uint64_t patience_ns) {
+  constexpr uint32_t kSpinsPerCheck = 8;
+  uint64_t since = 0;
+  for (uint32_t spins = 1;; ++spins) {
+    if (JudgeFlag(LoadAcquireSys(flag), wanted) == Seen::kThere) return true;
+    if (spins % kSpinsPerCheck != 0) continue;
+    const uint64_t now = ClockNs();
+    if (since == 0) since = now;
+    if (now - since > patience_ns) return false;
+  }
+}
+
 // One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
 // False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
 __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
                                 Operation operation, uint64_t wanted) {
   return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout,
-                [](uint64_t seen, uint64_t sought) {
-                  if (seen >> kCallBits < sought >> kCallBits) return Seen::kTooEarly;
-                  const bool is_newer = seen >> kCallBits > sought >> kCallBits;
-                  return is_newer || seen == sought ? Seen::kThere : Seen::kWrong;
-                });
+                [](uint64_t seen, uint64_t sought) { return JudgeFlag(seen, sought); });
 }
 
 // The same for a flag that stands for data which its writer replaces when it uses their place
@@ -250,12 +266,12 @@ __device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_off
 }
 
 // All threads of the block, after a SyncBlock that follows what is to be published (stores of
-// other blocks: after LastToArrive). A rank's flags are `stride` words apart.
+// other blocks: after LastToArrive).
 __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
-                                        uint64_t value, uint32_t stride = 1) {
+                                        uint64_t value) {
   for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
     if (peer == rank.rank) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank * stride, value);
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
   }
 }
 

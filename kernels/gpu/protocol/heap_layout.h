@@ -136,8 +136,9 @@ struct GpuHeapLayout {
   // What a kernel may touch before it knows that its rank has not failed. Small: it outlives
   // groups.
   uint64_t kept_bytes = 0;
-  uint64_t control = 0;     // Control
-  uint64_t set_states = 0;  // SetState [kNumSetKinds]
+  uint64_t control = 0;       // Control
+  uint64_t set_states = 0;    // SetState [kNumSetKinds]
+  uint64_t slice_claims = 0;  // u64 [kMaxPlanSlices]: FlagValue of the newest plan that counted it
   // Groups of several nodes only.
   uint64_t net_state = 0;       // NetState (network.h)
   uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
@@ -223,6 +224,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.tail_flags = take(num_ranks * sizeof(uint64_t));
   layout.list_flags = take(num_ranks * sizeof(uint64_t));
   layout.slice_flags = take(num_ranks * kMaxPlanSlices * sizeof(uint64_t));
+  layout.slice_claims = take(kMaxPlanSlices * sizeof(uint64_t));
   layout.peer_failed = take(sizeof(uint32_t));
   layout.consumed_flags = take(kNumSetKinds * num_ranks * sizeof(uint64_t));
   layout.set_states = take(kNumSetKinds * sizeof(SetState));

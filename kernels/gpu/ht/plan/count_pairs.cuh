@@ -32,17 +32,46 @@ __device__ inline PairRange PairsOfWarp(const PlanKernelParams& params, uint32_t
           static_cast<uint32_t>(min(begin + params.pairs_per_warp, end_of_block))};
 }
 
+// What a lane counts at a time: of the warp's pairs those from `first` on, a warp's width apart.
+struct ExpertBatch {
+  int32_t experts[kBatch];  // -1: no pair
+
+  // Starts to load.
+  __device__ void Load(const PlanKernelParams& params, PairRange range, uint32_t first) {
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t pair = first + i * kWarpSize + LaneId();
+      experts[i] = pair < range.end ? params.topk_idx[pair] : -1;
+    }
+  }
+  __device__ static ExpertBatch First(const PlanKernelParams& params, uint32_t block) {
+    const PairRange range = PairsOfWarp(params, block);
+    ExpertBatch batch;
+    batch.Load(params, range, range.begin);
+    return batch;
+  }
+};
+
 // Pairs without a place: dropped (repeated or invalid), and the invalid ones among them.
 struct PairDrops {
   int32_t dropped, invalid;
 };
 
+// The claim to a part that no other block counts (else SliceClaim).
+struct NoRival {
+  __device__ bool IsDoubtful() const { return false; }
+  __device__ void Tell() const {}
+  __device__ bool IsMine() const { return true; }
+};
+
 // All threads of the block number the pairs of the part `block`: those of one expert in their
-// order. numbers.Put(pair, expert, number) keeps a number, below 0 for a pair without a place;
-// numbers.Add(pair, counts) adds counts[expert] to it. put_count(expert, count): for each expert.
-template <typename Numbers, typename PutCount>
-__device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block,
-                                const Numbers& numbers, PutCount&& put_count) {
+// order. batch: the first ones, which may be on their way since long. numbers.Put(pair, expert,
+// number) keeps a number, below 0 for a pair without a place; numbers.Add(pair, counts) adds
+// counts[expert] to it. put_count(expert, count): for each expert. Unless the claim holds nothing
+// is kept, and the result says nothing.
+template <typename Claim, typename Numbers, typename PutCount>
+__device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block, ExpertBatch batch,
+                                const Claim& claim, const Numbers& numbers, PutCount&& put_count) {
   const DeviceRank& device = params.device;
   const uint32_t num_experts = device.shape.num_experts;
   __shared__ int32_t block_drops[2];
@@ -50,21 +79,21 @@ __device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block,
     shared_ints[i] = 0;
   }
   if (threadIdx.x < 2) block_drops[threadIdx.x] = 0;
+  // One batch stays in registers until it is final: whose part it is may come out meanwhile.
+  const bool is_one_batch = params.pairs_per_warp <= kBatch * kWarpSize;
+  const bool must_know = !is_one_batch || claim.IsDoubtful();
+  if (must_know) claim.Tell();
   SyncBlock();
+  if (must_know && !claim.IsMine()) return {};
 
   const PairRange range = PairsOfWarp(params, block);
   int32_t* counts = shared_ints + static_cast<uint64_t>(WarpId()) * num_experts;
   int32_t num_dropped = 0;
   int32_t num_invalid = 0;
-  // One batch stays in registers until it is final.
-  const bool is_one_batch = params.pairs_per_warp <= kBatch * kWarpSize;
-  int32_t experts[kBatch], ranks[kBatch];
+  int32_t (&experts)[kBatch] = batch.experts;
+  int32_t ranks[kBatch];
   for (uint32_t first = range.begin; first < range.end; first += kBatch * kWarpSize) {
-#pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i) {
-      const uint32_t pair = first + i * kWarpSize + LaneId();
-      experts[i] = pair < range.end ? params.topk_idx[pair] : -1;
-    }
+    if (first != range.begin) batch.Load(params, range, first);
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t pair = first + i * kWarpSize + LaneId();
@@ -91,7 +120,9 @@ __device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block,
     atomicAdd(&block_drops[0], num_dropped);
     atomicAdd(&block_drops[1], num_invalid);
   }
+  if (!must_know) claim.Tell();
   SyncBlock();
+  if (!must_know && !claim.IsMine()) return {};
 
   for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
     int32_t sum = 0;
@@ -137,8 +168,9 @@ __device__ inline void CountOwnBlock(const PlanKernelParams& params) {
   const PairRanks ranks{params, OwnHeapAt<int32_t>(params.device, layout.pair_ranks)};
   int32_t* counts = OwnHeapAt<int32_t>(params.device, layout.block_counts) +
                     static_cast<uint64_t>(blockIdx.x) * params.device.shape.num_experts;
-  const PairDrops drops = CountBlock(
-      params, blockIdx.x, ranks, [&](uint32_t expert, int32_t count) { counts[expert] = count; });
+  const PairDrops drops =
+      CountBlock(params, blockIdx.x, ExpertBatch::First(params, blockIdx.x), NoRival{}, ranks,
+                 [&](uint32_t expert, int32_t count) { counts[expert] = count; });
   if (threadIdx.x != 0) return;
   int32_t* to = OwnHeapAt<int32_t>(params.device, layout.block_drops) + blockIdx.x * 2;
   to[0] = drops.dropped;

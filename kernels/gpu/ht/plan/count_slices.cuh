@@ -1,5 +1,10 @@
-// First kernel of a plan in two steps: a block numbers the pairs of a slice by expert, keeps them
+// First part of a plan in one kernel: a block numbers the pairs of a slice by expert, keeps them
 // where every rank can read them, and sends their counts to all.
+//
+// Each has a slice that it begins with. While other kernels hold the SMs some may not be running,
+// and wait for others of their rank to end: so a block that misses slices of its own rank counts
+// these, too. A slice is counted by the block that claims it first, which runs, and by no other:
+// numbers that peers read by then must not be written again, nor invalid ids be added up twice.
 #pragma once
 
 #include "kernels/gpu/ht/plan/count_pairs.cuh"
@@ -51,9 +56,43 @@ struct SliceNumbers {
   }
 };
 
-// All threads of the block.
+class SliceClaim {
+ public:
+  // All threads of the block, which learn of the answer later. It may be doubtful: others have
+  // begun to claim the slice.
+  __device__ SliceClaim(const PlanKernelParams& params, uint64_t sequence, uint32_t slice,
+                        bool is_doubtful)
+      : is_doubtful_(is_doubtful),
+        value_(FlagValue(sequence, Operation::kPlan, params.device.program)) {
+    if (threadIdx.x != kThread || slice >= params.num_blocks) return;
+    const DeviceRank& device = params.device;
+    auto* claim = OwnHeapAt<unsigned long long>(device, device.layout.slice_claims) + slice;
+    before_ = atomicExch(claim, static_cast<unsigned long long>(value_));
+  }
+  __device__ bool IsDoubtful() const { return is_doubtful_; }
+  // All threads, in front of a SyncBlock, after which IsMine can be asked.
+  __device__ void Tell() const {
+    if (threadIdx.x == kThread) *Word() = before_ != value_ ? 1 : 0;
+  }
+  __device__ bool IsMine() const { return *Word() != 0; }
+
+ private:
+  static constexpr uint32_t kThread = 3 * kWarpSize;
+
+  __device__ static uint32_t* Word() {
+    __shared__ uint32_t is_mine;
+    return &is_mine;
+  }
+
+  bool is_doubtful_;
+  uint64_t value_;
+  uint64_t before_ = 0;  // of kThread; nothing waits for it until Tell does
+};
+
+// All threads of the block. batch: of the slice's first pairs.
 __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t sequence, uint64_t set,
-                                  uint32_t slice) {
+                                  uint32_t slice, const ExpertBatch& batch,
+                                  const SliceClaim& claim) {
   const DeviceRank& device = params.device;
   const auto for_mates = [&](auto&& visit) {
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
@@ -61,12 +100,13 @@ __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t seque
     }
   };
   const PairDrops drops =
-      CountBlock(params, slice, SliceNumbers{EntriesOf(device, set, device.rank)},
+      CountBlock(params, slice, batch, claim, SliceNumbers{EntriesOf(device, set, device.rank)},
                  [&](uint32_t expert, int32_t count) {
                    for_mates([&](SliceHeader* header) {
                      header->counts()[expert] = static_cast<uint16_t>(count);
                    });
                  });
+  if (!claim.IsMine()) return;
   if (drops.invalid > 0 && threadIdx.x == 0) {
     CountUp(&ControlOf(device)->invalid_ids, static_cast<uint64_t>(drops.invalid));
   }
@@ -84,8 +124,11 @@ __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t seque
     for_mates([&](SliceHeader* header) { header->plan = plan; });
   }
   SyncBlock();
-  BlockSignalMates(device, SliceFlag(device, 0, slice),
-                   FlagValue(sequence, Operation::kPlan, device.program), kMaxPlanSlices);
+  // This rank's other blocks wait for it, too.
+  const uint64_t value = FlagValue(sequence, Operation::kPlan, device.program);
+  for (uint32_t mate = device.node_begin + threadIdx.x; mate < MatesEnd(device); mate += kThreads) {
+    StoreReleaseSys(HeapAt<uint64_t>(device, mate, SliceFlag(device, device.rank, slice)), value);
+  }
 }
 
 }  // namespace jax_ep::gpu::planning

@@ -1,6 +1,6 @@
-// Second kernel of a plan in two steps: every block reads the counts of all slices of all ranks,
-// and knows where the pairs of any slice go. It takes slices in turn, and of its own rank's writes
-// send_slot, of all the rows here.
+// Second part of a plan in one kernel: every block reads the counts of all slices of all ranks, and
+// knows where the pairs of any slice go. It takes slices in turn, and of its own rank's writes
+// send_slot, of all the rows here. What follows from the counts alone is the first block's part.
 #pragma once
 
 #include "kernels/gpu/ht/plan/count_slices.cuh"
@@ -11,6 +11,17 @@ namespace jax_ep::gpu::planning {
 // Slices of all ranks are numbered by source, then in the order of their pairs.
 class SlicePlacer {
  public:
+  static constexpr uint32_t kNoSlice = ~0u;
+
+  // Blocks that begin with a slice, and take others in turn: all but the first one, unless there is
+  // no other.
+  __device__ static uint32_t NumWorkers() { return gridDim.x > 1 ? gridDim.x - 1 : 1; }
+  // kNoSlice: this block is none of those.
+  __device__ static uint32_t FirstSlice() {
+    if (gridDim.x == 1) return 0;
+    return blockIdx.x == 0 ? kNoSlice : blockIdx.x - 1;
+  }
+
   // ints: shared memory, SharedBytes.
   __device__ SlicePlacer(const PlanKernelParams& params, uint64_t sequence, uint64_t set,
                          int32_t* ints)
@@ -31,26 +42,49 @@ class SlicePlacer {
            static_cast<uint32_t>(sizeof(uint16_t));
   }
 
+  // All threads of the block, before Run: waits for a moment. A bit for each slice of this rank
+  // whose counts have not come.
+  __device__ uint32_t MissingSlices() {
+    // More than blocks that run mostly take to count.
+    constexpr uint64_t kPatienceNs = 20'000;
+    __shared__ uint32_t missing, has_all, is_ok;
+    static_assert(kMaxGroupSlices <= kThreads && kMaxPlanSlices <= 32);
+    if (threadIdx.x == 0) {
+      missing = 0;
+      has_all = is_ok = SawFailure(device_) ? 0 : 1;
+    }
+    SyncBlock();
+    // Those of peers, too, which mostly come, but not for longer: they may need ours.
+    const uint32_t slice = threadIdx.x;
+    if (slice < num_slices_ && is_ok != 0 && !ComesSoon(FlagOf(slice), FlagOfPlan(), kPatienceNs)) {
+      has_all = 0;
+      const uint32_t of_rank = slice - device_.rank * params_.num_blocks;
+      if (SourceOf(slice) == device_.rank && !HasFailed(device_)) atomicOr(&missing, 1u << of_rank);
+    }
+    SyncBlock();
+    has_all_counts_ = has_all != 0;
+    return missing;
+  }
+
   // All threads of the block. False: this rank has failed.
   __device__ bool Run() {
-    if (!WaitForCounts()) return false;
-    const uint32_t first = blockIdx.x;
+    if (!has_all_counts_ && !WaitForCounts()) return false;
+    const uint32_t first = min(FirstSlice(), num_slices_);
     Load(first);  // on its way while the zones are found
     if (!CopyCounts()) return false;
-    FindZones();
-    for (uint32_t slice = first; slice < num_slices_; slice += gridDim.x) {
-      AddUpBefore(slice);
+    FindZones(first);
+    for (uint32_t slice = first; slice < num_slices_; slice += NumWorkers()) {
+      if (slice != first) AddUpBefore(slice);
       Place(slice);
       SyncBlock();  // before_ can be written again
     }
     FillPadding();
-    if (blockIdx.x == gridDim.x - 1) WriteCounts();
+    if (blockIdx.x == 0) WriteCounts();
     return true;
   }
 
  private:
   static constexpr uint32_t kUnit = kWireUnitBytes / sizeof(uint16_t);
-  static constexpr uint32_t kNoSlice = ~0u;
 
   // In counts: of a slice, and where they begin, behind the tables.
   static constexpr uint32_t CountsPitch(uint32_t num_experts) {
@@ -67,17 +101,23 @@ class SlicePlacer {
     return counts_[slice * pitch_ + expert];
   }
 
+  __device__ uint64_t FlagOfPlan() const {
+    return FlagValue(sequence_, Operation::kPlan, device_.program);
+  }
+  __device__ const uint64_t* FlagOf(uint32_t slice) const {
+    const uint32_t source = SourceOf(slice);
+    return OwnHeapAt<uint64_t>(device_,
+                               SliceFlag(device_, source, slice - source * params_.num_blocks));
+  }
+
   __device__ bool WaitForCounts() const {
     __shared__ uint32_t is_ok;
     if (threadIdx.x == 0) is_ok = SawFailure(device_) ? 0 : 1;
     SyncBlock();
-    const uint64_t value = FlagValue(sequence_, Operation::kPlan, device_.program);
-    for (uint32_t slice = threadIdx.x; slice < num_slices_; slice += kThreads) {
-      const uint32_t source = SourceOf(slice);
-      if (source == device_.rank || is_ok == 0) continue;
-      const auto* flag = OwnHeapAt<uint64_t>(
-          device_, SliceFlag(device_, source, slice - source * params_.num_blocks));
-      if (!WaitFlag(device_, flag, source, Operation::kPlan, value)) is_ok = 0;
+    const uint32_t slice = threadIdx.x;
+    if (slice < num_slices_ && is_ok != 0 &&
+        !WaitFlag(device_, FlagOf(slice), SourceOf(slice), Operation::kPlan, FlagOfPlan())) {
+      is_ok = 0;
     }
     SyncBlock();
     return is_ok != 0;
@@ -105,7 +145,6 @@ class SlicePlacer {
   __device__ bool CopyCounts() {
     __shared__ uint32_t is_same_plan;
     if (threadIdx.x == 0) is_same_plan = 1;
-    static_assert(kMaxGroupSlices <= kThreads);
     PlanHeader header{};
     if (threadIdx.x < num_slices_) header = HeaderOf(threadIdx.x);
     const uint32_t units = pitch_ / kUnit;
@@ -128,8 +167,7 @@ class SlicePlacer {
     SyncBlock();
     if (threadIdx.x < num_slices_ && !IsOfThisPlan(header)) {
       is_same_plan = 0;
-      Fail(device_, FailureKind::kWrongOrder, Operation::kPlan, SourceOf(threadIdx.x),
-           FlagValue(sequence_, Operation::kPlan, device_.program),
+      Fail(device_, FailureKind::kWrongOrder, Operation::kPlan, SourceOf(threadIdx.x), FlagOfPlan(),
            FlagValue(sequence_, Operation::kPlan, header.program));
     }
     SyncBlock();
@@ -147,12 +185,18 @@ class SlicePlacer {
   }
   __device__ PlanHeader HeaderOf(uint32_t slice) const { return SliceOf(slice)->plan; }
 
-  __device__ void FindZones() {
-    for (uint32_t expert = threadIdx.x; expert < num_experts_; expert += kThreads) {
-      int32_t demand = 0;
+  // Pairs of an expert in the slices [begin, end).
+  __device__ int32_t PairsIn(uint32_t begin, uint32_t end, uint32_t expert) const {
+    int32_t sum = 0;
 #pragma unroll 8
-      for (uint32_t slice = 0; slice < num_slices_; ++slice) demand += CountOf(slice, expert);
-      zones_.demand[expert] = demand;
+    for (uint32_t slice = begin; slice < end; ++slice) sum += CountOf(slice, expert);
+    return sum;
+  }
+  // Also what AddUpBefore finds for the slice `first`.
+  __device__ void FindZones(uint32_t first) {
+    for (uint32_t expert = threadIdx.x; expert < num_experts_; expert += kThreads) {
+      before_[expert] = PairsIn(0, first, expert);
+      zones_.demand[expert] = before_[expert] + PairsIn(first, num_slices_, expert);
     }
     SyncBlock();
     zones_.Find(params_);
@@ -162,10 +206,7 @@ class SlicePlacer {
   // Positions of a slice's first pairs among all of their experts.
   __device__ void AddUpBefore(uint32_t slice) {
     for (uint32_t expert = threadIdx.x; expert < num_experts_; expert += kThreads) {
-      int32_t sum = 0;
-#pragma unroll 8
-      for (uint32_t lower = 0; lower < slice; ++lower) sum += CountOf(lower, expert);
-      before_[expert] = sum;
+      before_[expert] = PairsIn(0, slice, expert);
     }
     SyncBlock();
   }
@@ -185,7 +226,7 @@ class SlicePlacer {
           entries[i] = pair < range.end ? from[pair] : PairEntry{PairEntry::kNone};
         }
       }
-      if (first == range.begin) Load(slice + gridDim.x);
+      if (first == range.begin) Load(slice + NumWorkers());
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         const uint32_t pair = first + i * kThreads + threadIdx.x;
@@ -334,6 +375,7 @@ class SlicePlacer {
   ExpertZones zones_;
   int32_t* before_;   // [E]
   uint16_t* counts_;  // [slices of all ranks][pitch]
+  bool has_all_counts_ = false;
   uint32_t loaded_ = kNoSlice;
   PairEntry entries_[kBatch];
 };

@@ -1,13 +1,17 @@
 // plan: kernels on the stream. No atomics that decide an order, so equal inputs give equal plans.
 //
-// In two steps with one exchange, where every rank can read the pairs of all (plan_slices.h):
+// In one kernel with one exchange, where every rank can read the pairs of all (plan_slices.h):
 //
-//   CountSlices   each block numbers the pairs of a slice by expert, and sends their counts to
-//                 every peer (slice flag).
-//   PlaceSlices   waits for all counts, reads the pairs of all ranks; all outputs.
+//   PlanBySlices  blocks number the pairs of a slice each by expert, and send their counts to every
+//                 rank (slice flag); all wait for all counts and read the pairs of all ranks; all
+//                 outputs.
+//
+// One block of a rank must be enough for it to end: one that has waited for a moment first counts
+// what is missing of its own rank, which waits for nobody, and only then waits for peers, whose
+// blocks do the same.
 //
 // Counts and pairs have two sets: a rank that begins such a plan n + 2 has ended n + 1, whose
-// counts its peers sent when they had ended n.
+// counts its peers sent when they had ended n, with all of their blocks.
 //
 // In three steps else, in which every rank reads of the others' pairs only those for its experts:
 //
@@ -51,33 +55,45 @@ __device__ void SayInPlan(const DeviceRank& device, uint64_t sequence) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    CountSlices(const __grid_constant__ PlanKernelParams params) {
-  __shared__ uint32_t is_ok;
-  const DeviceRank& device = params.device;
-  if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
-  if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 2 * kWarpSize) {
-    FailAfterPeer(device, Operation::kPlan);
-  }
-  if (threadIdx.x == kWarpSize) is_ok = HasFailed(device) ? 0 : 1;  // one answer for the block
-  SyncBlock();
-  const uint64_t sequence = SequenceOf(device);
-  const uint64_t set = ControlOf(device)->sliced_plans % 2;
-  if (blockIdx.x == 0 && WarpId() == kWarps - 1 && is_ok != 0) SayInPlan(device, sequence);
-  for (uint32_t slice = blockIdx.x; slice < params.num_blocks && is_ok != 0; slice += gridDim.x) {
-    CountSlice(params, sequence, set, slice);
-    SyncBlock();  // the histograms can be cleared
-  }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    PlaceSlices(const __grid_constant__ PlanKernelParams params) {
+    PlanBySlices(const __grid_constant__ PlanKernelParams params) {
   __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
+  const uint32_t first = SlicePlacer::FirstSlice();
+  ExpertBatch batch = ExpertBatch::First(params, first);
   const uint64_t sequence = SequenceOf(device);
   const uint64_t plans = ControlOf(device)->sliced_plans;
+  const uint64_t set = plans % 2;
   const OpenEnd end(device);
-  SlicePlacer placer(params, sequence, plans % 2, shared_ints);
-  placer.Run();
+  SliceClaim claim(params, sequence, first, false);
+  // All wait for the counts, so the block that begins with no slice does what is to be done
+  // besides.
+  if (blockIdx.x == 0 && threadIdx.x == 0) TakeBusyWord(device, Operation::kPlan);
+  if (blockIdx.x == 0 && threadIdx.x == 2 * kWarpSize) FailAfterPeer(device, Operation::kPlan);
+  if (threadIdx.x == kWarpSize) shared_flag = SawFailure(device) ? 0 : 1;  // one for the block
+  SyncBlock();
+  if (shared_flag != 0) {
+    if (blockIdx.x == 0 && WarpId() == kWarps - 1) SayInPlan(device, sequence);
+    SlicePlacer placer(params, sequence, set, shared_ints);
+    uint32_t slices = 0;  // a bit for each
+    for (uint32_t slice = first; slice < params.num_blocks; slice += SlicePlacer::NumWorkers()) {
+      slices |= 1u << slice;
+    }
+    for (bool is_late = false;; is_late = true) {
+      for (; slices != 0; slices &= slices - 1) {
+        const uint32_t slice = static_cast<uint32_t>(__ffs(static_cast<int>(slices))) - 1;
+        if (is_late || slice != first) {
+          batch = ExpertBatch::First(params, slice);
+          claim = SliceClaim(params, sequence, slice, is_late);
+        }
+        CountSlice(params, sequence, set, slice, batch, claim);
+        SyncBlock();  // the histograms can be cleared
+      }
+      if (is_late) break;
+      slices = placer.MissingSlices();
+      if (slices == 0) break;
+    }
+    placer.Run();
+  }
   const auto write = [&] { ControlOf(device)->sliced_plans = plans + 1; };
   const auto poison = [&] {
     PoisonPlan(device.shape, params.layout, params.num_pairs,
@@ -160,8 +176,7 @@ const char* PreparePlanKernels(const RankHandle& rank) {
                     " experts, more than this device's shared memory has room for");
   }
   // Of any call: one of fewer experts (a view's) may have room for more histograms.
-  if (const char* error =
-          PrepareKernels(rank.shared_bytes_per_block, &CountPairs, &CountSlices, &PlaceSlices)) {
+  if (const char* error = PrepareKernels(rank.shared_bytes_per_block, &CountPairs, &PlanBySlices)) {
     return error;
   }
   return PrepareKernels(tables, &PlaceOwnPairs, &FillRecvSrc);
@@ -188,18 +203,18 @@ const char* LaunchPlan(RankHandle& rank, const PlanParams& plan, cudaStream_t st
   const uint32_t histograms =
       params.num_warps * shape.num_experts * static_cast<uint32_t>(sizeof(int32_t));
   if (const PlanSlices slices = SlicesOf(shape, params.num_pairs); slices.count > 0) {
-    // For a few microseconds; with fewer, blocks have several slices one after the other.
-    const uint32_t most = rank.has_budget ? std::min(kMostSms, rank.num_sms) : rank.max_blocks;
+    // For a few microseconds; with fewer, blocks have several slices one after the other. One more
+    // writes what follows from the counts.
+    const uint32_t most = rank.has_budget ? std::min(kMostSms + 1, rank.num_sms) : rank.max_blocks;
     params.num_blocks = slices.count;
     params.pairs_per_block = slices.num_pairs;
     params.pairs_per_warp =
         static_cast<uint32_t>(DivideUp(params.pairs_per_block, params.num_warps));
-    CountSlices<<<BlocksFor(slices.count, 1, most), kThreads, histograms, stream>>>(params);
-    if (const char* error = LaunchResult("CountSlices")) return error;
     const uint32_t num_slices = slices.count * shape.num_ranks;
-    PlaceSlices<<<BlocksFor(num_slices, 1, most), kThreads,
-                  SlicePlacer::SharedBytes(shape.num_experts, num_slices), stream>>>(params);
-    return LaunchResult("PlaceSlices");
+    PlanBySlices<<<BlocksFor(num_slices + 1, 1, most), kThreads,
+                   std::max(histograms, SlicePlacer::SharedBytes(shape.num_experts, num_slices)),
+                   stream>>>(params);
+    return LaunchResult("PlanBySlices");
   }
   // One more block of PlaceOwnPairs writes what follows from the counts, where there may be one.
   const uint32_t extra_blocks = max_blocks > 1 ? 1 : 0;
