@@ -1,0 +1,172 @@
+"""Process 1 is late for each operation in turn: what process 0 says of that.
+
+For two processes, which may share one GPU. A page for each phase, whose lines begin with its name.
+"""
+
+import argparse
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jax_ep
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "multiprocess" / "programs"))
+from meeting import meet
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--node-size", type=int, default=None)
+args = parser.parse_args()
+jax_ep.initialize()
+
+T, H, K = 16, 64, 2
+TIMEOUT_S, LATE_S, LONG_S = 20.0, 1.5, 0.5
+STOPPED_S = 4.5  # a heartbeat is missed after 2
+N = jax.device_count()
+mesh = Mesh(np.array(jax.devices()), ("ep",))
+config = jax_ep.Config(
+    num_experts=2 * N,
+    top_k=K,
+    hidden=H,
+    max_tokens=T,
+    dtype=jnp.float32,
+    align=1,
+    timeout_s=TIMEOUT_S,
+    node_size=args.node_size,
+)
+spec = P("ep")
+sharding = jax.sharding.NamedSharding(mesh, spec)
+
+
+def on_all(array):
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def over_ranks(local):
+    """Scalars have an axis outside, as all arrays must have the ranks in front there."""
+
+    def boxed(*operands):
+        own = jax.tree.map(lambda array: array[0], operands)
+        return jax.tree.map(lambda array: array[None], local(*own))
+
+    return jax.shard_map(boxed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+
+
+def look(phase, words, pages):
+    """Until process 0 has waited long enough, and the first line has the words."""
+    while not pages:
+        page = group.report()
+        waited = re.match(r".* waiting for ([0-9.]+) s", page)
+        if waited and float(waited[1]) > LONG_S and words in page.partition("\n")[0]:
+            pages.append(f"{phase}: " + page.rstrip("\n").replace("\n", f"\n{phase}: "))
+        time.sleep(0.05)
+
+
+def be_late(stops):
+    """The process with its proxy, if it stops."""
+    if not stops:
+        time.sleep(LATE_S)
+        return
+    pid = os.getpid()
+    subprocess.Popen(["sh", "-c", f"sleep {STOPPED_S}; kill -CONT {pid}"])
+    os.kill(pid, signal.SIGSTOP)
+
+
+def on_time(phase, function, *operands, stops=False):
+    return jax.block_until_ready(function(*operands))
+
+
+def with_a_late_rank(phase, function, *operands, stops=False):
+    meet(phase)
+    if jax.process_index() == 1:
+        be_late(stops)
+        return jax.block_until_ready(function(*operands))
+    pages = []
+    words = "silent" if stops and args.node_size is None else ""
+    looking = threading.Thread(target=look, args=(phase, words, pages), daemon=True)
+    looking.start()
+    out = jax.block_until_ready(function(*operands))
+    looking.join(2)
+    print(*pages or [f"{phase}: nothing"], sep="\n", flush=True)
+    return out
+
+
+with jax_ep.create_group(mesh, "ep", config, "native") as group:
+
+    @jax.jit
+    @over_ranks
+    def plan(ids):
+        return jax_ep.plan(group, ids, mode="ht")  # PLAN
+
+    @over_ranks
+    def dispatch(x, plan):
+        return jax_ep.dispatch(group, x, plan=plan)  # DISPATCH
+
+    @over_ranks
+    def combine(rows, recv):
+        return jax_ep.combine(group, rows, recv)  # COMBINE
+
+    @jax.jit
+    @over_ranks
+    def ll_dispatch(x, ids):
+        return jax_ep.dispatch(group, x, ids, mode="ll")  # LL DISPATCH
+
+    @jax.jit
+    @over_ranks
+    def ll_combine(recv):
+        return jax_ep.combine(group, recv.x, recv)  # LL COMBINE
+
+    @jax.jit
+    @over_ranks
+    def ll_dispatch_halves(x, ids):
+        inflight = jax_ep.dispatch_start(group, x, ids, mode="ll")  # LL DISPATCH START
+        return jax_ep.dispatch_done(group, inflight)  # LL DISPATCH DONE
+
+    @jax.jit
+    @over_ranks
+    def ll_combine_halves(recv):
+        inflight = jax_ep.combine_start(group, recv.x, recv)  # LL COMBINE START
+        return jax_ep.combine_done(group, inflight)  # LL COMBINE DONE
+
+    @jax.jit
+    def dispatch_forward(x, plan):
+        return jax.vjp(lambda x: dispatch(x, plan).x, x)
+
+    @jax.jit
+    def combine_forward(recv):
+        return jax.vjp(lambda rows: combine(rows, recv), recv.x)
+
+    @jax.jit
+    def backward(pull, cotangent):
+        return pull(cotangent)
+
+    whole_dispatch, whole_combine = jax.jit(dispatch), jax.jit(combine)
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((N, T, H)).astype(np.float32)
+    experts = rng.permuted(np.tile(np.arange(2 * N, dtype=np.int32), (N, T, 1)), axis=2)[..., :K]
+    x, ids = on_all(rows), on_all(experts)
+    for step in (on_time, with_a_late_rank):  # the first time it compiles
+        made = step("plan", plan, ids)
+        recv = step("dispatch", whole_dispatch, x, made)
+        step("combine", whole_combine, recv.x, recv)
+        arrived, pull = jax.block_until_ready(dispatch_forward(x, made))
+        step("dispatch-backward", backward, pull, arrived)
+        summed, pull = jax.block_until_ready(combine_forward(recv))
+        step("combine-backward", backward, pull, summed)
+        recv = step("ll-dispatch", ll_dispatch, x, ids)
+        step("ll-combine", ll_combine, recv)
+        recv = step("ll-dispatch-halves", ll_dispatch_halves, x, ids)
+        step("ll-combine-halves", ll_combine_halves, recv)
+        step("stopped", plan, ids, stops=True)
+    meet("over")
+os._exit(0)  # without JAX's shutdown barrier
