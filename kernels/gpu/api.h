@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 9;
+inline constexpr uint32_t kAbiVersion = 10;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -86,6 +86,8 @@ enum class FailureKind : uint32_t {
   kBadCommand = 10,     // a command that the proxy would refuse: a fault of this library
   kNotLaunched = 11,    // one of the operation's kernels could not be launched; its call said why
   kWrongPosition = 12,  // check_position: what it expected and saw; `operation` says nothing
+  // The call names `peer`, which RankConfig.active leaves out: `expected` 0 an expert, 1 in a plan.
+  kNotActive = 13,
 };
 
 enum class Operation : uint32_t {
@@ -131,6 +133,10 @@ struct RankConfig {
   // inside one's own arena is published as an offset and read in place by peers; any other goes
   // through the stage in the heap, call by call. Peers need no agreement about it.
   const PeerMemory* peers = nullptr;
+  // By rank, a bit of those that take part; the others have no memory, send nothing and are not
+  // waited for. Others than all: in a group of one node.
+  uint64_t active = ~uint64_t{0};
+  uint32_t generation = 0;                 // of the session: epochs of another one mean nothing
   const NetworkConfig* network = nullptr;  // null in a group of one node
   RankStatus* status = nullptr;            // pinned, mapped
   OperationStamp* stamps = nullptr;        // [kStampSlots] pinned, mapped; null: no trace

@@ -1,5 +1,6 @@
 #include "kernels/gpu/calls.h"
 
+#include <algorithm>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -68,6 +69,25 @@ const char* NoHalves(const char* operation) {
                   "with this version of jax_ep");
 }
 
+// Fails the rank if the call names ranks that take no part.
+const char* CheckNames(RankHandle& rank, Operation operation, const PlanParams& params,
+                       Stream stream) {
+  const RankNames ids{params.topk_idx.data(), params.topk_idx.size(),
+                      rank.device.shape.experts_per_rank()};
+  return LaunchCheckActive(rank, operation, {ids}, static_cast<cudaStream_t>(stream));
+}
+template <typename Params>  // of a dispatch or combine with a plan
+const char* CheckNames(RankHandle& rank, Operation operation, const Params& params, Stream stream) {
+  const GroupShape& shape = rank.device.shape;
+  const bool is_ll = params.mode == Mode::kLl;
+  const int64_t rank_slots = is_ll ? shape.num_ranks * params.num_tokens : params.recv_rows;
+  const RankNames sources{params.recv_src.data(), params.recv_src.size(),
+                          shape.max_tokens * shape.top_k};
+  const RankNames targets{params.send_slot.data(), params.send_slot.size(),
+                          static_cast<uint64_t>(std::max<int64_t>(rank_slots, 1))};
+  return LaunchCheckActive(rank, operation, {sources, targets}, static_cast<cudaStream_t>(stream));
+}
+
 // Runs the launcher of a call under the rank's lock: its kernels carry the call's shape, by which
 // they read and write in the areas that the group's shape has laid out, and its fingerprint. If
 // it could launch only some kernels of the operation, the rank fails: nobody will end what they
@@ -82,6 +102,10 @@ const char* Locked(RankHandle* rank, const GroupShape& shape, Operation operatio
   rank->device.program = FingerprintOf(operation, shape, params.site, params.mode, params.layout,
                                        params.num_tokens, params.recv_rows);
   TakeLaunchCount();
+  if (HasHoles(rank->device)) {
+    if (const char* error = CheckNames(*rank, operation, params, stream)) return error;
+    TakeLaunchCount();
+  }
   const char* error = launch();
   if (error == nullptr || TakeLaunchCount() == 0) return error;
   std::string first = error;

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <mutex>
 
 #include "kernels/gpu/api.h"
@@ -43,6 +44,7 @@ const char* FindBulkCopies(bool* has_bulk_copies);
 
 const char* PrepareAbandonKernel(const RankHandle& rank);
 const char* PreparePositionKernel(const RankHandle& rank);
+const char* PrepareActiveKernel(const RankHandle& rank);
 const char* PreparePlanKernels(const RankHandle& rank);
 const char* PrepareEntryKernels(const RankHandle& rank);
 const char* PrepareDispatchKernels(const RankHandle& rank);
@@ -55,6 +57,16 @@ const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t st
 // Before a call: the rank fails unless the word at `position` is `expected`.
 const char* LaunchCheckPosition(RankHandle& rank, const int32_t* position, int32_t expected,
                                 cudaStream_t stream);
+// Numbers in a call's arrays that say a rank: value / per_rank, or below 0 none.
+struct RankNames {
+  const int32_t* values = nullptr;
+  uint64_t count = 0;
+  uint64_t per_rank = 1;
+};
+inline constexpr uint32_t kRankNameArrays = 2;  // of a call, at most
+// Before a call of a group that goes on without some ranks: this one fails if any is named.
+const char* LaunchCheckActive(RankHandle& rank, Operation operation,
+                              std::initializer_list<RankNames> names, cudaStream_t stream);
 // Stores the device's clock in a word of mapped memory.
 const char* LaunchReadClock(uint64_t* out, cudaStream_t stream);
 const char* LaunchPlan(RankHandle& rank, const PlanParams& params, cudaStream_t stream);

@@ -19,9 +19,10 @@ namespace {
 std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].heap; }
 
 const char* PrepareAllKernels(const RankHandle& rank) {
-  for (const auto prepare : {&PrepareAbandonKernel, &PreparePositionKernel, &PreparePlanKernels,
-                             &PrepareEntryKernels, &PrepareDispatchKernels, &PrepareCombineKernels,
-                             &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
+  for (const auto prepare :
+       {&PrepareAbandonKernel, &PreparePositionKernel, &PrepareActiveKernel, &PreparePlanKernels,
+        &PrepareEntryKernels, &PrepareDispatchKernels, &PrepareCombineKernels,
+        &PrepareLlDispatchKernels, &PrepareSlotCombineKernels}) {
     if (const char* error = prepare(rank)) return error;
   }
   if (rank.device.shape.num_nodes() == 1) return nullptr;
@@ -157,6 +158,13 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   device.stamps = static_cast<OperationStamp*>(stamps);
   device.node_begin = config->rank / config->shape.node_size * config->shape.node_size;
   std::copy_n(config->peers, config->shape.node_size, device.peers + device.node_begin);
+  device.generation = config->generation;
+  device.active = config->active;
+  const uint32_t own = config->rank - device.node_begin;
+  for (uint32_t peer = device.node_begin; peer < device.node_begin + config->shape.node_size;
+       ++peer) {
+    if ((config->active >> peer & 1) == 0) device.peers[peer] = config->peers[own];
+  }
   if (config->network != nullptr) {
     if (const char* failure = ConnectNetwork(*config, *rank)) return failure;
   }

@@ -27,6 +27,7 @@ KERNELS_GPU = [
     "network/plan.cu",
     "network/slots.cu",
     "protocol/abandon_operation.cu",
+    "protocol/check_active.cu",
     "protocol/check_position.cu",
     "protocol/read_clock.cu",
     "rank.cc",

@@ -101,8 +101,13 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     network_ = std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.network_slots);
   }
   for (uint32_t r = 0; r < num_ranks(); ++r) {
+    if (!is_active(r)) peers[r] = {};
+  }
+  for (uint32_t r = 0; r < num_ranks(); ++r) {
+    if (!is_active(r)) continue;
     UseDeviceOf(r);
     gpu::RankConfig config;
+    config.active = options_.active;
     config.shape = shape;
     config.rank = r;
     config.device = ranks_[r].device;
@@ -138,10 +143,12 @@ GpuTeam::~GpuTeam() {
 }
 
 void GpuTeam::Close() {
-  if (ranks_[0].handle == nullptr) return;
+  if (std::exchange(is_closed_, true)) return;
   Synchronize();
   const gpu::GpuApi* api = jax_ep_gpu_api();
-  for (RankState& rank : ranks_) Must(api->destroy(std::exchange(rank.handle, nullptr)));
+  for (RankState& rank : ranks_) {
+    if (rank.handle != nullptr) Must(api->destroy(std::exchange(rank.handle, nullptr)));
+  }
   for (uint32_t r = 0; r < num_ranks(); ++r) {
     UseDeviceOf(r);
     Must(api->memory->retire(ranks_[r].mapped));
@@ -169,6 +176,7 @@ void GpuTeam::Reset() {
 std::string GpuTeam::Run(const std::function<const char*(uint32_t rank)>& launch) {
   std::string wrong;
   for (uint32_t r = 0; r < num_ranks(); ++r) {
+    if (!is_active(r)) continue;
     UseDeviceOf(r);
     if (const char* error = launch(r)) wrong += error;
   }

@@ -50,6 +50,8 @@ struct GpuTeamOptions {
   // Bits of ranks that differ from the others: their arrays go through the stage, they have no bulk
   // copies, they have one SM.
   uint64_t staged_ranks = 0, plain_ranks = 0, narrow_ranks = 0;
+  // Bits of the ranks that there are; the others have no handle, and nobody their memory.
+  uint64_t active = ~uint64_t{0};
   uint64_t operations_before = 0;  // that the ranks count as theirs: the next one's number is + 1
   // Of a shape with several nodes.
   uint32_t num_rings = 1;
@@ -67,6 +69,7 @@ class GpuTeam {
 
   const GroupShape& shape() const { return options_.shape; }
   uint32_t num_ranks() const { return options_.shape.num_ranks; }
+  bool is_active(uint32_t rank) const { return (options_.active >> rank & 1) != 0; }
   gpu::RankHandle* handle(uint32_t rank) { return ranks_[rank].handle; }
   cudaStream_t stream(uint32_t rank) { return ranks_[rank].stream; }
   gpu::RankStatus& status(uint32_t rank) { return *ranks_[rank].status; }
@@ -83,7 +86,7 @@ class GpuTeam {
   // Of a team that maps heaps.
   gpu::DeviceRange mapped_heap(uint32_t rank) const { return ranks_[rank].mapped; }
 
-  // launch(rank) returns an error text or null; then waits for all streams.
+  // launch(rank), of active ranks, returns an error text or null; then waits for all streams.
   std::string Run(const std::function<const char*(uint32_t rank)>& launch);
   void Synchronize();
   // Ends the process if a stream is not idle within 20 s: what hangs cannot be torn down.
@@ -103,6 +106,7 @@ class GpuTeam {
   GpuTeamOptions options_;
   std::vector<RankState> ranks_;
   std::unique_ptr<GpuNetwork> network_;
+  bool is_closed_ = false;
 };
 
 // A device copy of a host array.

@@ -58,6 +58,7 @@ std::string Scenario::Name() const {
        << " type " << static_cast<int>(shape.elem_type) << " layout " << static_cast<int>(layout)
        << " " << DrawName(draw) << (shape.f32_partials ? "" : " dtype_partials")
        << (misalignment != 0 ? " misaligned" : "");
+  if (active != ~uint64_t{0}) name << " active " << std::hex << active;
   return name.str();
 }
 
@@ -77,7 +78,16 @@ uint32_t DrawNodeSize(uint32_t num_ranks, std::mt19937& random) {
 
 std::vector<HostArrays> RunOnCpu(const Scenario& s, Team& team, std::mt19937& random) {
   const GroupShape& shape = s.shape;
-  const auto topk = DrawTopk(shape, s.num_tokens, s.draw, random);
+  auto topk = DrawTopk(shape, s.num_tokens, s.draw, random);
+  const auto is_active = [&](uint32_t rank) {
+    return rank >= shape.num_ranks || (s.active >> rank & 1) != 0;
+  };
+  for (uint32_t r = 0; r < shape.num_ranks; ++r) {
+    for (int32_t& id : topk[r]) {
+      const uint32_t owner = static_cast<uint32_t>(id) / shape.experts_per_rank();
+      if (!is_active(r) || (id >= 0 && !is_active(owner))) id = -1;
+    }
+  }
   const auto cells = static_cast<size_t>(s.num_tokens * shape.top_k);
   const auto rows = static_cast<size_t>(s.recv_rows);
   const size_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);

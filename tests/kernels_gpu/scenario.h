@@ -50,6 +50,8 @@ struct Scenario {
   int64_t recv_rows = 0;
   Draw draw = Draw::kUniform;
   uint64_t misalignment = 0;  // of x, y and their results
+  // Bits of the ranks that take part: pairs of and to the others are none.
+  uint64_t active = ~uint64_t{0};
 
   std::string Name() const;
 };

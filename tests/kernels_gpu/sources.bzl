@@ -9,6 +9,7 @@ TESTING = [
 ]
 
 TESTS = [
+    "active_gpu_test.cc",
     "closed_gpu_test.cc",
     "combine_tree_test.cc",
     "divisor_test.cc",

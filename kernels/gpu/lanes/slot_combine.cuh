@@ -94,7 +94,7 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
   const DeviceRank& device = params.device;
   const bool is_start = params.part == CallPart::kStart;
   const auto write = [&] {
-    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(params.device, slot.started);
     if (!is_start) CountUp(&ControlOf(device)->combines, 1);
     UpdateSet(device, params.kind, params.part, slot, sequence);
   };

@@ -59,6 +59,17 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
   return peer - rank.node_begin < rank.shape.node_size;
 }
 
+// Ranks that take no part (elastic groups) send nothing, and yet kernels wait for all ranks alike:
+// what a rank sends to such a peer goes to its own heap, as if the peer had sent it. Nobody routes
+// to that peer (check_active.cu), so what it seems to say is that it has nothing.
+__device__ inline bool IsActive(const DeviceRank& rank, uint32_t peer) {
+  return (rank.active >> peer & 1) != 0;
+}
+// By which number the heap at peers[peer] knows what this rank sends there.
+__device__ inline uint32_t SenderTo(const DeviceRank& rank, uint32_t peer) {
+  return IsActive(rank, peer) ? rank.rank : peer;
+}
+
 // A shared word of each block: whether it has found the rank's first failure, or has left out
 // something because the rank had failed (open_end.cuh).
 __device__ inline uint32_t* GaveUpHere() {
@@ -90,7 +101,7 @@ __device__ __noinline__ inline void Fail(const DeviceRank& rank, FailureKind kin
   // Publishes the fields above to the host.
   StoreReleaseSys(reinterpret_cast<uint32_t*>(&status->failed), 1u);
   for (uint32_t other = rank.node_begin; other < MatesEnd(rank); ++other) {
-    if (other == rank.rank) continue;
+    if (other == rank.rank || !IsActive(rank, other)) continue;
     StoreReleaseSys(HeapAt<uint32_t>(rank, other, rank.layout.peer_failed), rank.rank + 1);
   }
 }
@@ -271,7 +282,7 @@ __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_o
                                         uint64_t value) {
   for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {
     if (peer == rank.rank) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + rank.rank, value);
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, flags_offset) + SenderTo(rank, peer), value);
   }
 }
 

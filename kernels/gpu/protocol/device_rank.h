@@ -18,16 +18,25 @@ struct DeviceRank {
   uint32_t rank;
   uint32_t node_begin;  // first rank of this node
   bool debug;
-  uint32_t program;  // of the call that is launched: FingerprintOf
-  uint64_t site;     // of the call that is launched: PlanParams.site
+  uint32_t generation;  // RankConfig.generation
+  uint64_t active;      // by rank: those that take part
+  uint32_t program;     // of the call that is launched: FingerprintOf
+  uint64_t site;        // of the call that is launched: PlanParams.site
   uint64_t timeout_ns;
   RankStatus* status;            // as the device addresses it
   OperationStamp* stamps;        // likewise; null: no trace
   const DeviceNetwork* network;  // in the heap; null in a group of one node
-  // By rank. Of other nodes' ranks `heap` is the stage where their rows arrive, that of the own
-  // node's rank on their rail: only what a DispatchRecord names is read there.
+  // By rank. Of one that takes no part this rank's own (SenderTo). Of other nodes' ranks `heap` is
+  // the stage where their rows arrive, that of the own node's rank on their rail: only what a
+  // DispatchRecord names is read there.
   PeerMemory peers[kMaxNodeRanks];
 };
+
+// Whether ranks of the node take no part.
+constexpr bool HasHoles(const DeviceRank& device) {
+  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - device.shape.num_ranks);
+  return (device.active & all) != all;
+}
 
 // A call as its peers see it: its operation, and above that a fingerprint of the program that makes
 // it. Two ranks whose calls of one number differ in this run different programs.

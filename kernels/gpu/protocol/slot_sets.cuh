@@ -43,10 +43,13 @@ __device__ inline uint64_t ConsumedOffset(const DeviceRank& rank, SetKind kind) 
          static_cast<uint64_t>(kind) * rank.shape.num_ranks * sizeof(uint64_t);
 }
 
-// Epochs of the halves are the low bits of an operation's number.
-__device__ inline int32_t EpochOf(uint64_t sequence) {
-  constexpr uint64_t kEpochBits = 31;
-  return static_cast<int32_t>(sequence & ((uint64_t{1} << kEpochBits) - 1));
+// Epochs of the halves: the low bits of an operation's number, and above them those of the
+// session's generation, as a start means nothing to a later session of the group.
+__device__ inline int32_t EpochOf(const DeviceRank& rank, uint64_t sequence) {
+  constexpr uint32_t kEpochBits = 24;
+  constexpr uint32_t kMask = (1u << kEpochBits) - 1;
+  return static_cast<int32_t>(rank.generation << kEpochBits |
+                              (static_cast<uint32_t>(sequence) & kMask));
 }
 
 // One thread. The set that a start or whole call takes; fails the rank if all are open.
@@ -90,7 +93,7 @@ __device__ inline CallSlot FindOpenSet(const DeviceRank& rank, SetKind kind, Ope
   for (uint32_t set = 0; set < rank.shape.depth; ++set) {
     const SlotSet& candidate = state->sets[set];
     newest = candidate.started > newest ? candidate.started : newest;
-    if (candidate.is_open == 0 || EpochOf(candidate.started) != epoch) continue;
+    if (candidate.is_open == 0 || EpochOf(rank, candidate.started) != epoch) continue;
     return {.is_ok = 1,
             .set = set,
             .program = candidate.program,
@@ -131,7 +134,7 @@ __device__ inline void SignalLastRead(const DeviceRank& rank, SetKind kind, Call
   for (uint32_t peer = rank.node_begin + LaneId(); peer < MatesEnd(rank) && done != 0;
        peer += kWarpSize) {
     if (peer == rank.rank) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + rank.rank,
+    StoreReleaseSys(HeapAt<uint64_t>(rank, peer, ConsumedOffset(rank, kind)) + SenderTo(rank, peer),
                     ReadFlag(done));
   }
 }

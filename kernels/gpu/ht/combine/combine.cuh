@@ -31,7 +31,7 @@ __device__ inline bool WaitChunk(const DeviceRank& device, uint64_t value, FlagO
 // This rank's, at the owner of the chunk's tokens.
 __device__ inline uint64_t* ChunkFlagAt(const DeviceRank& device, uint32_t owner, uint32_t chunk) {
   return HeapAt<uint64_t>(device, owner, device.layout.chunk_flags) +
-         device.rank * device.layout.num_chunks + chunk;
+         SenderTo(device, owner) * device.layout.num_chunks + chunk;
 }
 // One lane, after a release by the warps that stored the partials of the chunk: publishes them.
 __device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, uint32_t chunk,

@@ -25,12 +25,13 @@ __device__ void Publish(const EntryKernelParams& params, uint64_t sequence) {
   const DeviceRank& device = params.call.device;
   const uint64_t value = FlagValue(sequence, params.call.operation, device.program);
   for (uint32_t peer = device.node_begin + threadIdx.x; peer < MatesEnd(device); peer += kThreads) {
+    const uint32_t sender = SenderTo(device, peer);
     if (params.has_record) {
-      HeapAt<DispatchRecord>(device, peer, device.layout.records)[device.rank] = params.record;
+      HeapAt<DispatchRecord>(device, peer, device.layout.records)[sender] = params.record;
     }
     if (peer == device.rank) continue;
     // Publishes the record, and the arrays that it names.
-    StoreReleaseSys(HeapAt<uint64_t>(device, peer, device.layout.entry_flags) + device.rank, value);
+    StoreReleaseSys(HeapAt<uint64_t>(device, peer, device.layout.entry_flags) + sender, value);
   }
 }
 

@@ -59,7 +59,7 @@ class RowQuantizer {
     const auto chunks = static_cast<uint32_t>((end - begin + kRecordTokens - 1) / kRecordTokens);
     for (uint32_t i = LaneId(); i < device.shape.num_ranks * chunks; i += kWarpSize) {
       const uint32_t peer = i / chunks;
-      StoreReleaseSys(RecordFlag(device, peer, device.rank, first + i % chunks), value);
+      StoreReleaseSys(RecordFlag(device, peer, SenderTo(device, peer), first + i % chunks), value);
     }
     return true;
   }

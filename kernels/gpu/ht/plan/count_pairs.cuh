@@ -183,7 +183,9 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
   const uint32_t num_experts = device.shape.num_experts;
   const int32_t* block_counts = OwnHeapAt<int32_t>(device, device.layout.block_counts);
   int32_t* block_offsets = OwnHeapAt<int32_t>(device, device.layout.block_offsets);
-  const uint64_t counts_offset = CountsOf(device, sequence, device.rank);
+  const auto counts_offset = [&](uint32_t peer) {
+    return CountsOf(device, sequence, SenderTo(device, peer));
+  };
   for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {
     int32_t sum = 0;
     constexpr uint32_t kBlocks = 24;  // loads in flight
@@ -204,7 +206,8 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
       }
     }
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
-      HeapAt<int32_t>(device, peer, counts_offset + sizeof(PlanHeader))[expert] = sum;
+      HeapAt<int32_t>(device, peer, counts_offset(peer) + sizeof(PlanHeader))[expert] =
+          IsActive(device, peer) ? sum : 0;
     }
   }
   if (threadIdx.x == 0) {
@@ -220,11 +223,12 @@ __device__ inline void PublishCounts(const PlanKernelParams& params, uint64_t se
       Fail(device, FailureKind::kInvalidId, Operation::kPlan, device.rank, 0,
            static_cast<uint64_t>(num_invalid));
     }
-    const PlanHeader header = {num_dropped, static_cast<int32_t>(params.num_tokens),
-                               params.recv_rows, static_cast<uint16_t>(params.layout),
-                               static_cast<uint16_t>(device.program)};
+    PlanHeader header = {num_dropped, static_cast<int32_t>(params.num_tokens), params.recv_rows,
+                         static_cast<uint16_t>(params.layout),
+                         static_cast<uint16_t>(device.program)};
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
-      *HeapAt<PlanHeader>(device, peer, counts_offset) = header;
+      header.num_locally_dropped = IsActive(device, peer) ? num_dropped : 0;
+      *HeapAt<PlanHeader>(device, peer, counts_offset(peer)) = header;
     }
   }
   SyncBlock();

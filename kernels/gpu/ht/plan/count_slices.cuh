@@ -96,14 +96,14 @@ __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t seque
   const DeviceRank& device = params.device;
   const auto for_mates = [&](auto&& visit) {
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
-      visit(SliceAt(device, peer, set, device.rank, slice));
+      visit(SliceAt(device, peer, set, SenderTo(device, peer), slice), IsActive(device, peer));
     }
   };
   const PairDrops drops =
       CountBlock(params, slice, batch, claim, SliceNumbers{EntriesOf(device, set, device.rank)},
                  [&](uint32_t expert, int32_t count) {
-                   for_mates([&](SliceHeader* header) {
-                     header->counts()[expert] = static_cast<uint16_t>(count);
+                   for_mates([&](SliceHeader* header, bool is_active) {
+                     header->counts()[expert] = static_cast<uint16_t>(is_active ? count : 0);
                    });
                  });
   if (!claim.IsMine()) return;
@@ -118,16 +118,19 @@ __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t seque
     return;
   }
   if (threadIdx.x == 0) {
-    const PlanHeader plan = {drops.dropped, static_cast<int32_t>(params.num_tokens),
-                             params.recv_rows, static_cast<uint16_t>(params.layout),
-                             static_cast<uint16_t>(device.program)};
-    for_mates([&](SliceHeader* header) { header->plan = plan; });
+    PlanHeader plan = {drops.dropped, static_cast<int32_t>(params.num_tokens), params.recv_rows,
+                       static_cast<uint16_t>(params.layout), static_cast<uint16_t>(device.program)};
+    for_mates([&](SliceHeader* header, bool is_active) {
+      plan.num_locally_dropped = is_active ? drops.dropped : 0;
+      header->plan = plan;
+    });
   }
   SyncBlock();
   // This rank's other blocks wait for it, too.
   const uint64_t value = FlagValue(sequence, Operation::kPlan, device.program);
   for (uint32_t mate = device.node_begin + threadIdx.x; mate < MatesEnd(device); mate += kThreads) {
-    StoreReleaseSys(HeapAt<uint64_t>(device, mate, SliceFlag(device, device.rank, slice)), value);
+    const uint64_t flag = SliceFlag(device, SenderTo(device, mate), slice);
+    StoreReleaseSys(HeapAt<uint64_t>(device, mate, flag), value);
   }
 }
 

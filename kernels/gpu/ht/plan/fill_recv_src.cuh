@@ -66,10 +66,11 @@ __device__ inline void FillRankMajor(const PlanKernelParams& params) {
     const auto source = static_cast<uint32_t>(row / params.num_tokens);
     const uint64_t first = row % params.num_tokens * top_k;
     const int32_t* ids = ListOf(device, source) + first;
+    const bool is_active = IsActive(device, source);
     int32_t src = -1;
     for (uint32_t k = 0; k < top_k; ++k) {
       const int32_t local = ids[k] - own_first;
-      const bool is_here = ids[k] >= 0 && local >= 0 && local < experts;
+      const bool is_here = is_active && ids[k] >= 0 && local >= 0 && local < experts;
       params.out.recv_topk_idx[row * top_k + k] = is_here ? local : -1;
       if (is_here && src < 0) src = static_cast<int32_t>(source * source_codes + first + k);
     }

@@ -128,11 +128,13 @@ class SlicePlacer {
     loaded_ = slice;
     if (slice >= num_slices_) return;
     const PairRange range = RangeOf(slice);
-    const PairEntry* from = EntriesOf(device_, set_, SourceOf(slice));
+    const uint32_t source = SourceOf(slice);
+    const bool is_active = IsActive(device_, source);
+    const PairEntry* from = EntriesOf(device_, set_, source);
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i) {
       const uint32_t pair = range.begin + i * kThreads + threadIdx.x;
-      entries_[i] = pair < range.end ? from[pair] : PairEntry{PairEntry::kNone};
+      entries_[i] = pair < range.end && is_active ? from[pair] : PairEntry{PairEntry::kNone};
     }
   }
   __device__ PairRange RangeOf(uint32_t slice) const {
@@ -214,6 +216,7 @@ class SlicePlacer {
   __device__ void Place(uint32_t slice) {
     const PairRange range = RangeOf(slice);
     const uint32_t source = SourceOf(slice);
+    const bool is_active = IsActive(device_, source);
     const PairEntry* from = EntriesOf(device_, set_, source);
     for (uint32_t first = range.begin; first < range.end; first += kBatch * kThreads) {
       PairEntry entries[kBatch];
@@ -223,7 +226,7 @@ class SlicePlacer {
         if (first == range.begin && loaded_ == slice) {
           entries[i] = entries_[i];
         } else {
-          entries[i] = pair < range.end ? from[pair] : PairEntry{PairEntry::kNone};
+          entries[i] = pair < range.end && is_active ? from[pair] : PairEntry{PairEntry::kNone};
         }
       }
       if (first == range.begin) Load(slice + NumWorkers());
@@ -279,7 +282,8 @@ class SlicePlacer {
     if (!is_here && k + 1 != top_k) return;
     const uint32_t in_warp = min(k, LaneId());  // lower pairs of the token
     if ((here & LanesBelow() & ~((LaneMask{1} << (LaneId() - in_warp)) - 1)) != 0) return;
-    for (uint32_t lower = pair - k; lower < pair - in_warp; ++lower) {
+    const uint32_t first = IsActive(device_, source) ? pair - k : pair - in_warp;
+    for (uint32_t lower = first; lower < pair - in_warp; ++lower) {
       const PairEntry other = EntriesOf(device_, set_, source)[lower];
       if (!other.HasPlace()) continue;
       if (params_.by_experts_per_rank.Quotient(other.expert()) == device_.rank) return;

@@ -50,7 +50,8 @@ __device__ void SayInPlan(const DeviceRank& device, uint64_t sequence) {
   const uint64_t value = FlagValue(sequence, Operation::kPlan, device.program);
   for (uint32_t peer = device.node_begin + LaneId(); peer < MatesEnd(device); peer += kWarpSize) {
     if (peer == device.rank) continue;
-    StoreRelaxedSys(HeapAt<uint64_t>(device, peer, device.layout.entry_flags) + device.rank, value);
+    StoreRelaxedSys(
+        HeapAt<uint64_t>(device, peer, device.layout.entry_flags) + SenderTo(device, peer), value);
   }
 }
 

@@ -57,9 +57,9 @@ class LlCombineSender {
     const DeviceRank& device = call_.device;
     for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
       if (peer == device.rank) continue;
-      StoreRelaxedSys(
-          HeapAt<uint64_t>(device, peer, call_.area.meta_flags.At(slot_.set)) + device.rank,
-          StartFlag(slot_, call_.operation));
+      StoreRelaxedSys(HeapAt<uint64_t>(device, peer, call_.area.meta_flags.At(slot_.set)) +
+                          SenderTo(device, peer),
+                      StartFlag(slot_, call_.operation));
     }
   }
   // A piece of an item.

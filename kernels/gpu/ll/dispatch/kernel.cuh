@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (sends_in_bulk) has_sent ? bulk_sender.Send(slot) : bulk_sender.GiveUp();
 #endif
   const auto write = [&] {
-    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(slot.started);
+    if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(device, slot.started);
     if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
     UpdateSet(device, kKind, params.part, slot, sequence);
   };

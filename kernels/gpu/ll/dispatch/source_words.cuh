@@ -103,7 +103,9 @@ __device__ void ForDestinations(const LlDispatchKernelParams& params, Function&&
 __device__ inline void SendWords(const LlDispatchKernelParams& params, const CallSlot& slot,
                                  uint32_t item) {
   const DeviceRank& device = params.device;
-  const uint64_t block = device.layout.ll_dispatch.blocks.At(slot.set, device.rank);
+  const auto block = [&](uint32_t dest) {
+    return device.layout.ll_dispatch.blocks.At(slot.set, SenderTo(device, dest));
+  };
   if (item == 0) {
     const PushHeader header = HeaderOf(params, params.operation, slot.program);
     uint32_t word = 0;
@@ -113,7 +115,8 @@ __device__ inline void SendWords(const LlDispatchKernelParams& params, const Cal
     }
     ForDestinations(params, [&](uint32_t dest) {
       if (LaneId() >= PushHeader::kNumWords) return;
-      StoreRelaxedSys(HeapAt<uint64_t>(device, dest, block) + LaneId(), Tagged(slot.started, word));
+      StoreRelaxedSys(HeapAt<uint64_t>(device, dest, block(dest)) + LaneId(),
+                      Tagged(slot.started, word));
     });
     return;
   }
@@ -131,11 +134,14 @@ __device__ inline void SendWords(const LlDispatchKernelParams& params, const Cal
   }
   const uint64_t array = is_ids ? device.layout.push_ids : device.layout.push_weights;
   ForDestinations(params, [&](uint32_t dest) {
-    auto* to = HeapAt<uint64_t>(device, dest, block + array);
+    auto* to = HeapAt<uint64_t>(device, dest, block(dest) + array);
+    constexpr uint32_t kNoExpert = ~0u;
+    const bool is_active = IsActive(device, dest);
 #pragma unroll
     for (uint32_t i = 0; i < kLaneWords; ++i) {
       const uint32_t cell = first + i * kWarpSize;
-      if (cell < cells) StoreRelaxedSys(to + cell, Tagged(slot.started, words[i]));
+      const uint32_t word = is_active ? words[i] : kNoExpert;
+      if (cell < cells) StoreRelaxedSys(to + cell, Tagged(slot.started, word));
     }
   });
 }
