@@ -91,6 +91,8 @@ def with_a_late_rank(phase, function, *operands, stops=False):
     if jax.process_index() == 1:
         be_late(stops)
         return jax.block_until_ready(function(*operands))
+    while "nobody is waiting" not in group.report():  # the wait before is shown for a moment
+        time.sleep(0.05)
     pages = []
     words = "silent" if stops and args.node_size is None else ""
     looking = threading.Thread(target=look, args=(phase, words, pages), daemon=True)
