@@ -89,9 +89,6 @@ class Session:
         Whether the ranks of this process have been given the same number of calls.
         """
 
-    def blamed_rank(self) -> int:
-        """Of the first failure; -1: nobody."""
-
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""
 
@@ -111,6 +108,9 @@ class Session:
 
     def failure_text(self) -> str:
         """The first failure, or an empty string."""
+
+    def blamed_rank(self) -> int:
+        """Of the first failure, in a group of one team; -1: nobody."""
 
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""
@@ -183,6 +183,9 @@ class GpuSession:
 
     def failure_text(self) -> str:
         """The first failure, or an empty string."""
+
+    def blamed_rank(self) -> int:
+        """Of the first failure, in a group of one team; -1: nobody."""
 
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""

@@ -74,7 +74,7 @@ def create_group(
         if native and platform == "gpu" and config.overlap:
             _check_overlap(mesh)
         if native and config.elastic:
-            _check_elastic(mesh, axes, platform)
+            _check_elastic(mesh, axes)
         group = Group(
             mesh,
             axis if isinstance(axis, str) else axes,
@@ -162,13 +162,8 @@ def _check_overlap(mesh: Any) -> None:
         )
 
 
-def _check_elastic(mesh: Any, axes: tuple[str, ...], platform: str | None) -> None:
-    """Raises unless groups on this platform and mesh can go on without some of their ranks."""
-    if platform != "cpu":
-        raise NotImplementedError(
-            f"jax_ep.create_group: got Config.elastic=True on platform {platform!r}, expected "
-            "'cpu'; leave elastic out"
-        )
+def _check_elastic(mesh: Any, axes: tuple[str, ...]) -> None:
+    """Raises unless groups on this mesh can go on without some of their ranks."""
     if _mesh.axis_size(mesh, axes) != mesh.size:
         raise NotImplementedError(
             f"jax_ep.create_group: got Config.elastic=True with axis={axes} of the mesh axes "

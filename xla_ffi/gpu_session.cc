@@ -50,6 +50,14 @@ Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   return session;
 }
 
+uint64_t GpuSession::ActiveRanks() const {
+  uint64_t active = 0;
+  for (uint32_t rank = 0; rank < options().shape.num_ranks; ++rank) {
+    if (options().IsActive(rank)) active |= uint64_t{1} << rank;
+  }
+  return active;
+}
+
 std::vector<int> GpuSession::Devices() const {
   std::vector<int> devices;
   for (const LocalRank& local : options().local_ranks) {
@@ -87,6 +95,8 @@ Status GpuSession::Start() {
           .rank = member->id.rank,
           .device = member->device(),
           .peers = member->peers.data(),
+          .active = ActiveRanks(),
+          .generation = options().generation,
           .network = network_ != nullptr ? &network : nullptr,
           .status = member->status,
           .stamps = member->stamps,

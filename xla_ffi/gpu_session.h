@@ -118,13 +118,16 @@ class GpuSession {
   Status ConnectMember(Member& member,
                        const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records);
   std::vector<int> Devices() const;
+  uint64_t ActiveRanks() const;  // a bit each
   Status DrainDevices() const;
   Result<std::vector<Counters>> ReadCounters() const;  // under a lease
   uint64_t HeapBytes() const;                          // under a lease
   std::string DataPath() const;                        // under a lease
   void Free();
   void WatchStatus() noexcept;
-  void LatchDeviceFailures() const;
+  // Makes what a kernel has found the session's failure. False: that is only that a mate has
+  // failed; with `may_wait` its cause is left to the monitor.
+  bool LatchDeviceFailures(bool may_wait) const;
   static bool IsCause(const Member& member);  // of a failed one: not that it heard of a failure
   void EndVainWaits(Member& member) const;
   // gpu_session_report.cc

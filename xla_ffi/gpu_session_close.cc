@@ -36,7 +36,7 @@ void GpuSession::Free() {
   watch_wake_.notify_all();
   if (watch_.joinable()) watch_.join();
   if (drained.ok()) {  // of the last kernels
-    LatchDeviceFailures();
+    LatchDeviceFailures(/*may_wait=*/false);
     for (const auto& member : members_) ReadStamps(*member);
   }
   if (network_ != nullptr) network_->Stop();
@@ -55,7 +55,8 @@ void GpuSession::Free() {
   const Status freed = OnOwnThread([&]() -> Status {
     const gpu::DeviceMemoryApi& memory = *api_->memory;
     // First all of them: kernels of one rank reach the memory of the others. From then on programs
-    // that XLA captured touch the kept bytes of the heaps alone.
+    // that XLA captured touch the kept bytes of the heaps alone. (Those of elastic groups are not
+    // captured, and each agreement ends a session.)
     bool has_run = false;
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member->device()), "close"));
@@ -70,7 +71,8 @@ void GpuSession::Free() {
         JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release(range), "unmap"));
       }
       member->imported.clear();
-      const auto free_heap = has_run ? memory.retire : memory.release;
+      const bool is_captured = has_run && options().active.empty();
+      const auto free_heap = is_captured ? memory.retire : memory.release;
       JAX_EP_RETURN_IF_ERROR(ToStatus(free_heap(member->heap), "free"));
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release_pinned(member->status), "free"));
       if (member->stamps != nullptr) {

@@ -4,6 +4,7 @@
 #include <optional>
 #include <utility>
 
+#include "proxy/base/deadline.h"
 #include "proxy/base/log.h"
 #include "xla_ffi/gpu_member.h"
 #include "xla_ffi/members.h"
@@ -15,6 +16,8 @@ constexpr auto kWatchPeriod = std::chrono::milliseconds(2);
 // A rank leaves when its devices are idle, so whatever it took part in runs here already, and ends
 // long before this. What still waits then waits for the rank that has left.
 constexpr auto kDepartureGrace = std::chrono::seconds(5);
+// Within which the monitor learns why a mate has failed, which kernels only learn that it has.
+constexpr auto kCauseGrace = std::chrono::seconds(1);
 
 }  // namespace
 
@@ -45,9 +48,13 @@ const char* NameOf(gpu::Operation operation) {
 // Device failures become the session's, the session's (a dead process, say) end the kernels' waits.
 void GpuSession::WatchStatus() noexcept {
   std::unique_lock lock(watch_mutex_);
+  std::optional<Deadline> for_cause;
   while (!stopping_) {
     try {
-      LatchDeviceFailures();
+      const bool may_wait = !for_cause.has_value() || !for_cause->expired();
+      if (!LatchDeviceFailures(may_wait) && !for_cause.has_value()) {
+        for_cause = Deadline::After(kCauseGrace);
+      }
     } catch (...) {
       failure_->Set(std::move(exception_));
     }
@@ -78,11 +85,16 @@ bool GpuSession::IsCause(const Member& member) {
 }
 
 std::string GpuSession::FailureText() const {
-  if (const Lifecycle::Lease lease = lifecycle_.Enter()) LatchDeviceFailures();
+  if (const Lifecycle::Lease lease = lifecycle_.Enter()) {
+    const Deadline deadline = Deadline::After(kCauseGrace);
+    while (!LatchDeviceFailures(/*may_wait=*/!deadline.expired())) {
+      std::this_thread::sleep_for(kWatchPeriod);
+    }
+  }
   return failure_->status().message();
 }
 
-void GpuSession::LatchDeviceFailures() const {
+bool GpuSession::LatchDeviceFailures(bool may_wait) const {
   const auto find = [&](auto&& wanted) -> const Member* {
     const auto it = std::find_if(members_.begin(), members_.end(), [&](const auto& member) {
       return member->status->failed.load(std::memory_order_acquire) != 0 && wanted(*member);
@@ -90,13 +102,16 @@ void GpuSession::LatchDeviceFailures() const {
     return it == members_.end() ? nullptr : it->get();
   };
   const Member* first = find([](const Member&) { return true; });
-  if (first == nullptr || failure_->failed()) return;
+  if (first == nullptr || failure_->failed()) return true;
   // That rank may only have heard of another's failure. A cause is written before anybody hears of
   // it, so that it is found by now.
   if (const Member* cause = find(&IsCause); cause != nullptr) first = cause;
+  const auto kind = static_cast<gpu::FailureKind>(first->status->kind);
+  if (kind == gpu::FailureKind::kPeerFailed && may_wait) return false;
   if (failure_->Set(Unavailable(Describe(*first)), BlamedFor(*first))) {
     LogError(failure_->message());
   }
+  return true;
 }
 
 std::string GpuSession::Describe(const Member& member) const {
@@ -154,6 +169,11 @@ std::string GpuSession::Describe(const Member& member) const {
       return "group " + options().name + ": call number " + std::to_string(status.epoch) + " on " +
              options().NameOf(member.id) +
              WrongPositionText(options(), member.id, static_cast<int64_t>(status.actual));
+    case gpu::FailureKind::kNotActive:
+      return text + (status.expected == 0 ? ": got an expert of " : ": got a plan with rows of ") +
+             peer +
+             ", which the group has agreed to go on without; pass the newest result of Group.agree "
+             "as `active`, and make plans anew";
     case gpu::FailureKind::kNone:
       break;
   }
@@ -163,6 +183,7 @@ std::string GpuSession::Describe(const Member& member) const {
 int64_t GpuSession::BlamedFor(const Member& member) const {
   switch (static_cast<gpu::FailureKind>(member.status->kind)) {
     case gpu::FailureKind::kInvalidId:
+    case gpu::FailureKind::kNotActive:
     case gpu::FailureKind::kWrongPosition:
       return RankOfTeam(member.id.team, member.id.rank);  // its own program's fault
     case gpu::FailureKind::kAborted:

@@ -145,6 +145,7 @@ Status GpuSession::ConnectMember(
           .heap = mate->heap.base, .arena = mate->arena.base, .arena_bytes = mate->arena.bytes};
       continue;
     }
+    if (!options().IsActive(peer)) continue;
     const auto found = records.find({member.id.team, peer});
     if (found == records.end() || found->second.heap_fds[0] < 0) {
       return InvalidArgument(who + " was not published by its process");

@@ -48,7 +48,10 @@ void GpuSession::ShowWait(Member& member, uint64_t now_ns) {
 }
 
 TeamView GpuSession::ViewTeam(uint32_t team) const {
-  TeamView view{.id = options().IdOf(team), .node_size = options().shape.node_size, .ranks = {}};
+  TeamView view{.id = options().IdOf(team),
+                .node_size = options().shape.node_size,
+                .ranks = {},
+                .active = {options().active.begin(), options().active.end()}};
   for (uint32_t rank = 0; rank < options().shape.num_ranks; ++rank) {
     const auto see = [&](const ControlBlock& control, uint64_t pid) {
       RankView seen = ViewOf(control, [](Channel, uint32_t) { return uint64_t{0}; });
@@ -107,7 +110,8 @@ void GpuSession::ReportStalls() {
 
 ControlBlock& GpuSession::ControlOfFirstOnNode(const Member& member) const {
   const uint32_t node_size = options().shape.node_size;
-  const uint32_t first = member.id.rank / node_size * node_size;
+  uint32_t first = member.id.rank / node_size * node_size;
+  while (!options().IsActive(first)) ++first;
   if (const Member* const found = FindMember(members_, member.id.team, first)) {
     return *found->control_block();
   }

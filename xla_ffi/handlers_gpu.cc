@@ -170,31 +170,31 @@ namespace jax_ep {
 namespace {
 
 using Ops = Operations<GpuPlatform>;
-constexpr auto kReplayable = {ffi::Traits::kCmdBufferCompatible};
 
-XLA_FFI_DEFINE_HANDLER(kPlan, Ops::Plan, signatures::Plan<GpuContext>(), kReplayable);
-XLA_FFI_DEFINE_HANDLER(kDispatch, Ops::Dispatch, signatures::Dispatch<GpuContext>(), kReplayable);
-XLA_FFI_DEFINE_HANDLER(kLlDispatch, Ops::LlDispatch, signatures::LlDispatch<GpuContext>(),
-                       kReplayable);
-XLA_FFI_DEFINE_HANDLER(kCombine, Ops::Combine, signatures::Combine<GpuContext>(), kReplayable);
-XLA_FFI_DEFINE_HANDLER(kDispatchStart, Ops::DispatchStart, signatures::DispatchStart<GpuContext>(),
-                       kReplayable);
-XLA_FFI_DEFINE_HANDLER(kDispatchDone, Ops::DispatchDone, signatures::DispatchDone<GpuContext>(),
-                       kReplayable);
-XLA_FFI_DEFINE_HANDLER(kLlDispatchStart, Ops::LlDispatchStart,
-                       signatures::LlDispatchStart<GpuContext>(), kReplayable);
-XLA_FFI_DEFINE_HANDLER(kLlDispatchDone, Ops::LlDispatchDone,
-                       signatures::LlDispatchDone<GpuContext>(), kReplayable);
-XLA_FFI_DEFINE_HANDLER(kCombineStart, Ops::CombineStart, signatures::CombineStart<GpuContext>(),
-                       kReplayable);
-XLA_FFI_DEFINE_HANDLER(kCombineDone, Ops::CombineDone, signatures::CombineDone<GpuContext>(),
-                       kReplayable);
+// Twice: XLA may record a call in a command buffer and replay it, which goes to the session that
+// there was. Groups whose sessions change (elastic ones) use targets that it calls each time.
+#define JAX_EP_DEFINE_HANDLERS(name, implementation, signature)                                 \
+  XLA_FFI_DEFINE_HANDLER(name, implementation, signature, {ffi::Traits::kCmdBufferCompatible}); \
+  XLA_FFI_DEFINE_HANDLER(name##EachTime, implementation, signature)
+
+JAX_EP_DEFINE_HANDLERS(kPlan, Ops::Plan, signatures::Plan<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kDispatch, Ops::Dispatch, signatures::Dispatch<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kLlDispatch, Ops::LlDispatch, signatures::LlDispatch<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kCombine, Ops::Combine, signatures::Combine<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kDispatchStart, Ops::DispatchStart, signatures::DispatchStart<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kDispatchDone, Ops::DispatchDone, signatures::DispatchDone<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kLlDispatchStart, Ops::LlDispatchStart,
+                       signatures::LlDispatchStart<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kLlDispatchDone, Ops::LlDispatchDone,
+                       signatures::LlDispatchDone<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kCombineStart, Ops::CombineStart, signatures::CombineStart<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kCombineDone, Ops::CombineDone, signatures::CombineDone<GpuContext>());
 
 using Fp8 = OperationsFp8<GpuPlatform>;
-XLA_FFI_DEFINE_HANDLER(kDispatchFp8, Fp8::Dispatch, signatures::DispatchFp8<GpuContext>(),
-                       kReplayable);
-XLA_FFI_DEFINE_HANDLER(kLlDispatchFp8, Fp8::LlDispatch, signatures::LlDispatchFp8<GpuContext>(),
-                       kReplayable);
+JAX_EP_DEFINE_HANDLERS(kDispatchFp8, Fp8::Dispatch, signatures::DispatchFp8<GpuContext>());
+JAX_EP_DEFINE_HANDLERS(kLlDispatchFp8, Fp8::LlDispatch, signatures::LlDispatchFp8<GpuContext>());
+
+#undef JAX_EP_DEFINE_HANDLERS
 
 // Mode ht beside other work. Not replayable: in a command buffer XLA starts and ends an
 // asynchronous call at one place.
@@ -211,7 +211,7 @@ XLA_FFI_DEFINE_HANDLER(kCombineScalars, Beside::CombineScalars,
 }  // namespace
 
 std::span<const HandlerRegistration> GpuHandlers() {
-  static const std::array<HandlerRegistration, 18> kHandlers{{
+  static const std::array<HandlerRegistration, 30> kHandlers{{
       {"jax_ep_plan", nullptr, kPlan},
       {"jax_ep_dispatch", nullptr, kDispatch},
       {"jax_ep_ll_dispatch", nullptr, kLlDispatch},
@@ -224,6 +224,18 @@ std::span<const HandlerRegistration> GpuHandlers() {
       {"jax_ep_combine_done", nullptr, kCombineDone},
       {"jax_ep_dispatch_fp8", nullptr, kDispatchFp8},
       {"jax_ep_ll_dispatch_fp8", nullptr, kLlDispatchFp8},
+      {"jax_ep_plan_each_time", nullptr, kPlanEachTime},
+      {"jax_ep_dispatch_each_time", nullptr, kDispatchEachTime},
+      {"jax_ep_ll_dispatch_each_time", nullptr, kLlDispatchEachTime},
+      {"jax_ep_combine_each_time", nullptr, kCombineEachTime},
+      {"jax_ep_dispatch_start_each_time", nullptr, kDispatchStartEachTime},
+      {"jax_ep_dispatch_done_each_time", nullptr, kDispatchDoneEachTime},
+      {"jax_ep_ll_dispatch_start_each_time", nullptr, kLlDispatchStartEachTime},
+      {"jax_ep_ll_dispatch_done_each_time", nullptr, kLlDispatchDoneEachTime},
+      {"jax_ep_combine_start_each_time", nullptr, kCombineStartEachTime},
+      {"jax_ep_combine_done_each_time", nullptr, kCombineDoneEachTime},
+      {"jax_ep_dispatch_fp8_each_time", nullptr, kDispatchFp8EachTime},
+      {"jax_ep_ll_dispatch_fp8_each_time", nullptr, kLlDispatchFp8EachTime},
       {"jax_ep_plan_beside", nullptr, kPlanBeside},
       {"jax_ep_dispatch_rows_beside", nullptr, kDispatchRows},
       {"jax_ep_dispatch_weights_beside", nullptr, kDispatchWeights},

@@ -196,9 +196,6 @@ class PySession : public PySessionOf<Session> {
 
   bool IsBalanced() const { return session().IsBalanced(); }
 
-  // Of a group of one team.
-  int64_t BlamedRank() const { return session().blamed_rank(); }
-
   nb::list RankStats() const {
     nb::list all;
     const auto value = [](const std::atomic<uint64_t>& counter) {
@@ -292,7 +289,6 @@ NB_MODULE(_core, m) {
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
       .def("is_balanced", &PySession::IsBalanced,
            "Whether the ranks of this process have been given the same number of calls.")
-      .def("blamed_rank", &PySession::BlamedRank, "Of the first failure; -1: nobody.")
       .def("rank_stats", &PySession::RankStats,
            nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
            "Counters of each local rank.");

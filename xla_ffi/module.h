@@ -133,6 +133,7 @@ class PySessionOf {
 
   // The first failure's message, or "" while the group works, or worked when it was closed.
   std::string FailureText() const { return session_->FailureText(); }
+  int64_t BlamedRank() const { return session_->failure().blamed_rank(); }
   std::string Report() const { return session_->Report(); }
   std::string DumpState() const { return session_->DumpState(); }
   nanobind::list FlowStatsList() const { return ToList(session_->flow_stats()); }
@@ -161,6 +162,8 @@ class PySessionOf {
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
         .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
+        .def("blamed_rank", &PySessionOf::BlamedRank,
+             "Of the first failure, in a group of one team; -1: nobody.")
         .def("flow_stats", &PySessionOf::FlowStatsList,
              nanobind::sig("def flow_stats(self) -> list[dict[str, int]]"),
              "Counters of each proxy flow.")

@@ -72,8 +72,6 @@ class Session {
   FailureLatch& failure() { return *failure_; }
   // The first failure, or "". What happens to others while this process leaves is none of its own.
   std::string FailureText() const;
-  // Whose fault it was (FailureLatch::blamed_rank).
-  int64_t blamed_rank() const { return failure_->blamed_rank(); }
   uint64_t heap_bytes() const;  // of this process's ranks together; 0 after Close
   const std::vector<std::pair<LocalRank, std::unique_ptr<RankCounters>>>& counters() const {
     return counters_;

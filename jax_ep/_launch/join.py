@@ -17,11 +17,11 @@ import jax
 from jax_ep import _jax_compat
 
 _NOBODYS_ADDRESS = "127.0.0.1:0"
-# Process 0 writes it when it looks for its devices, and XLA refuses to write it again: one that is
-# started again would have no devices. It is made from what all processes have written of their own
-# devices, which stays, so the second one is equal. (XLA of jax 0.10.2 to 0.11, for CPUs.)
-_TOPOLOGY = "cpu:global_topology/cpu"
-_COPY = "jax_ep/launch/topology"  # of what a process 0 that was started again has removed
+# Process 0 writes one when it looks for its devices, and XLA refuses to write it again: one that is
+# started again would have no devices. They are made from what all processes have written of their
+# own devices, which stays, so the second ones are equal. (XLA of jax 0.10.2 to 0.11.)
+_TOPOLOGIES = tuple(f"{name}:global_topology/{name}" for name in ("cpu", "cuda", "rocm"))
+_COPIES = "jax_ep/launch/"  # of those that a process 0 that was started again has removed
 
 
 def join(
@@ -60,17 +60,19 @@ def join(
 
 
 def _make_way(client: Any) -> None:
-    topology = _value(client, _TOPOLOGY)
-    if topology is not None:
-        client.key_value_set_bytes(_COPY, topology, allow_overwrite=True)
-        client.key_value_delete(_TOPOLOGY)
+    for name in _TOPOLOGIES:
+        topology = _value(client, name)
+        if topology is not None:
+            client.key_value_set_bytes(_COPIES + name, topology, allow_overwrite=True)
+            client.key_value_delete(name)
 
 
 def _restore(client: Any) -> None:
-    copy = _value(client, _COPY)
-    if copy is not None:
-        with contextlib.suppress(Exception):  # ALREADY_EXISTS: process 0 has found its devices
-            client.key_value_set_bytes(_TOPOLOGY, copy)
+    for name in _TOPOLOGIES:
+        copy = _value(client, _COPIES + name)
+        if copy is not None:
+            with contextlib.suppress(Exception):  # ALREADY_EXISTS: process 0 has found its devices
+                client.key_value_set_bytes(name, copy)
 
 
 def _value(client: Any, key: str) -> bytes | None:

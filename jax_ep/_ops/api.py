@@ -435,5 +435,5 @@ def export_checks() -> list[Any]:
         >>> export = jax.export.export(step, disabled_checks=jax_ep.export_checks())
         >>> saved = export(params, batch).serialize()
     """
-    targets = (*ffi.TARGETS.values(), *records.TARGETS.values())
+    targets = (*ffi.TARGETS.values(), *ffi.EACH_TIME.values(), *records.TARGETS.values())
     return [_jax_compat.export_custom_call_check(target) for target in targets]

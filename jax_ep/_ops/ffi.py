@@ -22,6 +22,7 @@ from jax_ep._ops.operations import (
     CALLS,
     FOLLOWS,
     FP8_CALLS,
+    OPERATIONS,
     ArrayType,
     array_types,
     types_beside,
@@ -29,6 +30,11 @@ from jax_ep._ops.operations import (
 )
 
 TARGETS = {name: f"jax_ep_{name}" for name in CALLS}
+# Of groups whose sessions change. XLA records what else it runs on a GPU in command buffers, and
+# replays it, to the session that there was.
+EACH_TIME = {
+    name: target if name in BESIDE else f"{target}_each_time" for name, target in TARGETS.items()
+}
 
 _LAYOUT_CODES = {"expert_major": 0, "expert_batched": 1, "rank_major": 2}
 _MODE_CODES = {"ht": 0, "ll": 1}
@@ -78,8 +84,14 @@ def register(platform: str) -> None:
     with _register_lock:
         if platform not in _registered:
             types, targets = _extension.load().registrations(platform)
+            if platform == "cpu":  # which records nothing
+                targets |= {EACH_TIME[name]: targets[TARGETS[name]] for name in OPERATIONS}
             _jax_compat.register_ffi(types, targets, platform=platform)
             _registered.add(platform)
+
+
+def _target(operation: str, call: Call) -> str:
+    return (EACH_TIME if call.group.config.elastic else TARGETS)[operation]
 
 
 def _types_of(operation: str) -> Callable[[Call], dict[str, ArrayType]]:
@@ -150,7 +162,7 @@ def run(
     results = _calls[operation](
         *operands,
         owner=call.group,
-        target=TARGETS[operation],
+        target=_target(operation, call),
         results=tuple(map(result, entry.results)),
         attributes={
             name: attributes[name]

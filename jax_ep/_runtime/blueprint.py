@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_ep import _config, _env, _extension
 from jax_ep._group import Group
+from jax_ep._runtime import bootstrap, cpu, gpu
 from jax_ep._runtime.topology import Layout
 
 
@@ -43,6 +44,23 @@ class Blueprint:
     def active(self, processes: Collection[int]) -> Any:
         """i32[N], 1 for the ranks of those processes, in a group of one team."""
         return np.array([p in processes for p in self.layout.team_processes[0]], np.int32)
+
+    def start(
+        self,
+        group: Group,
+        exchange: bootstrap.Exchange,
+        active: Any = None,
+        generation: int = 0,
+    ) -> Any:
+        """A started native session of this process's ranks; collective over the processes.
+
+        The arguments are those of `options`, with the exchange of those that take part. Raises as
+        `gpu.start` does.
+        """
+        options = self.options(group, exchange.me, active, generation)
+        if group.platform == "cpu":
+            return cpu.start(_extension.load().Session(options), exchange)
+        return gpu.start(options, exchange, self.layout.devices, self.layout.mates)
 
     def options(self, group: Group, me: int, active: Any = None, generation: int = 0) -> Any:
         """The `_core.SessionOptions` of process `me`.

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from jax_ep import _config, _extension
+from jax_ep import _config
 from jax_ep._group import Group
-from jax_ep._runtime import agreement, bootstrap, cpu
+from jax_ep._runtime import agreement, bootstrap
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
 from jax_ep._runtime.group_store import GroupStore
@@ -266,8 +266,7 @@ class Elastic:
         self._blueprint = dataclasses.replace(self._blueprint, hosts=hosts)
         active = self._blueprint.active(decision.members)
         try:
-            options = self._blueprint.options(self._group, self._me, active, decision.number)
-            session = cpu.start(_extension.load().Session(options), exchange)
+            session = self._blueprint.start(self._group, exchange, active, decision.number)
         except BaseException as error:
             exchange.fail(error)
             raise

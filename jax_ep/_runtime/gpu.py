@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -37,6 +38,28 @@ def check_flags() -> None:
         raise ValueError(
             "jax_ep.create_group: got --xla_gpu_command_buffer_scheduling_mode=CONCURRENT in "
             "XLA_FLAGS, expected a mode that keeps the order of calls; remove the flag"
+        )
+
+
+def check_elastic(num_ranks: int, node_size: int, num_processes: int) -> None:
+    """Refuses what a group that goes on without some of its processes cannot have.
+
+    Raises:
+        NotImplementedError: it has several nodes.
+        ValueError: XLA_FLAGS lets a compilation wait for all processes.
+    """
+    if node_size != num_ranks:
+        raise NotImplementedError(
+            f"jax_ep.create_group: got Config.elastic=True on GPUs with {node_size} of {num_ranks} "
+            "ranks in a node, expected all; leave elastic out, or node_size"
+        )
+    flags = os.environ.get("XLA_FLAGS", "").lower()
+    if num_processes > 1 and not re.search(r"--xla_gpu_shard_autotuning=(false|0)\b", flags):
+        raise ValueError(
+            "jax_ep.create_group: got Config.elastic=True on GPUs of several processes, expected "
+            "--xla_gpu_shard_autotuning=false in XLA_FLAGS; without it a program that is compiled "
+            "after a loss waits for what the lost process would have measured. Set it before jax "
+            "is imported"
         )
 
 

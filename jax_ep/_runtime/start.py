@@ -52,6 +52,9 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     teams = _mesh.teams(group.mesh, group.axes)
     team_hosts = [[hosts[device.process_index] for device in team] for team in teams]
     node_size = topology.choose_node_size(group, team_hosts)
+    on_gpu = group.platform != "cpu"
+    if on_gpu and group.config.elastic:
+        gpu.check_elastic(group.num_ranks, node_size, len(greetings))
     layout = topology.layout_of(group, exchange.me, node_size)
     available = {name: (ok, reason) for name, ok, reason in core.transports()}
     transport = topology.choose_transport(
@@ -61,17 +64,12 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         one_host=len({host for team in team_hosts for host in team}) == 1,
         available=available,
     )
-    on_gpu = group.platform != "cpu"
     threads = 1 if on_gpu else cpu.threads_per_rank(greetings, hosts[exchange.me], teams)
     blueprint = Blueprint(name, layout, hosts, transport, threads)
     elastic = None
     if group.config.elastic:
         elastic = Elastic(store, group, exchange.me, blueprint, hello["life"])
-    options = blueprint.options(group, exchange.me, None if elastic is None else elastic.active)
-    if on_gpu:
-        session = gpu.start(options, exchange, layout.devices, layout.mates)
-    else:
-        session = cpu.start(core.Session(options), exchange)
+    session = blueprint.start(group, exchange, None if elastic is None else elastic.active)
     try:
         if elastic is not None:
             members = {

@@ -1,6 +1,7 @@
 """A group that loses ranks at every phase, goes on without them, and takes them back.
 
     python tests/chaos/elastic.py [--kills 50] [--seed 0] [--transport auto] [--node-size N]
+        [--gpus N]
 
 One job of forked ranks, beside a process that serves JAX's store. Each round kills one of them
 somewhere (PHASES); the others must agree within PEER_TIMEOUT_S + 2 s and go on with exactly the
@@ -17,7 +18,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from elastic_job import PHASES, Job
+from elastic_job import ON_GPUS, PHASES, Job
 from elastic_rank import PEER_TIMEOUT_S, Setup
 
 AGREE_S = PEER_TIMEOUT_S + 2.0
@@ -77,17 +78,25 @@ def main():
     parser.add_argument("--node-size", type=int)
     parser.add_argument("--mode", default="auto", help="auto, or ll for calls of that mode only")
     parser.add_argument("--hosts", action="store_true", help="each rank plays a host")
+    parser.add_argument("--gpus", type=int, default=0, help="that the ranks share (0: CPUs)")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--phases", help=f"of {','.join(PHASES)} (GPUs: {','.join(ON_GPUS)})")
     parser.add_argument("--victims", type=int, nargs="+", help="ranks to lose (default: any)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jax_ep_elastic") as folder:
         seconds = play(
             args.kills,
             args.seed,
-            Setup(args.ranks, args.transport, args.node_size, args.mode, hosts=args.hosts),
+            Setup(
+                args.ranks,
+                args.transport,
+                args.node_size,
+                args.mode,
+                hosts=args.hosts,
+                gpus=args.gpus,
+            ),
             pathlib.Path(folder),
-            tuple(args.phases.split(",")),
+            tuple(args.phases.split(",")) if args.phases else ON_GPUS if args.gpus else PHASES,
             args.victims,
         )
     print(f"{len(seconds)} kills, the slowest agreement after {max(seconds):.2f} s")

@@ -28,6 +28,7 @@ KILLS = (*STALLS, "between calls", "anywhere", "joined", "decided", "building")
 # not come to an agreement in time.
 MASKED = ("stopped", "late")
 PHASES = (*KILLS, *MASKED, "all others")
+ON_GPUS = tuple(phase for phase in PHASES if phase not in STALLS)  # which the CPU's kernels know
 
 
 class Child:
@@ -46,6 +47,8 @@ class Child:
         while b"\n" not in self._partial:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.reports], [], [], left)[0]:
+                os.kill(self.pid, signal.SIGUSR2)  # where are its threads?
+                time.sleep(1.0)
                 raise AssertionError(f"no answer within {timeout_s} s\n{self.text()}")
             data = os.read(self.reports, 1 << 16)
             if not data:

@@ -5,6 +5,7 @@ Its numbers are whole and its weights powers of two, so results are exact in any
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import pathlib
@@ -40,6 +41,7 @@ class Setup:
     mode: str = "auto"  # "ll": calls of mode ll only
     align: int = 1
     hosts: bool = False  # each rank plays a host: nobody sees another's process
+    gpus: int = 0  # that the ranks share; 0: CPU devices
 
     @property
     def modes(self):
@@ -135,6 +137,7 @@ class Rank:
         """One call of the program; AssertionError if a bit is wrong."""
         outs = self.program(*self.args, self._place(self.active, None))
         got = [np.asarray(out.addressable_shards[0].data) for out in outs]
+        self.group.check()  # a call on a GPU has no errors of its own
         mine = slice(self.index * TOKENS, (self.index + 1) * TOKENS)
         ids = self.ids[mine]
         reached = self.active[ids // EXPERTS_PER_RANK] != 0
@@ -250,13 +253,13 @@ class Rank:
 
     def die_in(self, where):
         """Kills this process at that place of its next agree."""
-        from jax_ep._runtime import agreement, cpu
+        from jax_ep._runtime import agreement, cpu, gpu
 
         def die(*_args, **_kwargs):
             os.kill(os.getpid(), signal.SIGKILL)
 
         if where == "building":
-            cpu.start = die
+            cpu.start = gpu.start = die
         elif where == "decided":
             decide = agreement.decide
             agreement.decide = lambda *args, **kwargs: die(decide(*args, **kwargs))
@@ -274,6 +277,8 @@ class Rank:
             elif is_ours and line.startswith("Size:"):
                 shared += int(line.split()[1])
         threads = len(os.listdir("/proc/self/task"))
+        if self.setup.gpus:
+            assert "keep 0 bytes of device memory" in self.group.dump_state()
         return [len(os.listdir("/proc/self/fd")), threads, shared]
 
     def close(self):
@@ -295,7 +300,14 @@ def run(index, setup, port, pipes, log):
     commands, reports = pipes
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR2)  # for a runner that waits in vain
     os.environ["NPROC"] = "4"
+    if setup.gpus:
+        os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(index % setup.gpus)
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.4 * setup.gpus / setup.ranks:.2f}"
+        share = 132 * setup.gpus // setup.ranks  # ranks of one GPU wait for each other's blocks
+        os.environ["JAX_EP_GPU_SMS"] = str(share * 3 // 8)
     os.environ["JAX_EP_SOCKET_IFNAME"] = "lo"
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)
