@@ -195,8 +195,9 @@ class _Job:
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGUSR1:
-                for child in self._live():
-                    child.ask_for_report()
+                silent = [child.index for child in self._live() if not child.ask_for_report()]
+                if silent:
+                    _say(f"processes {silent} do not handle SIGUSR1: they have no open group yet")
                 continue
             for child in self._live():
                 child.send_signal(number)

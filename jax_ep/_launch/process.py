@@ -46,10 +46,16 @@ class Child:
             if stream is not None:
                 stream.close()
 
-    def ask_for_report(self) -> None:
-        """SIGUSR1 to the process alone: those that it has started may not expect it."""
+    def ask_for_report(self) -> bool:
+        """SIGUSR1 to the process alone, whose children may not expect it; whether it can answer.
+
+        One that does not handle it (yet: a group does) would be ended by it.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.process.pid, signal.SIGUSR1)
+            if expects(self.process.pid, signal.SIGUSR1):
+                os.kill(self.process.pid, signal.SIGUSR1)
+                return True
+        return False
 
     def send_signal(self, number: int) -> None:
         """Signals the whole group of a child; its id stays ours until the zombie is reaped."""
@@ -155,6 +161,17 @@ def reserved_port() -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(("127.0.0.1", 0))
         yield holder.getsockname()[1]
+
+
+def expects(pid: int, number: int) -> bool:
+    """Whether the process handles, blocks or ignores that signal."""
+    masks = 0
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name in ("SigBlk", "SigIgn", "SigCgt"):
+                masks |= int(value, 16)
+    return bool(masks >> (number - 1) & 1)
 
 
 def has_members(groups: set[int]) -> bool:

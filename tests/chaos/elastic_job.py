@@ -14,7 +14,6 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import elastic_rank  # imports JAX before the forks, which saves each rank its seconds
 
-REPLY_S = 60.0
 # The channel before whose first signal the victim stands while it is killed, or what else happens.
 STALLS = {
     "plan": "plan",
@@ -34,22 +33,23 @@ ON_GPUS = tuple(phase for phase in PHASES if phase not in STALLS)  # which the C
 class Child:
     """The runner's end of a rank."""
 
-    def __init__(self, pid, commands, reports, log):
+    def __init__(self, pid, commands, reports, log, reply_s):
         self.pid, self.commands, self.reports, self.log = pid, commands, reports, log
+        self.reply_s = reply_s
         self._partial = b""
 
     def tell(self, *command):
         os.write(self.commands, json.dumps(command).encode() + b"\n")
 
-    def hear(self, timeout_s=REPLY_S):
+    def hear(self):
         """The next report."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + self.reply_s
         while b"\n" not in self._partial:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self.reports], [], [], left)[0]:
                 os.kill(self.pid, signal.SIGUSR2)  # where are its threads?
                 time.sleep(1.0)
-                raise AssertionError(f"no answer within {timeout_s} s\n{self.text()}")
+                raise AssertionError(f"no answer within {self.reply_s:g} s\n{self.text()}")
             data = os.read(self.reports, 1 << 16)
             if not data:
                 raise AssertionError(f"it ended\n{self.text()}")
@@ -60,8 +60,8 @@ class Child:
             raise AssertionError(f"{record['raised']}\n{self.text()}")
         return record
 
-    def result(self, timeout_s=REPLY_S):
-        return self.hear(timeout_s)["result"]
+    def result(self):
+        return self.hear()["result"]
 
     def text(self):
         return self.log.read_text(errors="replace")[-4000:]
@@ -116,7 +116,8 @@ class Job:
             elastic_rank.run(index, setup, self.port, (command_out, report_in), fd)
         for end in (command_out, report_in, fd):
             os.close(end)
-        self.children[index] = Child(pid, command_in, report_out, log)
+        # A rank that waits in vain says so itself before.
+        self.children[index] = Child(pid, command_in, report_out, log, 2 * self.setup.timeout_s)
 
     def all(self, *command, but=()):
         """The results of a command that all do at once."""
@@ -264,6 +265,10 @@ class Job:
         self.seconds.append(max(record["agreed_at"] for record in said.values()) - begun)
         self.all("sweep", 2)
         self.take_back(victim, *mates)
+
+    def texts(self):
+        """What the living ranks have written last."""
+        return "\n".join(f"--- rank {i}\n{child.text()}" for i, child in self.children.items())
 
     def close(self):
         self.all("close")

@@ -40,6 +40,7 @@ class Setup:
     node_size: int | None = None  # None: all in one node
     mode: str = "auto"  # "ll": calls of mode ll only
     align: int = 1
+    timeout_s: float = TIMEOUT_S
     hosts: bool = False  # each rank plays a host: nobody sees another's process
     gpus: int = 0  # that the ranks share; 0: CPU devices
 
@@ -80,7 +81,7 @@ class Rank:
             max_tokens=TOKENS,
             dtype=jnp.float32,
             align=self.setup.align,
-            timeout_s=TIMEOUT_S,
+            timeout_s=self.setup.timeout_s,
             peer_timeout_s=PEER_TIMEOUT_S,
             mode=self.setup.mode,
             node_size=self.setup.node_size,

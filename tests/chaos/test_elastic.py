@@ -1,4 +1,4 @@
-"""Some rounds of `elastic.py`; those marked ci play every phase, over every transport."""
+"""Some rounds of `elastic.py`; those marked ci play every phase. Over verbs: tests/rdma_vm."""
 
 import pathlib
 import re

@@ -367,6 +367,31 @@ class TestSignals:
         rest, _ = job.communicate(timeout=LIMIT_S)
         assert rest.count("asked") == 2 and job.returncode == 0
 
+    def test_a_request_for_reports_does_not_end_who_cannot_answer(self, script):
+        # As a process that waits in its first create_group: it was ended by the signal.
+        path = script(
+            """
+            import signal, time
+            import jax
+            me = jax.process_index()
+            asked = []
+            if me == 0:
+                signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+            print("ready", flush=True)
+            if me == 0:
+                while not asked:
+                    signal.sigtimedwait([], 0.1)
+            else:
+                time.sleep(2)
+            print("done")
+            """
+        )
+        job = start(path, "-n", "2")
+        wait_for_lines(job, "ready", 2)
+        job.send_signal(signal.SIGUSR1)
+        rest, _ = job.communicate(timeout=LIMIT_S)
+        assert rest.count("done") == 2 and job.returncode == 0
+
     def test_an_unhandled_sigterm_ends_the_job(self, script):
         # JAX's preemption service used to swallow it.
         path = script("import time; print('pid'); time.sleep(100)")
