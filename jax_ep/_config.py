@@ -75,8 +75,8 @@ class Config:
         batch_invariant: True: combine adds a token's rows in the order of its slots, so that the
             sum does not depend on where the experts are: not on ranks, nodes or replicas. It takes
             top_k exchanges instead of one, and no rank_major (docs/placement.md).
-        elastic: the group can go on without ranks that died (`Group.agree`, docs/failure.md). On
-            CPUs, in groups over all axes of their mesh.
+        elastic: the group can go on without ranks that died (`Group.agree`, docs/failure.md). For
+            groups over all axes of their mesh; on GPUs for those of one node.
 
     Raises:
         ValueError: a field is out of range; says got, expected and the fix.
