@@ -122,6 +122,7 @@ def _cannot_run_pods() -> str:
     return ""
 
 
+@pytest.mark.ci
 @pytest.mark.multiprocess
 def test_the_pods_find_each_other_by_the_role_and_train(documents, tmp_path):
     if reason := _cannot_run_pods():

@@ -28,6 +28,7 @@ def test_training_steps_equal_the_dense_oracle_on_one_device(case):
     assert_same_training(got, oracle_history())
 
 
+@pytest.mark.ci
 @pytest.mark.multiprocess
 def test_two_processes_of_four_devices_train_the_same_model():
     """Group axes inside a process, across both, and over a tuple of axes across both."""

@@ -46,6 +46,7 @@ def _results(out: Path) -> dict:
     return json.loads((out / "results.json").read_text())
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     whole, half, rest = (tmp_path / name for name in ("whole", "half", "rest"))

@@ -21,6 +21,7 @@ STUB_IS_OLD = (
 )
 
 
+@pytest.mark.ci
 def test_a_strict_program_has_no_errors(tmp_path: pathlib.Path) -> None:
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed (jax_ep[dev])")
