@@ -89,7 +89,8 @@ class GpuSession {
   const SessionOptions& options() const { return options_.session; }
   FailureLatch& failure() { return *failure_; }
   // From here on any thread, at any time: after Close what was true at its begin.
-  // With what a kernel has found whose results can be read: the watch may look later.
+  // With what a kernel has found whose results can be read: the watch may look later. If that is
+  // only that a mate has failed, it waits for the reason, up to a second.
   std::string FailureText() const;
   // Of this process's ranks together: device, and pinned stages; 0 after Close.
   uint64_t heap_bytes() const;
@@ -128,6 +129,7 @@ class GpuSession {
   // Makes what a kernel has found the session's failure. False: that is only that a mate has
   // failed; with `may_wait` its cause is left to the monitor.
   bool LatchDeviceFailures(bool may_wait) const;
+  std::string NewestFailureText() const;      // without a wait: the monitor's own thread asks, too
   static bool IsCause(const Member& member);  // of a failed one: not that it heard of a failure
   void EndVainWaits(Member& member) const;
   // gpu_session_report.cc

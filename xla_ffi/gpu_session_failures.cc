@@ -6,6 +6,7 @@
 
 #include "proxy/base/deadline.h"
 #include "proxy/base/log.h"
+#include "xla_ffi/epoch.h"
 #include "xla_ffi/gpu_member.h"
 #include "xla_ffi/members.h"
 
@@ -94,6 +95,11 @@ std::string GpuSession::FailureText() const {
   return failure_->status().message();
 }
 
+std::string GpuSession::NewestFailureText() const {
+  if (const Lifecycle::Lease lease = lifecycle_.Enter()) LatchDeviceFailures(/*may_wait=*/true);
+  return failure_->status().message();
+}
+
 bool GpuSession::LatchDeviceFailures(bool may_wait) const {
   const auto find = [&](auto&& wanted) -> const Member* {
     const auto it = std::find_if(members_.begin(), members_.end(), [&](const auto& member) {
@@ -147,11 +153,17 @@ std::string GpuSession::Describe(const Member& member) const {
              "use one group do not promise";
     case gpu::FailureKind::kTooManyOpen:
       return text + ": more than max_in_flight starts before a done";
-    case gpu::FailureKind::kStaleEpoch:
+    case gpu::FailureKind::kStaleEpoch: {
+      const auto epoch = static_cast<int32_t>(status.expected);
+      if (!IsOfGeneration(epoch, options().generation)) {
+        return text + ": got a *_start from before the newest Group.agree; start it again";
+      }
       return text +
              ": its *_start ran twice or not at all, under remat for instance: the slot set holds "
              "epoch " +
-             std::to_string(status.actual) + ", expected " + std::to_string(status.expected);
+             std::to_string(status.actual) + ", expected " +
+             std::to_string(ExtendEpoch(epoch, status.actual));
+    }
     case gpu::FailureKind::kInvalidId:
       return text + " got " + std::to_string(status.actual) +
              " expert id(s) of num_experts or more, expected ids below (negative: no expert); fix "
@@ -169,11 +181,20 @@ std::string GpuSession::Describe(const Member& member) const {
       return "group " + options().name + ": call number " + std::to_string(status.epoch) + " on " +
              options().NameOf(member.id) +
              WrongPositionText(options(), member.id, static_cast<int64_t>(status.actual));
-    case gpu::FailureKind::kNotActive:
-      return text + (status.expected == 0 ? ": got an expert of " : ": got a plan with rows of ") +
-             peer +
-             ", which the group has agreed to go on without; pass the newest result of Group.agree "
-             "as `active`, and make plans anew";
+    case gpu::FailureKind::kNotActive: {
+      const char* const pass = "; pass the newest result of Group.agree as `active`";
+      const std::string without = ", which the group has agreed to go on without";
+      switch (static_cast<gpu::Misfit>(status.expected)) {
+        case gpu::Misfit::kExpert:
+          return text + ": got an expert of " + peer + without + pass;
+        case gpu::Misfit::kPlan:
+          return text + ": got a plan with rows of " + peer + without + pass + ", and plan anew";
+        case gpu::Misfit::kMaskOut:
+          return text + ": got a mask without " + peer +
+                 ", with which the group has agreed to work" + pass;
+      }
+      break;
+    }
     case gpu::FailureKind::kNone:
       break;
   }

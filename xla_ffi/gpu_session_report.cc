@@ -75,7 +75,7 @@ TeamView GpuSession::ViewTeam(uint32_t team) const {
 
 std::string GpuSession::Report() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  const std::string failure = FailureText();
+  const std::string failure = NewestFailureText();
   const std::string name = options().name + " on GPUs";
   if (!lease) return StateLine(name, "closed", failure);
   std::map<uint32_t, TeamView> views;  // by team

@@ -1,5 +1,6 @@
 // GPU platforms: each handler enqueues kernels on XLA's stream and returns. Nothing is allocated,
-// waited for or read back, so the calls may be captured in command buffers and replayed.
+// waited for or read back, so the calls may be captured in command buffers and replayed, but for
+// those of elastic groups and those beside other work.
 #include "xla_ffi/handlers_gpu.h"
 
 #include <array>

@@ -161,7 +161,10 @@ class PySessionOf {
              "Drains, says good-bye, stops, frees; idempotent. Nothing in a forked child.")
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
-        .def("failure_text", &PySessionOf::FailureText, "The first failure, or an empty string.")
+        // On a GPU its cause may be waited for, which other threads need not do.
+        .def("failure_text", &PySessionOf::FailureText,
+             nanobind::call_guard<nanobind::gil_scoped_release>(),
+             "The first failure, or an empty string.")
         .def("blamed_rank", &PySessionOf::BlamedRank,
              "Of the first failure, in a group of one team; -1: nobody.")
         .def("flow_stats", &PySessionOf::FlowStatsList,

@@ -197,7 +197,7 @@ class _Job:
             if number == signal.SIGUSR1:
                 silent = [child.index for child in self._live() if not child.ask_for_report()]
                 if silent:
-                    _say(f"processes {silent} do not handle SIGUSR1: they have no open group yet")
+                    _say(f"processes {silent} do not handle SIGUSR1: they have no open group")
                 continue
             for child in self._live():
                 child.send_signal(number)

@@ -6,12 +6,14 @@ still write for the old call (a process that was stopped, a NIC with a queue). T
 a common state would need an answer for every place where a rank can stand. So agreeing makes a new
 session: new heaps, rings, connections and threads for the survivors under the same Group, the same
 name and the same session id, which is all that programs know, so nothing is compiled anew. Ranks
-keep their numbers, and those without a process are holes (`Rank::active`): no heap, no signal, no
-wait. Whatever is written late goes to memory and connections of the old session, which nobody
+keep their numbers, and those without a process are holes: no heap, no signal, no wait on CPUs
+(`Rank::active`), and on GPUs only signals of a rank to itself (SenderTo, kernels/gpu/protocol).
+Whatever is written late goes to memory and connections of the old session, which nobody
 reads. It takes as long as create_group, and memory is never held twice: the old session goes first.
 
 What outlives a session in programs carries the number of the decision: epochs of halves
-(xla_ffi/epoch.h) and the names of executions (xla_ffi/run_names.h).
+(xla_ffi/epoch.h; on GPUs EpochOf, kernels/gpu/protocol/slot_sets.cuh) and the names of executions
+(xla_ffi/run_names.h). On GPUs XLA does not record these programs in command buffers.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ class Elastic:
         self._begin_pulse()
 
     def agree(self, deadline: float, suspects: Collection[int], before: Callable[[], None]) -> Any:
-        """Decides with the other living processes who goes on; a started `_core.Session` of them.
+        """Decides with the other living processes who goes on; a started session of them.
 
         Args:
             deadline: by time.monotonic().

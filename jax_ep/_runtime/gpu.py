@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -45,22 +46,32 @@ def check_elastic(num_ranks: int, node_size: int, num_processes: int) -> None:
     """Refuses what a group that goes on without some of its processes cannot have.
 
     Raises:
-        NotImplementedError: it has several nodes.
-        ValueError: XLA_FLAGS lets a compilation wait for all processes.
+        ValueError: it has several nodes, or XLA_FLAGS lets a compilation wait for all processes.
     """
     if node_size != num_ranks:
-        raise NotImplementedError(
+        raise ValueError(
             f"jax_ep.create_group: got Config.elastic=True on GPUs with {node_size} of {num_ranks} "
             "ranks in a node, expected all; leave elastic out, or node_size"
         )
-    flags = os.environ.get("XLA_FLAGS", "").lower()
-    if num_processes > 1 and not re.search(r"--xla_gpu_shard_autotuning=(false|0)\b", flags):
+    if num_processes > 1 and _flag("xla_gpu_shard_autotuning") not in ("false", "0"):
         raise ValueError(
             "jax_ep.create_group: got Config.elastic=True on GPUs of several processes, expected "
             "--xla_gpu_shard_autotuning=false in XLA_FLAGS; without it a program that is compiled "
             "after a loss waits for what the lost process would have measured. Set it before jax "
             "is imported"
         )
+
+
+def _flag(name: str) -> str | None:
+    """What XLA_FLAGS, or the file that it names, says of a flag last."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):
+        try:
+            flags = pathlib.Path(flags).read_text()
+        except OSError:
+            return None
+    said = re.findall(rf"(?:^|\s)--{name}(?:=(\S*))?(?=\s|$)", flags)
+    return said[-1].lower() if said else None
 
 
 def start(

@@ -115,6 +115,8 @@ def _start_again(
             "share memory with its node-mates; start it on the one that it was on"
         )
     hosts[me] = hello["host"]
+    if group.platform != "cpu":
+        gpu.check_elastic(group.num_ranks, record["node_size"], len(hosts))
     group.number.agree(record["number"])
     layout = topology.layout_of(group, me, record["node_size"])
     blueprint = Blueprint(

@@ -86,8 +86,14 @@ enum class FailureKind : uint32_t {
   kBadCommand = 10,     // a command that the proxy would refuse: a fault of this library
   kNotLaunched = 11,    // one of the operation's kernels could not be launched; its call said why
   kWrongPosition = 12,  // check_position: what it expected and saw; `operation` says nothing
-  // The call names `peer`, which RankConfig.active leaves out: `expected` 0 an expert, 1 in a plan.
+  // The call knows another mask than RankConfig.active: `expected` is a Misfit, about `peer`.
   kNotActive = 13,
+};
+
+enum class Misfit : uint32_t {
+  kExpert = 0,   // it has an expert of a rank that takes no part
+  kPlan = 1,     // its plan has rows of such a rank
+  kMaskOut = 2,  // it leaves out an expert of a rank that takes part
 };
 
 enum class Operation : uint32_t {
@@ -136,6 +142,7 @@ struct RankConfig {
   // By rank, a bit of those that take part; the others have no memory, send nothing and are not
   // waited for. Others than all: in a group of one node.
   uint64_t active = ~uint64_t{0};
+  bool is_elastic = false;                 // calls are checked for another mask than `active`
   uint32_t generation = 0;                 // of the session: epochs of another one mean nothing
   const NetworkConfig* network = nullptr;  // null in a group of one node
   RankStatus* status = nullptr;            // pinned, mapped

@@ -69,15 +69,17 @@ const char* NoHalves(const char* operation) {
                   "with this version of jax_ep");
 }
 
-// Fails the rank if the call names ranks that take no part.
+// Of an elastic group: fails the rank if the call knows another mask.
 const char* CheckNames(RankHandle& rank, Operation operation, const PlanParams& params,
                        Stream stream) {
   const RankNames ids{params.topk_idx.data(), params.topk_idx.size(),
                       rank.device.shape.experts_per_rank()};
-  return LaunchCheckActive(rank, operation, {ids}, static_cast<cudaStream_t>(stream));
+  return LaunchCheckActive(rank, operation, /*are_ids=*/true, {ids},
+                           static_cast<cudaStream_t>(stream));
 }
 template <typename Params>  // of a dispatch or combine with a plan
 const char* CheckNames(RankHandle& rank, Operation operation, const Params& params, Stream stream) {
+  if (!HasHoles(rank.device)) return nullptr;
   const GroupShape& shape = rank.device.shape;
   const bool is_ll = params.mode == Mode::kLl;
   const int64_t rank_slots = is_ll ? shape.num_ranks * params.num_tokens : params.recv_rows;
@@ -85,7 +87,8 @@ const char* CheckNames(RankHandle& rank, Operation operation, const Params& para
                           shape.max_tokens * shape.top_k};
   const RankNames targets{params.send_slot.data(), params.send_slot.size(),
                           static_cast<uint64_t>(std::max<int64_t>(rank_slots, 1))};
-  return LaunchCheckActive(rank, operation, {sources, targets}, static_cast<cudaStream_t>(stream));
+  return LaunchCheckActive(rank, operation, /*are_ids=*/false, {sources, targets},
+                           static_cast<cudaStream_t>(stream));
 }
 
 // Runs the launcher of a call under the rank's lock: its kernels carry the call's shape, by which
@@ -102,7 +105,7 @@ const char* Locked(RankHandle* rank, const GroupShape& shape, Operation operatio
   rank->device.program = FingerprintOf(operation, shape, params.site, params.mode, params.layout,
                                        params.num_tokens, params.recv_rows);
   TakeLaunchCount();
-  if (HasHoles(rank->device)) {
+  if (rank->is_elastic) {
     if (const char* error = CheckNames(*rank, operation, params, stream)) return error;
     TakeLaunchCount();
   }

@@ -21,6 +21,7 @@ struct RankHandle {
   bool has_budget = false;           // they choose it call by call (MostBlocks)
   uint32_t ll_blocks = 64;           // of LL kernels
   bool use_bulk_copies = false;
+  bool is_elastic = false;              // RankConfig.is_elastic
   uint32_t shared_bytes_per_block = 0;  // most dynamic shared memory that a block may have
   uint32_t piece_bytes = 0;             // most bytes of one bulk copy
   uint32_t ring_slots = 0;              // pieces in flight per warp
@@ -57,15 +58,16 @@ const char* LaunchAbandon(RankHandle& rank, Operation operation, cudaStream_t st
 // Before a call: the rank fails unless the word at `position` is `expected`.
 const char* LaunchCheckPosition(RankHandle& rank, const int32_t* position, int32_t expected,
                                 cudaStream_t stream);
-// Numbers in a call's arrays that say a rank: value / per_rank, or below 0 none.
+// An array of numbers of which each belongs to a rank, that of number / per_rank; negative ones to
+// none, but for those that kUnreachable says.
 struct RankNames {
   const int32_t* values = nullptr;
   uint64_t count = 0;
   uint64_t per_rank = 1;
 };
 inline constexpr uint32_t kRankNameArrays = 2;  // of a call, at most
-// Before a call of a group that goes on without some ranks: this one fails if any is named.
-const char* LaunchCheckActive(RankHandle& rank, Operation operation,
+// Before a call of an elastic group: the rank fails (kNotActive) unless the call fits the mask.
+const char* LaunchCheckActive(RankHandle& rank, Operation operation, bool are_ids,
                               std::initializer_list<RankNames> names, cudaStream_t stream);
 // Stores the device's clock in a word of mapped memory.
 const char* LaunchReadClock(uint64_t* out, cudaStream_t stream);

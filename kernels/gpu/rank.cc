@@ -158,6 +158,7 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   device.stamps = static_cast<OperationStamp*>(stamps);
   device.node_begin = config->rank / config->shape.node_size * config->shape.node_size;
   std::copy_n(config->peers, config->shape.node_size, device.peers + device.node_begin);
+  rank->is_elastic = config->is_elastic;
   device.generation = config->generation;
   device.active = config->active;
   const uint32_t own = config->rank - device.node_begin;

@@ -224,6 +224,9 @@ class Job:
         errors = self.all("wrong_mask").values()
         assert any(f"an expert of rank {victim}" in error for error in errors), errors
         self.masks(self.all("agree"))
+        errors = self.all("wrong_mask", self.witness).values()
+        assert any(f"a mask without rank {self.witness}" in error for error in errors), errors
+        self.masks(self.all("agree"))
         self.all("steps", 2)
 
     def drop(self, victim):

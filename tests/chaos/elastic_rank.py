@@ -238,9 +238,12 @@ class Rank:
         self.group.close()
         return error
 
-    def wrong_mask(self):
-        """Steps with all ranks, as if nobody was lost; the error."""
-        self.active[:] = 1
+    def wrong_mask(self, without=None):
+        """Steps with all ranks, as if nobody was lost, or without one that works; the error."""
+        if without is None:
+            self.active[:] = 1
+        else:
+            self.active[without] = 0
         return self.until_it_fails()
 
     def take_back(self, ranks):
@@ -305,10 +308,11 @@ def run(index, setup, port, pipes, log):
     os.environ["NPROC"] = "4"
     if setup.gpus:
         os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(index % setup.gpus)
+        given = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(setup.gpus)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index % setup.gpus]
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.4 * setup.gpus / setup.ranks:.2f}"
-        share = 132 * setup.gpus // setup.ranks  # ranks of one GPU wait for each other's blocks
-        os.environ["JAX_EP_GPU_SMS"] = str(share * 3 // 8)
+        sharing = -(-setup.ranks // setup.gpus)  # wait for each other's blocks
+        os.environ["JAX_EP_GPU_SMS"] = str(24 // sharing)  # 8/3 of it in mode ll
     os.environ["JAX_EP_SOCKET_IFNAME"] = "lo"
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)

@@ -45,7 +45,6 @@ def run_two(program: pathlib.Path, *options: object) -> subprocess.CompletedProc
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -60,6 +59,7 @@ def test_a_late_rank_is_named_while_the_others_wait(mode: str, node_size: int | 
     nodes = [] if node_size is None else ["--node-size", node_size]
     done = run_two(PROGRAM, "--mode", mode, *nodes)
     text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     page = re.findall(r"PAGE (.*)", done.stdout)
     late = line_of("DISPATCH", PROGRAM)
     assert re.search(r"rank 1 \(process 1\) has kept rank 0 waiting for 2\.\d s: ", page[0]), text
@@ -87,6 +87,7 @@ def phases(node_size: int | None) -> subprocess.CompletedProcess[str]:
 def test_a_rank_that_is_late_for_any_operation_is_named(phase: str, node_size: int | None) -> None:
     done = phases(node_size)
     text = done.stdout + done.stderr
+    assert done.returncode == 0, text
     page = re.findall(rf"^(?:\[0\] )?{phase}: (.*)", done.stdout, re.MULTILINE)
     call, mark = CALLS[phase]
     if node_size is not None and "done" not in call:  # a whole call there is a start and a done

@@ -2,6 +2,9 @@
 // which these are, route nothing and are sent nothing.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "tests/kernels_gpu/push_scenario.h"
 
 namespace jax_ep::testing {
@@ -66,47 +69,87 @@ TEST_F(GpuActive, RandomMasksGiveTheBitsOfTheCpu) {
   }
 }
 
-// Ids of, and plans with, a rank that takes no part: the call fails, and says which.
-TEST_F(GpuActive, WhoNamesAnotherRankFails) {
+// Rank 0 of three, of which rank 1 takes no part, makes one call.
+class GpuMisfit : public GpuActive {
+ protected:
+  struct Failed {
+    uint32_t kind, peer;
+    gpu::Misfit misfit;
+  };
+  using Change = std::function<void(HostArrays&)>;
+  using Call = std::function<void(Calls&, DeviceArrays&)>;
+
+  static Failed Run(Mode mode, const Change& change, const Call& call) {
+    GroupShape shape;
+    shape.num_ranks = shape.node_size = 3;
+    shape.num_experts = 6;
+    shape.top_k = 2;
+    shape.align = 4;
+    shape.hidden = 64;
+    shape.max_tokens = shape.ll_tokens = 8;
+    shape.elem_type = ElemType::kF32;
+    Scenario s{.shape = shape, .mode = mode};
+    s.recv_rows = WorstRecvRows(shape, s.layout, s.num_tokens);
+    Team cpu({.shape = shape});
+    std::mt19937 random(5);
+    std::vector<HostArrays> host = RunOnCpu(s, cpu, random);
+    change(host[0]);
+    GpuTeam team({.shape = shape, .timeout_ns = 2'000'000'000, .active = 0b101});
+    DeviceArrays arrays = Upload(s, team, 0, host[0]);
+    arrays.send_slot.Upload(host[0].send_slot);
+    arrays.recv_src.Upload(host[0].recv_src);
+    const std::string error = team.Run([&](uint32_t r) -> const char* {
+      if (r != 0) return nullptr;
+      Calls calls(s, team, r);
+      call(calls, arrays);
+      return calls.error();
+    });
+    EXPECT_EQ(error, "");
+    const gpu::RankStatus& status = team.status(0);
+    EXPECT_EQ(status.failed.load(), 1u);
+    return {status.kind, status.peer, static_cast<gpu::Misfit>(status.expected)};
+  }
+  static void Expect(const Failed& failed, uint32_t peer, gpu::Misfit misfit) {
+    EXPECT_EQ(failed.kind, static_cast<uint32_t>(gpu::FailureKind::kNotActive));
+    EXPECT_EQ(failed.peer, peer);
+    EXPECT_EQ(failed.misfit, misfit);
+  }
+  // Makes the plan, or routes.
+  static void Route(Mode mode, Calls& calls, DeviceArrays& arrays) {
+    mode == Mode::kHt ? calls.Plan(arrays) : calls.LlDispatch(arrays);
+  }
+};
+
+TEST_F(GpuMisfit, AnExpertOfARankThatTakesNoPart) {
   for (const Mode mode : {Mode::kHt, Mode::kLl}) {
-    for (const bool by_plan : {false, true}) {
-      SCOPED_TRACE(std::string(mode == Mode::kHt ? "ht" : "ll") + (by_plan ? " by plan" : ""));
-      GroupShape shape;
-      shape.num_ranks = shape.node_size = 3;
-      shape.num_experts = 6;
-      shape.top_k = 2;
-      shape.align = 4;
-      shape.hidden = 64;
-      shape.max_tokens = shape.ll_tokens = 8;
-      shape.elem_type = ElemType::kF32;
-      Scenario whole{.shape = shape, .mode = mode};
-      whole.recv_rows = WorstRecvRows(shape, whole.layout, whole.num_tokens);
-      Team cpu({.shape = shape});
-      std::mt19937 random(5);
-      const std::vector<HostArrays> host = RunOnCpu(whole, cpu, random);
-      GpuTeam team({.shape = shape, .timeout_ns = 2'000'000'000, .active = 0b101});
-      std::vector<DeviceArrays> arrays;
-      for (uint32_t r = 0; r < 3; ++r) arrays.push_back(Upload(whole, team, r, host[r]));
-      team.UseDeviceOf(0);
-      arrays[0].send_slot.Upload(host[0].send_slot);
-      arrays[0].recv_src.Upload(host[0].recv_src);
-      const std::string error = team.Run([&](uint32_t r) -> const char* {
-        if (r != 0) return nullptr;
-        Calls calls(whole, team, r);
-        if (by_plan) {
-          calls.Dispatch(arrays[0], 0);
-        } else if (mode == Mode::kHt) {
-          calls.Plan(arrays[0]);
-        } else {
-          calls.LlDispatch(arrays[0]);
-        }
-        return calls.error();
-      });
-      EXPECT_EQ(error, "");
-      const gpu::RankStatus& status = team.status(0);
-      EXPECT_EQ(status.failed.load(), 1u);
-      EXPECT_EQ(status.kind, static_cast<uint32_t>(gpu::FailureKind::kNotActive));
-      EXPECT_EQ(status.peer, 1u);
+    const auto failed = Run(
+        mode, [](HostArrays&) {},
+        [&](Calls& calls, DeviceArrays& arrays) { Route(mode, calls, arrays); });
+    Expect(failed, 1, gpu::Misfit::kExpert);
+  }
+}
+
+TEST_F(GpuMisfit, AMaskWithoutARankThatTakesPart) {
+  const auto mask_out = [](HostArrays& arrays) {
+    for (int32_t& id : arrays.topk_idx) id = kUnreachable + 4;  // of rank 2
+  };
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    const auto failed = Run(
+        mode, mask_out, [&](Calls& calls, DeviceArrays& arrays) { Route(mode, calls, arrays); });
+    Expect(failed, 2, gpu::Misfit::kMaskOut);
+  }
+}
+
+TEST_F(GpuMisfit, APlanWithRowsFromOrForARankThatTakesNoPart) {
+  const auto without = [](std::vector<int32_t> HostArrays::* array) {
+    return [array](HostArrays& arrays) { std::ranges::fill(arrays.*array, -1); };
+  };
+  for (const Mode mode : {Mode::kHt, Mode::kLl}) {
+    for (const auto array : {&HostArrays::send_slot, &HostArrays::recv_src}) {
+      const auto dispatch = [](Calls& calls, DeviceArrays& arrays) { calls.Dispatch(arrays, 0); };
+      const auto combine = [](Calls& calls, DeviceArrays& arrays) { calls.Combine(arrays, 0); };
+      Expect(Run(mode, without(array), dispatch), 1, gpu::Misfit::kPlan);
+      Expect(Run(mode, without(array), combine), 1, gpu::Misfit::kPlan);
     }
   }
 }

@@ -108,6 +108,7 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     UseDeviceOf(r);
     gpu::RankConfig config;
     config.active = options_.active;
+    config.is_elastic = options_.active != ~uint64_t{0};
     config.shape = shape;
     config.rank = r;
     config.device = ranks_[r].device;

@@ -34,11 +34,11 @@ def launch(
     )
 
 
-def start(script: Path, *options: str) -> subprocess.Popen[str]:
+def start(script: Path, *options: str, stderr: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(script, *options),
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr,
         text=True,
         env=environment(),
     )

@@ -386,11 +386,12 @@ class TestSignals:
             print("done")
             """
         )
-        job = start(path, "-n", "2")
+        job = start(path, "-n", "2", stderr=subprocess.STDOUT)
         wait_for_lines(job, "ready", 2)
         job.send_signal(signal.SIGUSR1)
         rest, _ = job.communicate(timeout=LIMIT_S)
         assert rest.count("done") == 2 and job.returncode == 0
+        assert "processes [1] do not handle SIGUSR1: they have no open group" in rest
 
     def test_an_unhandled_sigterm_ends_the_job(self, script):
         # JAX's preemption service used to swallow it.

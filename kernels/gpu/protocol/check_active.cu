@@ -1,6 +1,6 @@
 // In a group that goes on without some of its ranks, calls may not name these: what they would have
-// to say is taken to be nothing (SenderTo in control.cuh). Ids and plans are in device memory, so a
-// kernel must look.
+// to say is taken to be nothing (SenderTo in control.cuh). Nor may a call of an elastic group leave
+// out others. Ids and plans are in device memory, so a kernel must look.
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/control.cuh"
@@ -13,9 +13,14 @@ constexpr uint32_t kThreads = 512;
 struct CheckActiveParams {
   DeviceRank device;
   Operation operation;
-  uint32_t num_arrays;  // more than one: of a plan
+  bool are_ids;  // of experts; else a plan's
   RankNames names[kRankNameArrays];
 };
+
+// The expert that a mask has left out there (kUnreachable), or one that there is not.
+__device__ uint32_t ExpertMaskedOut(int32_t id) {
+  return static_cast<uint32_t>(id) - static_cast<uint32_t>(kUnreachable);
+}
 
 // Before the kernels of a call; they find that the rank has failed.
 __global__ void __launch_bounds__(kThreads)
@@ -26,12 +31,19 @@ __global__ void __launch_bounds__(kThreads)
     for (uint64_t i = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x; i < names.count;
          i += static_cast<uint64_t>(gridDim.x) * kThreads) {
       const int32_t value = names.values[i];
-      if (value < 0) continue;
-      const auto rank = static_cast<uint32_t>(static_cast<uint64_t>(value) / names.per_rank);
+      const bool is_masked = value < 0;
+      if (is_masked && !params.are_ids) continue;
+      const uint64_t named = is_masked ? ExpertMaskedOut(value) : static_cast<uint32_t>(value);
+      const uint64_t rank = named / names.per_rank;
       // Beyond the last rank: no rank at all, which is another matter.
-      if (rank >= device.shape.num_ranks || IsActive(device, rank)) continue;
-      Fail(device, FailureKind::kNotActive, params.operation, rank, params.num_arrays > 1 ? 1 : 0,
-           static_cast<uint64_t>(value));
+      if (rank >= device.shape.num_ranks) continue;
+      const auto owner = static_cast<uint32_t>(rank);
+      if (IsActive(device, owner) != is_masked) continue;
+      const Misfit misfit = is_masked        ? Misfit::kMaskOut
+                            : params.are_ids ? Misfit::kExpert
+                                             : Misfit::kPlan;
+      Fail(device, FailureKind::kNotActive, params.operation, owner, static_cast<uint64_t>(misfit),
+           named);
       return;
     }
   }
@@ -41,12 +53,10 @@ __global__ void __launch_bounds__(kThreads)
 
 const char* PrepareActiveKernel(const RankHandle&) { return PrepareKernel(&CheckActive, 0); }
 
-const char* LaunchCheckActive(RankHandle& rank, Operation operation,
+const char* LaunchCheckActive(RankHandle& rank, Operation operation, bool are_ids,
                               std::initializer_list<RankNames> names, cudaStream_t stream) {
-  CheckActiveParams params{.device = rank.device,
-                           .operation = operation,
-                           .num_arrays = static_cast<uint32_t>(names.size()),
-                           .names = {}};
+  CheckActiveParams params{
+      .device = rank.device, .operation = operation, .are_ids = are_ids, .names = {}};
   uint64_t count = 0;
   RankNames* to = params.names;
   for (const RankNames& array : names) {

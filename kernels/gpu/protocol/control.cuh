@@ -60,8 +60,9 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
 }
 
 // Ranks that take no part (elastic groups) send nothing, and yet kernels wait for all ranks alike:
-// what a rank sends to such a peer goes to its own heap, as if the peer had sent it. Nobody routes
-// to that peer (check_active.cu), so what it seems to say is that it has nothing.
+// what a rank sends to such a peer goes to its own heap, as if the peer had sent it. It must say
+// that the peer has nothing, so whoever sends counts, ids or drops sends none (IsActive). Rows and
+// partials need no such care: nobody routes to that peer (check_active.cu).
 __device__ inline bool IsActive(const DeviceRank& rank, uint32_t peer) {
   return (rank.active >> peer & 1) != 0;
 }

@@ -62,9 +62,9 @@ def over_ranks(local):
     return jax.shard_map(boxed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def look(phase, words, pages):
-    """Until process 0 has waited long enough, and the first line has the words."""
-    while not pages:
+def look(phase, words, pages, over):
+    """Until process 0 has waited long enough, and the first line has the words; or it is over."""
+    while not pages and not over.is_set():
         page = group.report()
         waited = re.match(r".* waiting for ([0-9.]+) s", page)
         if waited and float(waited[1]) > LONG_S and words in page.partition("\n")[0]:
@@ -91,14 +91,17 @@ def with_a_late_rank(phase, function, *operands, stops=False):
     if jax.process_index() == 1:
         be_late(stops)
         return jax.block_until_ready(function(*operands))
+    deadline = time.monotonic() + LATE_S / 2
     while "nobody is waiting" not in group.report():  # the wait before is shown for a moment
+        assert time.monotonic() < deadline, group.report()
         time.sleep(0.05)
-    pages = []
+    pages, over = [], threading.Event()
     words = "silent" if stops and args.node_size is None else ""
-    looking = threading.Thread(target=look, args=(phase, words, pages), daemon=True)
+    looking = threading.Thread(target=look, args=(phase, words, pages, over), daemon=True)
     looking.start()
     out = jax.block_until_ready(function(*operands))
-    looking.join(2)
+    over.set()
+    looking.join()
     print(*pages or [f"{phase}: nothing"], sep="\n", flush=True)
     return out
 
