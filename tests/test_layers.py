@@ -33,6 +33,7 @@ ALLOWED_INCLUDES = {
         "proxy/base/",
     ),
     "kernels/gpu": (
+        "kernels/epoch.h",
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/gpu/",
@@ -43,6 +44,7 @@ ALLOWED_INCLUDES = {
     "kernels/gpu/device": ("kernels/layout.h", "kernels/gpu/device/"),
     "kernels/gpu/memory": ("kernels/gpu/memory/", "kernels/gpu/device/"),
     "kernels/gpu/protocol": (
+        "kernels/epoch.h",
         "kernels/layout.h",
         r"kernels/gpu/(api|launch|launch_state)\.h$",
         "kernels/gpu/device/",
@@ -66,6 +68,7 @@ ALLOWED_INCLUDES = {
         r"kernels/gpu/(device|protocol|sums|network|lanes|ll|ht/plan)/",
     ),
     "kernels": (
+        "kernels/epoch.h",
         "kernels/launch.h",
         "kernels/layout.h",
         "kernels/rounds.h",
@@ -73,6 +76,7 @@ ALLOWED_INCLUDES = {
         "proxy/base/",
     ),
     "xla_ffi": (
+        "kernels/epoch.h",
         "xla_ffi/",
         "kernels/cpu/huge_pages.h",
         "kernels/fp8_rows.h",

@@ -96,7 +96,7 @@ Status GpuSession::Start() {
           .device = member->device(),
           .peers = member->peers.data(),
           .active = ActiveRanks(),
-          .is_elastic = !options().active.empty(),
+          .is_elastic = options().is_elastic(),
           .generation = options().generation,
           .network = network_ != nullptr ? &network : nullptr,
           .status = member->status,

@@ -71,7 +71,7 @@ void GpuSession::Free() {
         JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release(range), "unmap"));
       }
       member->imported.clear();
-      const bool is_captured = has_run && options().active.empty();
+      const bool is_captured = has_run && !options().is_elastic();
       const auto free_heap = is_captured ? memory.retire : memory.release;
       JAX_EP_RETURN_IF_ERROR(ToStatus(free_heap(member->heap), "free"));
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.release_pinned(member->status), "free"));

@@ -4,9 +4,9 @@
 #include <optional>
 #include <utility>
 
+#include "kernels/epoch.h"
 #include "proxy/base/deadline.h"
 #include "proxy/base/log.h"
-#include "xla_ffi/epoch.h"
 #include "xla_ffi/gpu_member.h"
 #include "xla_ffi/members.h"
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "xla_ffi/epoch.h"
+#include "kernels/epoch.h"
 #include "xla_ffi/error.h"
 #include "xla_ffi/session.h"
 #include "xla_ffi/signatures.h"

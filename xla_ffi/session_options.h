@@ -52,6 +52,7 @@ struct SessionOptions {
   TeamId IdOf(uint32_t team) const {
     return {.index = team, .num_teams = static_cast<uint32_t>(team_processes.size())};
   }
+  bool is_elastic() const { return !active.empty(); }
   bool IsActive(uint32_t rank) const { return active.empty() || active[rank] != 0; }
   // For messages (RankName).
   std::string NameOf(uint32_t team, uint32_t rank) const { return RankName(IdOf(team), rank); }

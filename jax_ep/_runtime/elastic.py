@@ -12,8 +12,8 @@ Whatever is written late goes to memory and connections of the old session, whic
 reads. It takes as long as create_group, and memory is never held twice: the old session goes first.
 
 What outlives a session in programs carries the number of the decision: epochs of halves
-(xla_ffi/epoch.h; on GPUs EpochOf, kernels/gpu/protocol/slot_sets.cuh) and the names of executions
-(xla_ffi/run_names.h). On GPUs XLA does not record these programs in command buffers.
+(kernels/epoch.h) and the names of executions (xla_ffi/run_names.h). On GPUs XLA does not record
+these programs in command buffers.
 """
 
 from __future__ import annotations

@@ -157,6 +157,12 @@ struct RankConfig {
   bool debug = false;  // expert ids out of range fail the call
 };
 
+// Whether a mask leaves out ranks.
+constexpr bool HasHoles(const GroupShape& shape, uint64_t active) {
+  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - shape.num_ranks);
+  return (active & all) != all;
+}
+
 struct RankHandle;  // one rank's launch state
 
 // Copied from device counters on demand (a small device-to-host copy; never while capturing).

@@ -79,8 +79,8 @@ const char* CheckNames(RankHandle& rank, Operation operation, const PlanParams& 
 }
 template <typename Params>  // of a dispatch or combine with a plan
 const char* CheckNames(RankHandle& rank, Operation operation, const Params& params, Stream stream) {
-  if (!HasHoles(rank.device)) return nullptr;
   const GroupShape& shape = rank.device.shape;
+  if (!HasHoles(shape, rank.device.active)) return nullptr;
   const bool is_ll = params.mode == Mode::kLl;
   const int64_t rank_slots = is_ll ? shape.num_ranks * params.num_tokens : params.recv_rows;
   const RankNames sources{params.recv_src.data(), params.recv_src.size(),

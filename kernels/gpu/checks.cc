@@ -93,9 +93,8 @@ std::string CheckConfig(const RankConfig& config) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
   }
   if (config.status == nullptr || config.peers == nullptr) return "no status or peers";
-  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - shape.num_ranks);
   if ((config.active >> config.rank & 1) == 0) return "got a mask without this rank";
-  if ((config.active & all) != all && network != nullptr) {
+  if (HasHoles(shape, config.active) && network != nullptr) {
     return "got a mask of ranks in a group of several nodes";
   }
   return "";

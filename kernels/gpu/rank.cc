@@ -157,14 +157,13 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   device.status = static_cast<RankStatus*>(status);
   device.stamps = static_cast<OperationStamp*>(stamps);
   device.node_begin = config->rank / config->shape.node_size * config->shape.node_size;
-  std::copy_n(config->peers, config->shape.node_size, device.peers + device.node_begin);
   rank->is_elastic = config->is_elastic;
   device.generation = config->generation;
   device.active = config->active;
-  const uint32_t own = config->rank - device.node_begin;
-  for (uint32_t peer = device.node_begin; peer < device.node_begin + config->shape.node_size;
-       ++peer) {
-    if ((config->active >> peer & 1) == 0) device.peers[peer] = config->peers[own];
+  for (uint32_t local = 0; local < config->shape.node_size; ++local) {
+    const uint32_t peer = device.node_begin + local;
+    const bool is_active = (config->active >> peer & 1) != 0;
+    device.peers[peer] = config->peers[is_active ? local : config->rank - device.node_begin];
   }
   if (config->network != nullptr) {
     if (const char* failure = ConnectNetwork(*config, *rank)) return failure;

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.multiprocess
@@ -34,6 +35,14 @@ def _skip_without(transport):
 
 def test_survivors_go_on_exactly_and_take_ranks_back():
     _play(3, "--phases", "ll combine,decided,late")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_gpus(ranks):
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU and `pytest -m gpu`")
+    _play(8, "--gpus", str(min(jax.local_device_count(), ranks)), "--ranks", str(ranks))
 
 
 @pytest.mark.ci

@@ -10,6 +10,7 @@ TESTING = [
 
 # One executable each.
 TESTS = [
+    "epoch_test.cc",
     "exchange_test.cc",
     "failure_test.cc",
     "fp8_rows_test.cc",

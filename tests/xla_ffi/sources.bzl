@@ -3,7 +3,6 @@
 # One executable each.
 TESTS = [
     "departure_test.cc",
-    "epoch_test.cc",
     "executor_test.cc",
     "monitor_test.cc",
     "rank_records_test.cc",

@@ -32,12 +32,6 @@ struct DeviceRank {
   PeerMemory peers[kMaxNodeRanks];
 };
 
-// Whether ranks of the node take no part.
-constexpr bool HasHoles(const DeviceRank& device) {
-  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - device.shape.num_ranks);
-  return (device.active & all) != all;
-}
-
 // A call as its peers see it: its operation, and above that a fingerprint of the program that makes
 // it. Two ranks whose calls of one number differ in this run different programs.
 inline constexpr uint32_t kOperationBits = 4;

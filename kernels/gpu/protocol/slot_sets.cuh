@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kernels/epoch.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/protocol/control.cuh"
 
@@ -43,13 +44,9 @@ __device__ inline uint64_t ConsumedOffset(const DeviceRank& rank, SetKind kind) 
          static_cast<uint64_t>(kind) * rank.shape.num_ranks * sizeof(uint64_t);
 }
 
-// Epochs of the halves: the low bits of an operation's number, and above them those of the
-// session's generation, as a start means nothing to a later session of the group.
+// Epochs of the halves count operations.
 __device__ inline int32_t EpochOf(const DeviceRank& rank, uint64_t sequence) {
-  constexpr uint32_t kEpochBits = 24;
-  constexpr uint32_t kMask = (1u << kEpochBits) - 1;
-  return static_cast<int32_t>(rank.generation << kEpochBits |
-                              (static_cast<uint32_t>(sequence) & kMask));
+  return PackEpoch(sequence, rank.generation);
 }
 
 // One thread. The set that a start or whole call takes; fails the rank if all are open.

@@ -14,42 +14,20 @@ import threading
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "multiprocess" / "programs"))
 from meeting import meet
+from two_processes import H, K, N, T, create_group, mesh, on_all, spec
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--node-size", type=int, default=None)
 args = parser.parse_args()
-jax_ep.initialize()
 
-T, H, K = 16, 64, 2
-TIMEOUT_S, LATE_S, LONG_S = 20.0, 1.5, 0.5
+LATE_S, LONG_S = 1.5, 0.5
 STOPPED_S = 4.5  # a heartbeat is missed after 2
-N = jax.device_count()
-mesh = Mesh(np.array(jax.devices()), ("ep",))
-config = jax_ep.Config(
-    num_experts=2 * N,
-    top_k=K,
-    hidden=H,
-    max_tokens=T,
-    dtype=jnp.float32,
-    align=1,
-    timeout_s=TIMEOUT_S,
-    node_size=args.node_size,
-)
-spec = P("ep")
-sharding = jax.sharding.NamedSharding(mesh, spec)
-
-
-def on_all(array):
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def over_ranks(local):
@@ -106,7 +84,7 @@ def with_a_late_rank(phase, function, *operands, stops=False):
     return out
 
 
-with jax_ep.create_group(mesh, "ep", config, "native") as group:
+with create_group(args.node_size) as group:
 
     @jax.jit
     @over_ranks

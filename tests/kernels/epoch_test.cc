@@ -1,4 +1,4 @@
-#include "xla_ffi/epoch.h"
+#include "kernels/epoch.h"
 
 #include <gtest/gtest.h>
 
