@@ -1,5 +1,6 @@
 #include "tests/kernels/team.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <new>
@@ -10,13 +11,16 @@
 namespace jax_ep::testing {
 namespace {
 
+// Starting threads is dear on a busy machine, so the caller takes a share itself and a share of
+// nothing gets no thread.
 ParallelFor MakeParallelFor(int num_threads) {
   return [num_threads](int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
-    if (num_threads <= 1) return body(0, num_items);
+    const int64_t shares = std::clamp<int64_t>(num_items, 1, num_threads);
     std::vector<std::jthread> threads;
-    for (int i = 0; i < num_threads; ++i) {
-      threads.emplace_back(body, num_items * i / num_threads, num_items * (i + 1) / num_threads);
+    for (int64_t i = 1; i < shares; ++i) {
+      threads.emplace_back(body, num_items * i / shares, num_items * (i + 1) / shares);
     }
+    body(0, num_items / shares);
   };
 }
 
