@@ -15,9 +15,9 @@ from jax_ep._placement import Placement
 
 # By number: the streams between two ranks (proxy/abi/channel.h).
 CHANNELS = (
-    "order", "plan", "plan-done", "dispatch", "dispatch-done", "reduce", "combine",
+    "order", "plan", "barrier", "dispatch", "dispatch-done", "reduce", "combine",
     "combine-done", "ll-dispatch", "ll-dispatch-done", "ll-combine", "ll-combine-done",
-    "reduce-done", "barrier",
+    "reduce-done",
 )  # fmt: skip
 
 # What a rank waits for (proxy/abi/channel.h): routing, rows to experts, rows back, and the readers

@@ -103,6 +103,9 @@ inline constexpr uint64_t kWireUnitBytes = 16;
 inline constexpr uint64_t kAreaAlignBytes = 64;
 // Largest depth: a command carries 4 bits of its epoch, and half of that space may be in use.
 inline constexpr uint32_t kMaxDepth = 8;
+// Slot sets of a plan. No plan waits for a set: who begins plan e has met everyone's records of
+// plan e - 1, and each rank sent those after its last read of plan e - 2.
+inline constexpr uint32_t kPlanSets = 2;
 
 constexpr uint64_t AlignUp(uint64_t value, uint64_t unit) {
   return (value + unit - 1) / unit * unit;
@@ -140,8 +143,8 @@ struct HeapArea {
 // commands, *_recv and ll_disp, ll_comb their targets.
 //
 // Who writes: each rank its own heap, but for *_recv and ll_* (the peer that the block names, by a
-// command or, of ll, by store inside the node). Who reads: node-mates read plan_send, stage,
-// reduce_stage and net_recv of each other; all else is its owner's.
+// command or, of ll, by store inside the node). Who reads: node-mates read plan_send, plan_recv,
+// stage, reduce_stage and net_recv of each other; all else is its owner's.
 struct HeapLayout {
   uint64_t total_bytes = 0;
   uint32_t num_ranks = 0;
@@ -155,8 +158,8 @@ struct HeapLayout {
   uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
   // HT
   HeapArea plan_send;      // plan_counts, then i32 codes by destination, segments at 16 bytes
-  HeapArea plan_recv;      // [N] plan_counts, then the codes for this rank: any source may send it
-                           // all of its pairs, and 4 bytes for each are not worth an exchange
+  HeapArea plan_recv;      // [M] plan_counts, then the codes for this node, from the rank of equal
+                           // local index in that one, which may send all of its pairs here
   HeapArea stage;          // rows [T]: row, weights [K]
   HeapArea send_stage;     // [M] i32 map [C] (token -> packed row, -1), then packed rows
   HeapArea net_recv;       // [M] the same, from the rank of equal local index in that node
@@ -237,7 +240,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
     layout.map_bytes = AlignUp(sent_tokens * int_bytes, kWireUnitBytes);
     layout.presence_bytes = AlignUp(summed_tokens, kWireUnitBytes);
     layout.plan_send =
-        take_area(depth, 1, layout.plan_counts_bytes + code_bytes + num_ranks * kWireUnitBytes);
+        take_area(kPlanSets, 1, layout.plan_counts_bytes + code_bytes + num_ranks * kWireUnitBytes);
     layout.stage = take_area(depth, 1, tokens * (row_bytes + scalar_bytes));
     const uint64_t sum_sets = layout.combine_rounds.num_sets(depth);
     layout.reduce_stage =
@@ -245,7 +248,8 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
                   layout.presence_bytes + summed_tokens * (partial_bytes + scalar_bytes));
     if (num_nodes > 1) {
       layout.plan_recv =
-          take_area(depth, num_ranks, layout.plan_counts_bytes + code_bytes + kWireUnitBytes);
+          take_area(kPlanSets, num_nodes,
+                    layout.plan_counts_bytes + code_bytes + shape.node_size * kWireUnitBytes);
       const uint64_t rows_bytes = layout.map_bytes + sent_tokens * (row_bytes + scalar_bytes);
       const uint64_t row_sets = layout.dispatch_rounds.num_sets(depth);
       layout.send_stage = take_area(row_sets, num_nodes, rows_bytes);

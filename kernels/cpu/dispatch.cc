@@ -54,10 +54,6 @@ class HtDispatch {
   Status SendToNode(const Round& round, uint32_t node);
   // Copies row and weights of a token of this rank.
   void Pack(std::byte* to, int64_t token) const;
-  // Heap and source of the flag that says that the rows of `source` can be read.
-  uint32_t FlagHeap(uint32_t source) const {
-    return op_.is_mate(source) ? rank_.rank : rank_.node_begin() + source % shape_.node_size;
-  }
   PublishedBuffers* PublishedBy(uint32_t mate) const {
     return HeapAt<PublishedBuffers>(op_.heap(mate), layout_.dispatch_published.At(set_));
   }
@@ -198,7 +194,7 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source, int64_t num_tokens) const
     from.rows = op_.heap(source) + layout_.stage.At(set_);
   } else {
     const uint64_t block = layout_.net_recv.At(set_, source / shape_.node_size);
-    std::byte* rail_heap = op_.heap(FlagHeap(source));
+    std::byte* rail_heap = op_.heap(op_.ReceiverOf(source));
     from.map = HeapAt<int32_t>(rail_heap, block);
     from.rows = rail_heap + block +
                 AlignUp(static_cast<uint64_t>(num_tokens) * sizeof(int32_t), kWireUnitBytes);
@@ -302,7 +298,7 @@ Status HtDispatch::ReceiveRound(const Round& round, const RowUnpacker& unpacker)
   while (!pending.empty()) {
     auto next = pending.begin();
     for (auto source = pending.begin(); source != pending.end(); ++source) {
-      if (op_.ReadFlag(FlagHeap(*source), Channel::kDispatch, *source) >= round.signal) {
+      if (op_.ReadFlag(op_.ReceiverOf(*source), Channel::kDispatch, *source) >= round.signal) {
         next = source;
         break;
       }
@@ -310,7 +306,7 @@ Status HtDispatch::ReceiveRound(const Round& round, const RowUnpacker& unpacker)
     const uint32_t source = *next;
     pending.erase(next);
     JAX_EP_RETURN_IF_ERROR(
-        op_.WaitFlag(FlagHeap(source), Channel::kDispatch, source, round.signal));
+        op_.WaitFlag(op_.ReceiverOf(source), Channel::kDispatch, source, round.signal));
     const bool is_mate = op_.is_mate(source);
     JAX_EP_RETURN_IF_ERROR(Pull(unpacker, source, is_mate ? 0 : round.begin,
                                 is_mate ? params_.num_tokens : round.end));

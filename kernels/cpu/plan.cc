@@ -28,66 +28,80 @@ PlanHeader HeaderOf(const PlanParams& params) {
           .layout = static_cast<int32_t>(params.layout)};
 }
 
-// Counts block and this rank's segment to each rank of the other nodes, then the signals.
+// Pushes `num_bytes` to `command`'s peer, the signal with the last of them.
+Status PushAll(Operation& op, Command command, uint64_t num_bytes) {
+  while (num_bytes > 0) {
+    command.length_bytes = std::min(num_bytes, kMaxCommandBytes);
+    num_bytes -= command.length_bytes;
+    command.op = num_bytes == 0 ? Op::kWriteSignal : Op::kWrite;
+    JAX_EP_RETURN_IF_ERROR(op.Push(command));
+    command.local_offset += command.length_bytes;
+    command.remote_offset += command.length_bytes;
+  }
+  return Status::Ok();
+}
+
+// One rank of each other node, that of equal local index, gets what all of that node needs: the
+// counts of all experts, and the codes of the node's experts, which lie side by side.
 Status SendRouting(Operation& op, uint32_t set) {
   const TracePhase phase(op.rank().trace, "send routing");
   const GroupShape& shape = op.shape();
   const HeapLayout& layout = op.layout();
+  const Rank& rank = op.rank();
   const uint64_t block = layout.plan_send.At(set);
-  const auto* counts = HeapAt<int32_t>(op.own_heap(), block + sizeof(PlanHeader));
-  const std::vector<uint64_t> starts = SegmentStarts(shape, counts);
-  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-    if (op.is_mate(peer) || !op.is_active(peer)) continue;
-    uint64_t num_codes = 0;
-    for (uint32_t e = 0; e < shape.experts_per_rank(); ++e) {
-      num_codes += static_cast<uint64_t>(counts[peer * shape.experts_per_rank() + e]);
-    }
+  const std::vector<uint64_t> starts =
+      SegmentStarts(shape, HeapAt<int32_t>(op.own_heap(), block + sizeof(PlanHeader)));
+  for (uint32_t step = 1; step < shape.num_nodes(); ++step) {
+    const uint32_t node = (rank.node() + step) % shape.num_nodes();
+    const uint32_t first = node * shape.node_size;
+    if (!op.is_active(first + rank.local_rank())) continue;
+    const uint64_t begin = starts[first] * sizeof(int32_t);
+    const uint64_t end = starts[first + shape.node_size] * sizeof(int32_t);
     Command command{};
-    command.op = num_codes == 0 ? Op::kWriteSignal : Op::kWrite;
-    command.dst_rank = peer;
+    command.op = begin == end ? Op::kWriteSignal : Op::kWrite;
+    command.dst_rank = first + rank.local_rank();
     command.length_bytes = layout.plan_counts_bytes;
     command.local_offset = block;
-    command.remote_offset = layout.plan_recv.At(set, op.rank().rank);
+    command.remote_offset = layout.plan_recv.At(set, rank.node());
     command.channel = Channel::kPlan;
     command.epoch = op.epoch();
     JAX_EP_RETURN_IF_ERROR(op.Push(command));
-    const uint64_t code_bytes = AlignUp(num_codes * sizeof(int32_t), kWireUnitBytes);
-    for (uint64_t sent = 0; sent < code_bytes;) {
-      const uint64_t length = std::min(code_bytes - sent, kMaxCommandBytes);
-      command.op = sent + length == code_bytes ? Op::kWriteSignal : Op::kWrite;
-      command.length_bytes = length;
-      command.local_offset =
-          block + layout.plan_counts_bytes + starts[peer] * sizeof(int32_t) + sent;
-      command.remote_offset =
-          layout.plan_recv.At(set, op.rank().rank) + layout.plan_counts_bytes + sent;
-      JAX_EP_RETURN_IF_ERROR(op.Push(command));
-      sent += length;
-    }
+    command.local_offset += layout.plan_counts_bytes + begin;
+    command.remote_offset += layout.plan_counts_bytes;
+    JAX_EP_RETURN_IF_ERROR(PushAll(op, command, end - begin));
   }
   op.KickProxy();
   return op.SignalMates(Channel::kPlan, op.epoch());
 }
 
-// Where `source`'s record is: in its own heap if it is a node-mate, else where it was sent.
+// What `source` has sent: in its own heap if it is a node-mate, else where the node received it.
 Result<SourceRouting> RoutingOf(Operation& op, const PlanParams& params, uint32_t set,
                                 uint32_t source) {
   const GroupShape& shape = op.shape();
   const HeapLayout& layout = op.layout();
+  const uint32_t rank = op.rank().rank;
   const bool is_mate = op.is_mate(source);
-  std::byte* heap = is_mate ? op.heap(source) : op.own_heap();
-  const uint64_t block = is_mate ? layout.plan_send.At(set) : layout.plan_recv.At(set, source);
+  std::byte* heap = op.heap(is_mate ? source : op.ReceiverOf(source));
+  const uint64_t block =
+      is_mate ? layout.plan_send.At(set) : layout.plan_recv.At(set, source / shape.node_size);
   PlanHeader header;
   std::memcpy(&header, heap + block, sizeof(header));
+  PlanHeader expected = HeaderOf(params);
+  expected.num_locally_dropped = header.num_locally_dropped;
   SourceRouting routing{
       .counts = HeapAt<int32_t>(heap, block + sizeof(PlanHeader)),
       .codes = HeapAt<int32_t>(heap, block + layout.plan_counts_bytes),
       .num_locally_dropped = header.num_locally_dropped,
   };
-  if (is_mate) routing.codes += SegmentStarts(shape, routing.counts)[op.rank().rank];
-  PlanHeader expected = HeaderOf(params);
-  expected.num_locally_dropped = header.num_locally_dropped;
-  if (std::memcmp(&header, &expected, sizeof(header)) != 0 ||
-      !IsRoutingInRange(shape, op.rank().rank, params.num_tokens * shape.top_k, routing)) {
+  const int64_t num_pairs = params.num_tokens * shape.top_k;
+  bool is_right = std::memcmp(&header, &expected, sizeof(header)) == 0 &&
+                  AreCountsInRange(shape, num_pairs, routing.counts);
+  if (is_right) {
+    const std::vector<uint64_t> starts = SegmentStarts(shape, routing.counts);
+    routing.codes += starts[rank] - (is_mate ? 0 : starts[op.rank().node_begin()]);
+    is_right = AreCodesInRange(shape, rank, num_pairs, routing);
+  }
+  if (!is_right) {
     return op.Fail(FailedPrecondition(
         op.rank().NameOf(source) +
         " runs another plan: got T = " + std::to_string(header.num_tokens) +
@@ -106,10 +120,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   const GroupShape& shape = rank.shape;
   JAX_EP_RETURN_IF_ERROR(op.Require(CheckPlanParams(shape, params)));
   JAX_EP_RETURN_IF_ERROR(CheckIds(op, params.topk_idx));
-  const auto set = static_cast<uint32_t>(op.epoch() % shape.depth);
-  if (op.epoch() > shape.depth) {
-    JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlanDone, op.epoch() - shape.depth));
-  }
+  const auto set = static_cast<uint32_t>(op.epoch() % kPlanSets);
   const uint64_t block = rank.layout.plan_send.At(set);
   int32_t* codes = HeapAt<int32_t>(op.own_heap(), block + rank.layout.plan_counts_bytes);
   const LocalDrops drops =
@@ -120,7 +131,11 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   std::memcpy(op.own_heap() + block, &header, sizeof(header));
   JAX_EP_RETURN_IF_ERROR(SendRouting(op, set));
 
-  JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlan, op.epoch()));
+  for (uint32_t step = 1; step < shape.num_ranks; ++step) {
+    const uint32_t source = (rank.rank + step) % shape.num_ranks;
+    if (!op.is_active(source)) continue;
+    JAX_EP_RETURN_IF_ERROR(op.WaitFlag(op.ReceiverOf(source), Channel::kPlan, source, op.epoch()));
+  }
   const TracePhase phase(rank.trace, "assign rows");
   const std::vector<int32_t> no_pairs(shape.num_experts, 0);
   std::vector<SourceRouting> sources(shape.num_ranks, {.counts = no_pairs.data()});
@@ -129,7 +144,6 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
     JAX_EP_ASSIGN_OR_RETURN(sources[source], RoutingOf(op, params, set, source));
   }
   BuildPlan(shape, rank.rank, params, sources, codes);
-  JAX_EP_RETURN_IF_ERROR(op.SignalAll(Channel::kPlanDone, op.epoch()));
   CountPlan(rank, params, drops);
   return Status::Ok();
 }

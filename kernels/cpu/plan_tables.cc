@@ -1,6 +1,7 @@
 #include "kernels/cpu/plan_tables.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "kernels/cpu/row_index.h"
@@ -41,7 +42,7 @@ LocalDrops VisitPairs(const GroupShape& shape, Layout layout, std::span<const in
 }  // namespace
 
 std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* counts) {
-  std::vector<uint64_t> starts(shape.num_ranks);
+  std::vector<uint64_t> starts(shape.num_ranks + 1);
   uint64_t end = 0;
   for (uint32_t owner = 0; owner < shape.num_ranks; ++owner) {
     end = AlignUp(end, kIntsPerUnit);
@@ -49,6 +50,7 @@ std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* coun
     const int32_t* first = counts + owner * shape.experts_per_rank();
     for (uint32_t e = 0; e < shape.experts_per_rank(); ++e) end += static_cast<uint64_t>(first[e]);
   }
+  starts.back() = AlignUp(end, kIntsPerUnit);
   return starts;
 }
 
@@ -115,17 +117,20 @@ Status CheckIds(Operation& op, std::span<const int32_t> topk_idx) {
       RankOfTeam(rank.team.index, rank.rank));
 }
 
-bool IsRoutingInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
-                      const SourceRouting& source) {
+bool AreCountsInRange(const GroupShape& shape, int64_t num_pairs, const int32_t* counts) {
   int64_t sum = 0;
-  int64_t for_rank = 0;
   for (uint32_t expert = 0; expert < shape.num_experts; ++expert) {
-    if (source.counts[expert] < 0) return false;
-    sum += source.counts[expert];
-    if (expert / shape.experts_per_rank() == rank) for_rank += source.counts[expert];
+    if (counts[expert] < 0) return false;
+    sum += counts[expert];
   }
-  if (sum > num_pairs) return false;
-  return std::all_of(source.codes, source.codes + for_rank,
+  return sum <= num_pairs;
+}
+
+bool AreCodesInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
+                     const SourceRouting& source) {
+  const int32_t* counts = source.counts + rank * shape.experts_per_rank();
+  const int64_t num_codes = std::accumulate(counts, counts + shape.experts_per_rank(), int64_t{0});
+  return std::all_of(source.codes, source.codes + num_codes,
                      [&](int32_t code) { return code >= 0 && code < num_pairs; });
 }
 

@@ -23,7 +23,8 @@ constexpr uint64_t SortedCodesInts(uint64_t num_pairs, uint64_t num_ranks) {
   return num_pairs + num_ranks * (kWireUnitBytes / sizeof(int32_t));
 }
 
-// First index in the sorted codes of each destination's segment, given counts [E].
+// First index in the sorted codes of each destination's segment, given counts [E], and the end of
+// the last: [N + 1], multiples of 16 bytes.
 std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* counts);
 
 // Sorts the pairs of topk_idx [T * K] by (expert, token, k): counts [E], and codes t * K + k.
@@ -54,8 +55,9 @@ void CountPlan(Rank& rank, const PlanParams& params, const LocalDrops& drops);
 // Checks the spans of `params` against the group: empty, or what is wrong.
 std::string CheckPlanParams(const GroupShape& shape, const PlanParams& params);
 
-// Checks one source's counts (rows for `rank`) and codes against T * K.
-bool IsRoutingInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
-                      const SourceRouting& source);
+// Checks one source's counts [E] against T * K, then its codes for `rank`.
+bool AreCountsInRange(const GroupShape& shape, int64_t num_pairs, const int32_t* counts);
+bool AreCodesInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
+                     const SourceRouting& source);
 
 }  // namespace jax_ep

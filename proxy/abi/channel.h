@@ -14,7 +14,7 @@ namespace jax_ep {
 enum class Channel : uint8_t {
   kOrder = 0,           // rank 0 -> leader of each other node: one entry of the agreed order
   kPlan = 1,            // routing records
-  kPlanDone = 2,        // the records of an epoch were read: its set may be written again
+  kBarrier = 2,         // create_group and close
   kDispatch = 3,        // HT rows
   kDispatchDone = 4,    // the node has read the rows of an epoch
   kReduce = 5,          // inside a node only: partials are staged
@@ -25,8 +25,8 @@ enum class Channel : uint8_t {
   kLlCombine = 10,      // LL partials (counted)
   kLlCombineDone = 11,  // LL combine set of an epoch was summed
   kReduceDone = 12,     // inside a node only: staged partials were read
-  kBarrier = 13,        // create_group and close
 };
+inline constexpr Channel kLastChannel = Channel::kReduceDone;
 inline constexpr uint32_t kNumChannels = 16;  // 6 bits in a command, 4 used
 
 // For messages.
@@ -36,8 +36,8 @@ constexpr std::string_view ChannelName(Channel channel) {
       return "order";
     case Channel::kPlan:
       return "plan";
-    case Channel::kPlanDone:
-      return "plan-done";
+    case Channel::kBarrier:
+      return "barrier";
     case Channel::kDispatch:
       return "dispatch";
     case Channel::kDispatchDone:
@@ -58,8 +58,6 @@ constexpr std::string_view ChannelName(Channel channel) {
       return "ll-combine-done";
     case Channel::kReduceDone:
       return "reduce-done";
-    case Channel::kBarrier:
-      return "barrier";
   }
   return "unused";
 }
@@ -98,7 +96,6 @@ constexpr WaitPhase WaitPhaseOf(Channel channel) {
     case Channel::kCombine:
     case Channel::kLlCombine:
       return WaitPhase::kCombine;
-    case Channel::kPlanDone:
     case Channel::kDispatchDone:
     case Channel::kCombineDone:
     case Channel::kLlDispatchDone:

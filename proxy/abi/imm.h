@@ -50,7 +50,7 @@ inline constexpr int kImmMarkShift = kImmFlowShift + kImmFlowBits;
 
 inline constexpr uint32_t kImmAckChannel = kNumChannels - 2;
 inline constexpr uint32_t kImmControlChannel = kNumChannels - 1;
-static_assert(static_cast<uint32_t>(Channel::kBarrier) < kImmAckChannel,
+static_assert(static_cast<uint32_t>(kLastChannel) < kImmAckChannel,
               "no flow uses the channels of control messages");
 
 // Payload of kFailed: a rank for which there are not bits enough.

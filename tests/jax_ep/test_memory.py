@@ -76,9 +76,9 @@ def formula(config: jax_ep.Config, ranks: int, node: int) -> int:
         plan = 4 * (config.num_experts + tokens * slots)
         summed, sum_sets = cut(tokens, 8 * tokens // ranks)
         sent, row_sets = cut(tokens, 4 * tokens // nodes)
-        total += depth * (tokens * row + plan) + sum_sets * ranks * summed * partial
+        total += depth * tokens * row + 2 * plan + sum_sets * ranks * summed * partial
         if nodes > 1:
-            total += depth * ranks * plan + 2 * row_sets * nodes * sent * row
+            total += 2 * nodes * plan + 2 * row_sets * nodes * sent * row
             total += 2 * sum_sets * nodes * summed * (partial + 4 * slots * (node - 1))
     if config.mode != "ht":
         tokens = min(config.max_tokens, 128)

@@ -60,7 +60,7 @@ for node_size, mode, channel in eval(sys.argv[1]):
 """
 CASES = [
     *((4, "ht", name) for name in ("plan", "dispatch", "dispatch-done", "reduce", "reduce-done")),
-    *((2, "ht", name) for name in ("plan", "plan-done", "dispatch", "combine")),
+    *((2, "ht", name) for name in ("plan", "dispatch", "combine")),
     *((2, "ht", name) for name in ("dispatch-done", "combine-done")),
     *((2, "ht", name) for name in ("reduce", "reduce-done")),
     *((n, "ll", f"ll-{name}") for n in (4, 2) for name in ("dispatch", "combine")),

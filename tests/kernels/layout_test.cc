@@ -38,8 +38,8 @@ std::vector<Named> Areas(const HeapLayout& layout, const GroupShape& shape) {
   const uint64_t ll_sets = layout.ll_rounds.num_sets(depth);
   std::vector<Named> areas = {{"dispatch_published", layout.dispatch_published, 1, depth},
                               {"combine_published", layout.combine_published, 1, depth},
-                              {"plan_send", layout.plan_send, 1, depth},
-                              {"plan_recv", layout.plan_recv, num_ranks, depth},
+                              {"plan_send", layout.plan_send, 1, kPlanSets},
+                              {"plan_recv", layout.plan_recv, num_nodes, kPlanSets},
                               {"stage", layout.stage, 1, depth},
                               {"send_stage", layout.send_stage, num_nodes, row_sets},
                               {"net_recv", layout.net_recv, num_nodes, row_sets},
@@ -60,7 +60,7 @@ TEST(HeapLayout, AreasAreAlignedAndDoNotOverlap) {
   for (const GroupShape& shape : {Shape(8, 2), Shape(8, 8), Shape(1, 1), Shape(6, 3), Shape(40, 4),
                                   Shape(72, 72), Shape(1024, 8)}) {
     const HeapLayout layout = HeapLayout::Make(shape);
-    uint64_t end = layout.flag_offset(Channel::kBarrier, shape.num_ranks - 1) + sizeof(uint64_t);
+    uint64_t end = layout.flag_offset(kLastChannel, shape.num_ranks - 1) + sizeof(uint64_t);
     EXPECT_GE(layout.flags_offset, sizeof(ControlBlock));
     EXPECT_EQ(layout.flags_offset % kAreaAlignBytes, 0u);
     for (const Named& named : Areas(layout, shape)) {
@@ -90,7 +90,7 @@ TEST(HeapLayout, BlocksHoldTheLargestCall) {
   EXPECT_GE(layout.reduce_stage.peer_stride, 77 + 77 * (partial + AlignUp(5 * 4, 16)));
   EXPECT_GE(layout.comb_recv.peer_stride, 77 * (partial + AlignUp(2 * 5 * 4, 16)));
   EXPECT_GE(layout.ll_disp.peer_stride, 16 + 2 * AlignUp(9 * 5 * 4, 16) + 9 * AlignUp(513 * 2, 16));
-  EXPECT_GE(layout.plan_recv.peer_stride, 16 + 24 * 4 + 77 * 5 * 4);
+  EXPECT_GE(layout.plan_recv.peer_stride, 16 + 24 * 4 + 77 * 5 * 4 + 2 * 16);
 }
 
 TEST(HeapLayout, RoundsFillTheBlocksThatFit) {
@@ -157,7 +157,7 @@ TEST(HeapLayout, FlagsOfAllChannelsAndSourcesAreDistinct) {
   const HeapLayout layout = HeapLayout::Make(Shape(8, 2));
   EXPECT_EQ(layout.flag_offset(Channel::kOrder, 0), layout.flags_offset);
   EXPECT_EQ(layout.flag_offset(Channel::kOrder, 7) + 8, layout.flag_offset(Channel::kPlan, 0));
-  static_assert(kNumChannels > static_cast<uint32_t>(Channel::kBarrier));
+  static_assert(kNumChannels > static_cast<uint32_t>(kLastChannel));
 }
 
 // Later GPU code computes the same offsets at compile time.

@@ -140,7 +140,7 @@ TEST(Command, any_bits_decode_and_encode_to_the_same_or_are_refused) {
 
 TEST(Command, EachChannelHasANameOfItsOwn) {
   std::set<std::string_view> names;
-  const auto last = static_cast<uint32_t>(Channel::kBarrier);
+  const auto last = static_cast<uint32_t>(kLastChannel);
   for (uint32_t channel = 0; channel <= last; ++channel) {
     names.insert(ChannelName(static_cast<Channel>(channel)));
   }
