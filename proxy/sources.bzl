@@ -35,6 +35,7 @@ PROXY = [
     "transport/side_listener.cc",
     "transport/side_socket.cc",
     "transport/verbs.cc",
+    "transport/verbs_connector.cc",
     "transport/verbs_library.cc",
     "transport/verbs_rail.cc",
     "transport/verbs_transport.cc",

@@ -70,10 +70,15 @@ class SideListener {
   std::thread thread_;
 };
 
-// Asks the listener that made `blob`.
+// Whether `blob` is one of a SideListener's.
+// \error kInvalidArgument
+Status CheckSideBlob(std::string_view blob);
+
+// Asks the listener that made `blob`. Gives up soon after `is_closing`, if any, has become true.
 // \error kInvalidArgument   not a blob of a SideListener, or the peer refused (with its words)
-// \error kUnavailable       nobody answers there
+// \error kUnavailable       nobody answers there, or this end is closing
 // \error kDeadlineExceeded
-Result<std::string> AskPeer(std::string_view blob, std::string_view question, Deadline deadline);
+Result<std::string> AskPeer(std::string_view blob, std::string_view question, Deadline deadline,
+                            const std::atomic<bool>* is_closing = nullptr);
 
 }  // namespace jax_ep

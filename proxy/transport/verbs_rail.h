@@ -36,8 +36,7 @@ struct VerbsSender {
   uint32_t num_posted = 0;  // not completed
 };
 
-// Thread rule: that of Transport, except Accept, which the side channel's thread calls, and the
-// counters.
+// Thread rule: that of Transport, except Open, Complete, Accept and the counters: any thread.
 class VerbsRail {
  public:
   static Result<std::unique_ptr<VerbsRail>> Create(const VerbsLibrary& library,
@@ -51,7 +50,7 @@ class VerbsRail {
   // Asks for an event on wait_fd(); false: there is something to poll already.
   bool Arm();
 
-  // A new queue pair and its address; Complete joins it to the peer's.
+  // A new queue pair and its address; Complete joins it to the peer's. Any thread.
   Result<VerbsSender> Open(VerbsAddress* address);
   Status Complete(ibv_qp* qp, const VerbsAddress& own, const VerbsAddress& peer);
   // The receiving end for a peer's queue pair. Any thread.

@@ -1,4 +1,4 @@
-// The verbs transport. Connect makes queue pairs of our own for writing to that peer, and asks the
+// The verbs transport. The first write to a peer makes queue pairs of our own for it and asks the
 // peer's side channel for receiving ones; so each direction of a pair of ranks has its own. Writes
 // take the queue pairs of a peer in turn. See loopback.cc for what each method owes.
 #include "proxy/transport/verbs_transport.h"
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -17,7 +18,7 @@
 #include "proxy/base/log.h"
 #include "proxy/transport/interfaces.h"
 #include "proxy/transport/side_channel.h"
-#include "proxy/transport/verbs_handshake.h"
+#include "proxy/transport/verbs_connector.h"
 #include "proxy/transport/waker.h"
 #include "proxy/transport/write_bounds.h"
 
@@ -58,8 +59,12 @@ class VerbsTransport : public Transport {
     JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
                             ChooseInterfaces(env.socket_ifname));
     JAX_EP_ASSIGN_OR_RETURN(
-        side_, SideListener::Create(interfaces.front().address,
-                                    [this](std::string_view text) { return Accept(text); }));
+        connector_, VerbsConnector::Create(
+                        {.rank = rank_, .team = team_, .num_qps = num_qps_, .rails = rails_}));
+    JAX_EP_ASSIGN_OR_RETURN(
+        side_, SideListener::Create(interfaces.front().address, [this](std::string_view question) {
+          return connector_->Answer(question);
+        }));
     if (options.bell == nullptr) return Status::Ok();
     std::vector<int> fds;
     for (const auto& rail : rails_) fds.push_back(rail->wait_fd());
@@ -73,41 +78,15 @@ class VerbsTransport : public Transport {
     return BlobWriter().U64(kAddressMagic).U64(rank_).Text(side_->Blob()).Take();
   }
 
-  Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
+  Result<uint32_t> Connect(std::string_view address, Deadline /*deadline*/) override {
     BlobReader reader(address);
     const uint64_t magic = reader.U64();
     Peer peer;
     peer.rank = reader.U64();
-    const std::string_view side = reader.Text();
-    if (!reader.finished() || magic != kAddressMagic) {
+    peer.side = reader.Text();
+    if (!reader.finished() || magic != kAddressMagic || !CheckSideBlob(peer.side).ok()) {
       return InvalidArgument("verbs: not a verbs address (" + std::to_string(address.size()) +
                              " bytes)");
-    }
-    VerbsHandshake own{.rank = rank_};
-    for (const auto& rail : rails_) {
-      auto& addresses = own.addresses.emplace_back();
-      for (uint32_t i = 0; i < num_qps_; ++i) {
-        JAX_EP_ASSIGN_OR_RETURN(const VerbsSender sender, rail->Open(&addresses.emplace_back()));
-        peer.senders.push_back(sender);
-      }
-    }
-    const auto failed = [this, &peer](const Status& status) {
-      return Status(status.code(),
-                    "verbs: connecting to " + NameOf(peer) + ": " + status.message());
-    };
-    const Result<std::string> answer = AskPeer(side, own.Encode(), deadline);
-    if (!answer.ok()) return failed(answer.status());
-    const Result<VerbsHandshake> theirs = VerbsHandshake::Decode(*answer);
-    if (!theirs.ok()) return failed(theirs.status());
-    if (theirs->rank != peer.rank || !HasSameShape(*theirs)) {
-      return failed(InvalidArgument("the answer does not fit the question"));
-    }
-    for (size_t i = 0; i < peer.senders.size(); ++i) {
-      const size_t rail = i / num_qps_;
-      const Status status =
-          rails_[rail]->Complete(peer.senders[i].qp, own.addresses[rail][i % num_qps_],
-                                 theirs->addresses[rail][i % num_qps_]);
-      if (!status.ok()) return failed(status);
     }
     peers_.push_back(std::move(peer));
     return bounds_.AddPeer();
@@ -149,7 +128,8 @@ class VerbsTransport : public Transport {
   Status PostWrite(const WriteRequest& request) override {
     JAX_EP_RETURN_IF_ERROR(bounds_.Check(request));
     Peer& peer = peers_[request.peer];
-    if (peer.is_gone) return Unavailable("verbs: " + peer.why_gone);
+    if (!peer.failure.ok()) return peer.failure;
+    if (peer.senders.empty()) JAX_EP_RETURN_IF_ERROR(Join(request.peer));
     if (free_writes_.empty()) return Full();
     const uint32_t turn = peer.next_sender;
     VerbsSender& sender = peer.senders[turn];
@@ -206,7 +186,8 @@ class VerbsTransport : public Transport {
   }
 
   void AppendState(std::string* text) const override {
-    *text += "    verbs: " + std::to_string(num_qps_) + " queue pairs per peer and rail";
+    *text += "    verbs: " + std::to_string(num_qps_) + " queue pairs per peer and rail, to " +
+             std::to_string(connector_->num_connected()) + " peers";
     for (const auto& rail : rails_) {
       *text += "; rail " + rail->port().device + ": " + std::to_string(rail->num_messages()) +
                " messages, " + std::to_string(rail->num_bytes()) + " bytes posted";
@@ -221,11 +202,12 @@ class VerbsTransport : public Transport {
   };
   struct Peer {
     uint64_t rank = 0;
-    std::vector<VerbsSender> senders;  // [rail * num_qps_ + queue pair]
+    std::string side = {};  // its side channel
+    bool is_asked = false;
+    VerbsConnector::Senders senders = {};  // empty until it has answered
     uint32_t next_sender = 0;
-    std::vector<Region> regions;
-    bool is_gone = false;
-    std::string why_gone;
+    std::vector<Region> regions = {};
+    Status failure = {};  // of every later write
   };
   struct PostedWrite {
     uint64_t token = 0;
@@ -233,31 +215,15 @@ class VerbsTransport : public Transport {
     uint32_t sender = 0;
   };
 
-  bool HasSameShape(const VerbsHandshake& handshake) const {
-    return handshake.addresses.size() == rails_.size() &&
-           std::all_of(handshake.addresses.begin(), handshake.addresses.end(),
-                       [this](const auto& rail) { return rail.size() == num_qps_; });
-  }
-
-  // On the side channel's thread.
-  Result<std::string> Accept(std::string_view text) {
-    JAX_EP_ASSIGN_OR_RETURN(const VerbsHandshake theirs, VerbsHandshake::Decode(text));
-    if (!HasSameShape(theirs)) {
-      return InvalidArgument("it has " + std::to_string(rails_.size()) + " rails of " +
-                             std::to_string(num_qps_) + " queue pairs, the asking rank " +
-                             std::to_string(theirs.addresses.size()) +
-                             " rails; on hosts that differ, set JAX_EP_VERBS_DEVICE to equally "
-                             "many devices everywhere, and JAX_EP_VERBS_QPS alike");
-    }
-    VerbsHandshake own{.rank = rank_};
-    for (size_t i = 0; i < rails_.size(); ++i) {
-      auto& rail = own.addresses.emplace_back();
-      for (const VerbsAddress& address : theirs.addresses[i]) {
-        JAX_EP_ASSIGN_OR_RETURN(const VerbsAddress ours, rails_[i]->Accept(address));
-        rail.push_back(ours);
-      }
-    }
-    return own.Encode();
+  // OK once the peer's queue pairs are joined to ours, for which its first write asks.
+  Status Join(uint32_t handle) {
+    Peer& peer = peers_[handle];
+    if (!std::exchange(peer.is_asked, true)) connector_->Ask(handle, peer.rank, peer.side);
+    std::optional<Result<VerbsConnector::Senders>> outcome = connector_->Take(handle);
+    if (!outcome.has_value()) return Full();
+    if (!outcome->ok()) return peer.failure = outcome->status();
+    peer.senders = std::move(**outcome);
+    return Status::Ok();
   }
 
   // Short enough for the small-string buffer: this is the hot path's only error.
@@ -305,10 +271,9 @@ class VerbsTransport : public Transport {
                              std::to_string(static_cast<int>(completion.status)) + ", vendor's " +
                              std::to_string(completion.vendor_err) + ")";
     if (!IsPeerGone(completion.status)) return Internal("verbs: writing to " + what);
-    if (!peer.is_gone) {
-      peer.is_gone = true;
-      peer.why_gone = what;
-      LogDebug("verbs: " + what);
+    if (peer.failure.ok()) {
+      peer.failure = Unavailable("verbs: " + what);
+      LogDebug(peer.failure.message());
     }
     return Status::Ok();
   }
@@ -328,7 +293,8 @@ class VerbsTransport : public Transport {
   std::vector<uint32_t> free_writes_;
   size_t first_polled_rail_ = 0;
   bool is_requested_ = false;
-  // Last: their threads use the rails.
+  // Last: their threads use the rails, and the listener's the connector.
+  std::unique_ptr<VerbsConnector> connector_;
   std::unique_ptr<SideListener> side_;
   std::unique_ptr<Waker> waker_;
 };

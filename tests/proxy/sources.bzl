@@ -28,6 +28,7 @@ TESTS = [
     "side_channel_test.cc",
     "topology_test.cc",
     "trace_test.cc",
+    "verbs_connect_test.cc",
     "verbs_fault_test.cc",
     "verbs_test.cc",
 ]

@@ -40,6 +40,16 @@ rc=0
 wait $killed || rc=$?
 [ $rc = 137 ] || { echo "process 1 ended with $rc, not by SIGKILL" && exit 1; }
 
+step "queue pairs are made where ranks write: one pair of ranks for two idle processes, then the rails"
+unset JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES
+timeout 170 "$python" -m jax_ep launch -n 2 --devices-per-process 2 \
+  tests/multiprocess/programs/count_connections.py --transport verbs --mode ht | tee "$out/connections"
+for process in 0 1; do
+  for line in "PAIRS_IDLE 1" "QUEUE_PAIRS_IDLE 1" "PAIRS_CALLED 2" "QUEUE_PAIRS_CALLED 2"; do
+    grep -qxF "[$process] $line" "$out/connections" || { echo "process $process did not say: $line" && exit 1; }
+  done
+done
+
 step "an elastic group over verbs loses ranks and takes them back"
 # The 3 s in which silence is noticed are in the limit. 46 of 48 agreements in such a machine with 4 ranks took up to
 # 4.5 s, the others 5.1 and 5.4 s: so 8 s, where tests elsewhere allow 5. Compiling, too, takes long here.

@@ -7,6 +7,7 @@ queue pair that is gone, no receive posted. Needs Debian's python3-pyverbs, so /
 """
 
 import os
+import queue
 import secrets
 import socket
 import struct
@@ -73,7 +74,7 @@ class Peer:
         self.mr = MR(self.pd, REGION_BYTES, e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE)
         self.token = secrets.token_bytes(32)
         self.listener = socket.create_server(("127.0.0.1", 0))
-        self.accepted = []  # receiving queue pairs, one for each connect of the other side
+        self.accepted = queue.Queue()  # receiving queue pairs: one at the first write to us
         threading.Thread(target=self._serve, daemon=True).start()
 
     def new_qp(self):
@@ -120,7 +121,7 @@ class Peer:
                 _, theirs = self.read_handshake(question)
                 qp = self.new_qp()
                 self.join(qp, *theirs)
-                self.accepted.append(qp)
+                self.accepted.put(qp)
                 answer = U64.pack(0) + text(self.handshake(qp))
                 connection.sendall(U64.pack(len(answer)) + answer)
 
@@ -192,6 +193,9 @@ class Target:
 
     def ask(self, *words):
         self.send(*words)
+        return self.answer()
+
+    def answer(self):
         return self.process.stdout.readline().strip()
 
     def connect(self, peer, rkey=None):
@@ -209,14 +213,17 @@ def main():
     target.send("await")
     peer.write(qp, target.key, 4096, len(pattern), 0xDEADBEEF)
     assert peer.poll().status == e.IBV_WC_SUCCESS
-    answer = target.process.stdout.readline().strip()
+    answer = target.answer()
     assert answer == f"arrived {0xDEADBEEF} {sum(pattern)}", answer
     print("pyverbs wrote into our region: bytes and immediate are right")
 
     handle = target.connect(peer)
-    peer.post_receive(peer.accepted[-1])
     target.ask("fill", 5)
-    assert target.ask("write", handle, 100, 200, 5000, 12345) == "sent"
+    assert peer.accepted.empty()  # nothing was written yet
+    target.send("write", handle, 100, 200, 5000, 12345)
+    accepted = peer.accepted.get(timeout=20)
+    peer.post_receive(accepted)
+    assert target.answer() == "sent"
     got = peer.poll()
     assert got.status == e.IBV_WC_SUCCESS, got.status
     assert (got.byte_len, socket.ntohl(got.imm_data)) == (5000, 12345)
@@ -225,12 +232,12 @@ def main():
 
     target.send("write", handle, 0, 0, 16, 1)
     time.sleep(0.5)
-    peer.post_receive(peer.accepted[-1])
-    assert target.process.stdout.readline().strip() == "sent"
+    peer.post_receive(accepted)
+    assert target.answer() == "sent"
     assert peer.poll().status == e.IBV_WC_SUCCESS
     print("no receive posted: the write waits until there is one")
 
-    peer.accepted[-1].close()
+    accepted.close()
     answer = target.ask("write", handle, 0, 0, 16, 1)
     assert answer == "sent", answer  # its bytes are free; the peer is gone
     answer = target.ask("write", handle, 0, 0, 16, 1)
@@ -238,8 +245,10 @@ def main():
     print(f"queue pair gone: {answer}")
 
     handle = target.connect(peer, rkey=peer.mr.rkey ^ 0x55)
-    peer.post_receive(peer.accepted[-1])
-    answer = target.ask("write", handle, 0, 0, 16, 1)
+    target.send("write", handle, 0, 0, 16, 1)
+    accepted = peer.accepted.get(timeout=20)
+    peer.post_receive(accepted)
+    answer = target.answer()
     assert "rank 3" in answer and "remote access error" in answer, answer
     print(f"wrong key: {answer}")
 

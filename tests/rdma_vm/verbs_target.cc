@@ -56,12 +56,19 @@ class Target {
 
   std::string Write(uint32_t peer, uint64_t from, uint64_t to, uint64_t length,
                     uint32_t immediate) {
-    const Status posted = transport_->PostWrite(WriteRequest{.peer = peer,
-                                                             .local_offset = from,
-                                                             .remote_offset = to,
-                                                             .length_bytes = length,
-                                                             .has_immediate = true,
-                                                             .immediate = immediate});
+    const WriteRequest request{.peer = peer,
+                               .local_offset = from,
+                               .remote_offset = to,
+                               .length_bytes = length,
+                               .has_immediate = true,
+                               .immediate = immediate};
+    const Deadline deadline = Deadline::After(kTimeout);
+    Status posted = transport_->PostWrite(request);
+    // The first write to a peer connects to it.
+    while (posted.code() == StatusCode::kResourceExhausted && !deadline.expired()) {
+      std::this_thread::yield();
+      posted = transport_->PostWrite(request);
+    }
     if (!posted.ok()) return "error " + posted.message();
     return Await([](const TransportEvent& event) {
       return event.kind == TransportEvent::Kind::kSent ? "sent" : "";

@@ -1,4 +1,4 @@
-"""How many pairs of ranks, sockets and heartbeats a process has, idle and after a call.
+"""Pairs of ranks, sockets, queue pairs and heartbeats of a process, idle and after a call.
 
 Each process is a node."""
 
@@ -55,6 +55,9 @@ def count(group, when):
         used.setdefault(str(flow["channel"]), set()).add((flow["rank"], flow["peer"]))
     print(f"CHANNELS_{when}", json.dumps({name: len(used[name]) for name in used}), flush=True)
     print(f"SOCKETS_{when}", sockets() - before, flush=True)
+    # Of verbs: peers to which queue pairs were made, for writing.
+    reached = re.findall(r"queue pairs per peer and rail, to (\d+) peers", group.dump_state())
+    print(f"QUEUE_PAIRS_{when}", sum(map(int, reached)), flush=True)
     meet(f"counted {when}")
 
 

@@ -1,0 +1,82 @@
+// VerbsConnector: joins queue pairs to those of peers, for both directions. A handshake takes a
+// round trip over the side channel, so it is made on a thread of its own, when the first write to a
+// peer asks for it: the thread that posts waits for nobody.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "proxy/base/rank_name.h"
+#include "proxy/base/status.h"
+#include "proxy/transport/verbs_handshake.h"
+#include "proxy/transport/verbs_rail.h"
+
+namespace jax_ep {
+
+class VerbsConnector {
+ public:
+  // Who asks, and with what. The rails outlive the connector.
+  struct Options {
+    uint32_t rank = 0;
+    TeamId team = {};
+    uint32_t num_qps = 1;  // per peer and rail
+    std::span<const std::unique_ptr<VerbsRail>> rails = {};
+  };
+  // [rail * num_qps + queue pair]
+  using Senders = std::vector<VerbsSender>;
+
+  static Result<std::unique_ptr<VerbsConnector>> Create(const Options& options);
+  // Gives up the handshake that is under way.
+  ~VerbsConnector();
+  VerbsConnector(const VerbsConnector&) = delete;
+  VerbsConnector& operator=(const VerbsConnector&) = delete;
+
+  // Begins to connect to `rank`, whose side channel is `side`; Take(peer) tells the outcome.
+  void Ask(uint32_t peer, uint64_t rank, std::string side);
+  // The outcome of Ask(peer), once; nothing until then.
+  // \error kUnavailable      nobody has answered
+  // \error kInvalidArgument  the peer refuses, or answers what does not fit
+  // \error kInternal         this rank's device gives no more queue pairs
+  std::optional<Result<Senders>> Take(uint32_t peer);
+  // Peers that were connected to. Any thread.
+  uint32_t num_connected() const { return num_connected_.load(std::memory_order_relaxed); }
+
+  // The answer to a peer that asks. Any thread.
+  Result<std::string> Answer(std::string_view question) const;
+
+ private:
+  struct Question {
+    uint32_t peer = 0;
+    uint64_t rank = 0;
+    std::string side = {};
+  };
+
+  explicit VerbsConnector(const Options& options) : options_(options) {}
+  void Run();
+  Result<Senders> ConnectOrSayWhy(const Question& question) const;
+  Result<Senders> Connect(const Question& question) const;
+  bool HasSameShape(const VerbsHandshake& handshake) const;
+
+  const Options options_;
+  std::atomic<bool> is_closing_{false};
+  std::atomic<uint32_t> num_connected_{0};
+  std::atomic<uint32_t> num_outcomes_{0};  // in outcomes_; read without the mutex first
+  std::mutex mutex_;                       // guards what follows
+  std::condition_variable is_asked_;
+  std::deque<Question> questions_;
+  std::map<uint32_t, Result<Senders>> outcomes_;  // by peer
+  std::thread thread_;
+};
+
+}  // namespace jax_ep
