@@ -1,5 +1,6 @@
 """Real TCP between hosts of their own: training, death by process and by cable, a healed link."""
 
+import functools
 import json
 import pathlib
 import re
@@ -9,11 +10,13 @@ import time
 
 import children
 import pytest
+from connections import assert_counted
 
 pytestmark = pytest.mark.multiprocess
 
 HERE = pathlib.Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "train_moe_lm.py"
+COUNTING = HERE.parent / "multiprocess" / "programs" / "count_connections.py"
 PORT = 7711
 PEER_TIMEOUT_S = 6.0
 CUT_S = 6.0
@@ -60,6 +63,20 @@ def test_two_hosts_train_like_one(network, full, on_one_host, tmp_path):
 @pytest.mark.parametrize(("count", "mode"), [(2, "ll"), (4, "ht"), (4, "ll")])
 def test_more_hosts_and_modes_train_like_one(network, full, on_one_host, tmp_path, count, mode):
     _train(network, count, mode, on_one_host(count), tmp_path)
+
+
+@pytest.mark.ci
+def test_ranks_of_two_hosts_are_connected_where_they_send(network):
+    devices = " --xla_force_host_platform_device_count=2"
+    env = children.quick()
+    env["XLA_FLAGS"] = env.get("XLA_FLAGS", "") + devices
+    with network.Hosts(2) as hosts:
+        command = [COUNTING, "--transport", "ofi", "--mode", "ht"]
+        hosts.start(network.as_job([sys.executable, *command], PORT), env=env)
+        assert hosts.wait(300) == [0, 0], hosts.text()[-6000:]
+    for host in hosts.hosts:
+        value = functools.partial(host.await_line, timeout=0)
+        assert_counted(value, processes=2, local=2, mode="ht", has_sockets=True)
 
 
 def _exchange(network, count, *options):

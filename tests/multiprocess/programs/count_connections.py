@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from meeting import meet
 from round_trip import round_trip
 
@@ -21,6 +22,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--transport", required=True)
 parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 args = parser.parse_args()
+jax_ep.initialize()
 
 PEER_TIMEOUT_S = 4.0
 MEASURE_S = 3.0
@@ -61,7 +63,7 @@ def count(group, when):
     meet(f"counted {when}")
 
 
-mesh = jax.make_mesh((jax.device_count(),), ("ep",))
+mesh = Mesh(np.array(jax.devices()), ("ep",))  # make_mesh refuses CPUs of several hosts
 config = jax_ep.Config(
     num_experts=jax.device_count(),
     top_k=1,
