@@ -239,7 +239,9 @@ Result<OfiLocal> OfiRail::Register(std::span<std::byte> bytes, int device) {
   }
   OfiLocal local;
   local.bytes = bytes.data();
-  local.descriptor = (mode & FI_MR_LOCAL) != 0 ? fi_mr_desc(region) : nullptr;
+  // fi_mr(3): FI_MR_HMEM asks for descriptors of device memory only.
+  const uint64_t asks = FI_MR_LOCAL | (is_gpu ? FI_MR_HMEM : 0);
+  local.descriptor = (mode & asks) != 0 ? fi_mr_desc(region) : nullptr;
   local.remote.key = fi_mr_key(region);
   local.remote.base = (mode & FI_MR_VIRT_ADDR) != 0 ? reinterpret_cast<uint64_t>(bytes.data()) : 0;
   return local;

@@ -68,6 +68,18 @@ class FakeVerbs {
       qp.qp_num = static_cast<uint32_t>(instance->qps_.size());
       return &qp;
     };
+    library_.reg_mr = [](ibv_pd* pd, void* address, size_t length, int access) {
+      return instance->Register({.pd = pd,
+                                 .length = length,
+                                 .iova = reinterpret_cast<uint64_t>(address),
+                                 .access = access});
+    };
+    library_.reg_dmabuf_mr = [](ibv_pd* pd, uint64_t offset, size_t length, uint64_t iova, int fd,
+                                int access) {
+      return instance->Register(
+          {.pd = pd, .offset = offset, .length = length, .iova = iova, .fd = fd, .access = access});
+    };
+    library_.dereg_mr = [](ibv_mr*) { return 0; };
     library_.modify_qp = [](ibv_qp*, ibv_qp_attr*, int) { return 0; };
     library_.destroy_qp = [](ibv_qp*) { return 0; };
     library_.wc_status_str = [](ibv_wc_status) -> const char* { return "on demand"; };
@@ -99,6 +111,19 @@ class FakeVerbs {
     return std::move(*transport);
   }
 
+  // What the last region was registered with; no descriptor: -1.
+  struct Registration {
+    ibv_pd* pd = nullptr;
+    uint64_t offset = 0;
+    size_t length = 0;
+    uint64_t iova = 0;
+    int fd = -1;
+    int access = 0;
+  };
+  const Registration& registered() const { return registered_; }
+  // A libibverbs before 34.
+  void ForgetDmabuf() { library_.reg_dmabuf_mr = nullptr; }
+
   // Queue pairs made so far, of all transports.
   size_t num_qps() {
     std::lock_guard lock(mutex_);
@@ -121,6 +146,11 @@ class FakeVerbs {
   }
 
  private:
+  ibv_mr* Register(const Registration& registration) {
+    registered_ = registration;
+    return &mr_;
+  }
+
   static inline FakeVerbs* instance = nullptr;
   VerbsLibrary library_;
   ibv_device device_{};
@@ -130,6 +160,8 @@ class FakeVerbs {
   ibv_comp_channel channel_{};
   ibv_cq cq_{};
   ibv_srq srq_{};
+  ibv_mr mr_{};
+  Registration registered_;
   std::mutex mutex_;  // guards the next two
   std::deque<ibv_qp> qps_;
   int qp_error_ = 0;

@@ -7,6 +7,7 @@ TESTS = [
     "command_test.cc",
     "command_ring_test.cc",
     "faulty_test.cc",
+    "gpu_memory_test.cc",
     "heartbeats_test.cc",
     "imm_test.cc",
     "inbox_test.cc",
