@@ -37,7 +37,7 @@ struct GroupShape {
   ElemType elem_type = ElemType::kF32;
   bool f32_partials = true;   // Config.partials == "float32"
   bool has_ht = true;         // false: no HT areas
-  uint32_t depth = 2;         // Config.max_in_flight: slot sets of every area (epoch modulo depth)
+  uint32_t depth = 2;         // Config.max_in_flight: slot sets of rows and sums
   uint64_t round_tokens = 0;  // for tests: no round has more tokens; 0: as many as fit
 
   constexpr uint32_t num_nodes() const { return num_ranks / node_size; }

@@ -57,7 +57,7 @@ class Endpoint {
   // The ring's producers ring no bell.
   bool must_poll() const { return must_poll_; }
   uint64_t num_queued_commands() const { return ring_->num_queued(); }
-  // Something waits for room in the transport, which rings no bell.
+  // Something waits for room in the transport or for a connection, which ring no bell.
   bool must_retry() const { return must_retry_; }
   // Another round is needed soon: for commands that are left or writes that the transport has to
   // finish; for arrivals that are not visible yet or wait for their acknowledgement.

@@ -87,8 +87,8 @@ struct EndpointOptions {
 //
 // Ranks of one proxy live and die together (life_signs.h). Two proxies have one heartbeat, one
 // goodbye and one barrier signal for each team, all over one pair of ranks (leads.h). So whatever
-// connects at its first message, as ofi does, has a connection for each other proxy, and beyond
-// these only for pairs of ranks that have something to send.
+// connects at its first message, as ofi and verbs do, has a connection for each other proxy, and
+// beyond these only for pairs of ranks that have something to send.
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
 // reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's

@@ -85,8 +85,9 @@ class Transport {
   // Opaque address, to be handed to Connect of every peer.
   virtual std::string LocalAddress() const = 0;
 
-  // Makes a peer reachable and returns its handle (dense, from 0). Called once per peer.
-  // \error kInvalidArgument   not an address of this transport
+  // Makes a peer reachable and returns its handle (dense, from 0). Called once per peer. May wait
+  // within the deadline; what takes a round trip is better left to the first write.
+  // \error kInvalidArgument   not an address of this transport, or of one with other settings
   // \error kUnavailable       the peer is gone
   // \error kDeadlineExceeded
   virtual Result<uint32_t> Connect(std::string_view address, Deadline deadline) = 0;
@@ -97,9 +98,13 @@ class Transport {
   virtual Result<uint32_t> ImportRemoteKey(uint32_t peer, std::string_view key) = 0;
 
   // Posts one write. The source bytes must stay unchanged until its kSent event.
-  // \error kResourceExhausted  nothing was posted: Poll, then try again
-  // \error kInvalidArgument    unknown handle, or outside a region (nothing was posted)
+  // \error kResourceExhausted  nothing was posted, as a queue is full or the peer has not answered
+  //                            yet: Poll, then try again
+  // \error kInvalidArgument    unknown handle, or outside a region (nothing was posted); or the
+  // peer
+  //                            refuses
   // \error kUnavailable        the peer is gone for good
+  // \error kInternal           this host's own devices or limits
   virtual Status PostWrite(const WriteRequest& request) = 0;
 
   // Asks that the payload of every arrival reported so far become visible to this host (and its

@@ -64,8 +64,17 @@ std::string Session::Report() const {
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel channel) {
     const auto it = views.find(team);
     if (it == views.end()) return false;
-    const RankView& waiting = it->second.ranks[rank];
-    return waiting.awaits_rank() && waiting.awaited == peer && waiting.channel == channel;
+    // What a node awaits of a peer in mode ht arrives at one of its ranks (Operation::ReceiverOf).
+    const uint32_t node_size = options_.shape.node_size;
+    const bool is_for_node = (channel == Channel::kPlan || channel == Channel::kDispatch) &&
+                             rank % node_size == peer % node_size;
+    const uint32_t begin = is_for_node ? rank / node_size * node_size : rank;
+    const uint32_t end = begin + (is_for_node ? node_size : 1);
+    for (uint32_t waiting = begin; waiting < end; ++waiting) {
+      const RankView& view = it->second.ranks[waiting];
+      if (view.awaits_rank() && view.awaited == peer && view.channel == channel) return true;
+    }
+    return false;
   };
   return out + std::string(kOpenFlowsTitle) + proxy_->DumpOpenFlows(is_awaited);
 }

@@ -120,7 +120,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     # Partials of a node first, then, for each token, one row of each node.
     summed = local * costs.combine_us_per_byte
     back = exchange(received, sent, received.number, summed, zero)
-    # Counts and pairs go to each rank of other nodes, whatever the rails are.
+    # On GPUs counts and pairs go to each rank of other nodes, whatever the rails are.
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
     plan_bytes = others * 4 * (options.experts + 1) + 4 * traffic.pairs.sum(1).max()
     plan = (

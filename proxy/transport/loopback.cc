@@ -63,7 +63,7 @@ class LoopbackTransport : public CopyingTransport {
     return BlobWriter().U64(kAddressMagic).U64(static_cast<uint64_t>(getpid())).U64(id_).Take();
   }
 
-  // A network transport also waits here, within the deadline, until the peer answers.
+  // A network transport compares settings here, and asks the peer when it is first written to.
   Result<uint32_t> Connect(std::string_view address, Deadline /*deadline*/) override {
     BlobReader reader(address);
     const uint64_t magic = reader.U64();

@@ -28,14 +28,14 @@ struct Patience {
   Status Await(int fd, short events) const {
     pollfd waited{.fd = fd, .events = events, .revents = 0};
     while (true) {
-      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.remaining());
-      const int rc = poll(&waited, 1, static_cast<int>(std::min(left, kSlice).count()));
-      if (rc > 0) return Status::Ok();
-      if (rc < 0 && errno != EINTR) return Unavailable(Errno("poll"));
-      if (deadline.expired()) return DeadlineExceeded("no answer in time");
       if (is_closing != nullptr && is_closing->load(std::memory_order_relaxed)) {
         return Unavailable("this rank is closing");
       }
+      const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline.remaining());
+      const int rc = poll(&waited, 1, static_cast<int>(std::min(left, kSlice).count()));
+      if (rc > 0) return Status::Ok();
+      if (rc < 0 && errno != EINTR) return Internal(Errno("poll"));
+      if (deadline.expired()) return DeadlineExceeded("no answer in time");
     }
   }
 };
@@ -112,7 +112,7 @@ Result<std::string> AskPeer(std::string_view blob, std::string_view question, De
   const std::string where = peer.address + ":" + std::to_string(peer.port) + ": ";
   const Descriptor connection(
       socket(name.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (connection.fd() < 0) return Unavailable(Errno("socket"));
+  if (connection.fd() < 0) return Internal(Errno("socket"));
   const int on = 1;
   setsockopt(connection.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
   if (connect(connection.fd(), reinterpret_cast<const sockaddr*>(&name), size) != 0) {

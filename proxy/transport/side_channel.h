@@ -77,6 +77,7 @@ Status CheckSideBlob(std::string_view blob);
 // Asks the listener that made `blob`. Gives up soon after `is_closing`, if any, has become true.
 // \error kInvalidArgument   not a blob of a SideListener, or the peer refused (with its words)
 // \error kUnavailable       nobody answers there, or this end is closing
+// \error kInternal          this host has no socket left
 // \error kDeadlineExceeded
 Result<std::string> AskPeer(std::string_view blob, std::string_view question, Deadline deadline,
                             const std::atomic<bool>* is_closing = nullptr);

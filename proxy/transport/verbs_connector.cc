@@ -12,53 +12,58 @@
 namespace jax_ep {
 namespace {
 
-// For one handshake. A host that is gone is found silent by heartbeats long before.
-constexpr std::chrono::seconds kHandshakeTime{30};
-
-// An error of this rank's own device is no sign that the peer is gone.
-Status OfOwnDevice(const Status& status) { return Internal(status.message()); }
+// For one handshake. Heartbeats find a host that is gone; this ends the wait for one that is heard
+// and never answers.
+constexpr std::chrono::minutes kHandshakeTime{5};
+// Handshakes at a time.
+constexpr size_t kMaxThreads = 8;
 
 }  // namespace
-
-Result<std::unique_ptr<VerbsConnector>> VerbsConnector::Create(const Options& options) {
-  std::unique_ptr<VerbsConnector> made(new VerbsConnector(options));
-  VerbsConnector* const connector = made.get();
-  JAX_EP_ASSIGN_OR_RETURN(made->thread_,
-                          StartThread("jax_ep connect", [connector] { connector->Run(); }));
-  return made;
-}
 
 VerbsConnector::~VerbsConnector() {
   {
     std::lock_guard lock(mutex_);
     is_closing_.store(true, std::memory_order_relaxed);
   }
-  is_asked_.notify_one();
-  if (thread_.joinable()) thread_.join();
+  is_asked_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
 }
 
-void VerbsConnector::Ask(uint32_t peer, uint64_t rank, std::string side) {
-  {
-    std::lock_guard lock(mutex_);
-    questions_.push_back({.peer = peer, .rank = rank, .side = std::move(side)});
+Status VerbsConnector::Ask(uint32_t peer, uint64_t rank, std::string side) {
+  std::lock_guard lock(mutex_);
+  outcomes_.try_emplace(peer);
+  questions_.push_back({.peer = peer, .rank = rank, .side = std::move(side)});
+  if (num_idle_ < questions_.size() && threads_.size() < kMaxThreads) {
+    threads_.reserve(kMaxThreads);
+    Result<std::thread> thread = StartThread("jax_ep connect", [this] { Run(); });
+    if (thread.ok()) {
+      threads_.push_back(std::move(*thread));
+    } else if (threads_.empty()) {
+      return Internal("verbs: " + thread.status().message());
+    }  // else one of the others comes to it
   }
   is_asked_.notify_one();
+  return Status::Ok();
 }
 
 std::optional<Result<VerbsConnector::Senders>> VerbsConnector::Take(uint32_t peer) {
   // Relaxed: the mutex orders the rest, and who comes too early asks again.
   if (num_outcomes_.load(std::memory_order_relaxed) == 0) return std::nullopt;
   std::lock_guard lock(mutex_);
-  auto outcome = outcomes_.extract(peer);
-  if (outcome.empty()) return std::nullopt;
+  const auto outcome = outcomes_.find(peer);
+  if (outcome == outcomes_.end() || !outcome->second.has_value()) return std::nullopt;
   num_outcomes_.fetch_sub(1, std::memory_order_relaxed);
-  return std::move(outcome.mapped());
+  std::optional<Result<Senders>> taken = std::move(outcome->second);
+  outcomes_.erase(outcome);
+  return taken;
 }
 
 void VerbsConnector::Run() {
   std::unique_lock lock(mutex_);
   while (true) {
+    ++num_idle_;
     is_asked_.wait(lock, [this] { return is_closing_ || !questions_.empty(); });
+    --num_idle_;
     if (is_closing_) return;
     const Question question = std::move(questions_.front());
     questions_.pop_front();
@@ -66,16 +71,16 @@ void VerbsConnector::Run() {
     Result<Senders> senders = ConnectOrSayWhy(question);
     if (senders.ok()) num_connected_.fetch_add(1, std::memory_order_relaxed);
     lock.lock();
-    outcomes_.insert_or_assign(question.peer, std::move(senders));
+    outcomes_.find(question.peer)->second = std::move(senders);
     num_outcomes_.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
-Result<VerbsConnector::Senders> VerbsConnector::ConnectOrSayWhy(const Question& question) const
-    try {
+Result<VerbsConnector::Senders> VerbsConnector::ConnectOrSayWhy(
+    const Question& question) const noexcept try {
   return Connect(question);
 } catch (const std::bad_alloc&) {
-  return Internal("verbs: out of memory");
+  return out_of_memory_;
 }
 
 Result<VerbsConnector::Senders> VerbsConnector::Connect(const Question& question) const {
@@ -90,15 +95,16 @@ Result<VerbsConnector::Senders> VerbsConnector::Connect(const Question& question
     auto& addresses = own.addresses.emplace_back();
     for (uint32_t i = 0; i < options_.num_qps; ++i) {
       const Result<VerbsSender> sender = rail->Open(&addresses.emplace_back());
-      if (!sender.ok()) return failed(OfOwnDevice(sender.status()));
+      // Of this rank's own device: no sign that the peer is gone.
+      if (!sender.ok()) return failed(Internal(sender.status().message()));
       senders.push_back(*sender);
     }
   }
   const Result<std::string> answer =
       AskPeer(question.side, own.Encode(), Deadline::After(kHandshakeTime), &is_closing_);
   if (!answer.ok()) {
-    const bool is_refused = answer.status().code() == StatusCode::kInvalidArgument;
-    return failed(is_refused ? answer.status() : Unavailable(answer.status().message()));
+    const bool is_late = answer.status().code() == StatusCode::kDeadlineExceeded;
+    return failed(is_late ? Unavailable(answer.status().message()) : answer.status());
   }
   const Result<VerbsHandshake> theirs = VerbsHandshake::Decode(*answer);
   if (!theirs.ok()) return failed(theirs.status());
@@ -110,10 +116,7 @@ Result<VerbsConnector::Senders> VerbsConnector::Connect(const Question& question
     const size_t pair = i % options_.num_qps;
     const Status status = options_.rails[rail]->Complete(senders[i].qp, own.addresses[rail][pair],
                                                          theirs->addresses[rail][pair]);
-    if (!status.ok()) {
-      const bool is_refused = status.code() == StatusCode::kInvalidArgument;
-      return failed(is_refused ? status : OfOwnDevice(status));
-    }
+    if (!status.ok()) return failed(status);
   }
   return senders;
 }
@@ -127,11 +130,7 @@ bool VerbsConnector::HasSameShape(const VerbsHandshake& handshake) const {
 Result<std::string> VerbsConnector::Answer(std::string_view question) const {
   JAX_EP_ASSIGN_OR_RETURN(const VerbsHandshake theirs, VerbsHandshake::Decode(question));
   if (!HasSameShape(theirs)) {
-    return InvalidArgument("it has " + std::to_string(options_.rails.size()) + " rails of " +
-                           std::to_string(options_.num_qps) + " queue pairs, the asking rank " +
-                           std::to_string(theirs.addresses.size()) +
-                           " rails; on hosts that differ, set JAX_EP_VERBS_DEVICE to equally "
-                           "many devices everywhere, and JAX_EP_VERBS_QPS alike");
+    return InvalidArgument("the question is of other rails or queue pairs than the address told");
   }
   VerbsHandshake own{.rank = options_.rank};
   for (size_t i = 0; i < options_.rails.size(); ++i) {

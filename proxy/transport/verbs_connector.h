@@ -1,6 +1,7 @@
 // VerbsConnector: joins queue pairs to those of peers, for both directions. A handshake takes a
-// round trip over the side channel, so it is made on a thread of its own, when the first write to a
-// peer asks for it: the thread that posts waits for nobody.
+// round trip over the side channel, so it is made on a thread of the connector's, when the first
+// write to a peer asks for it: the thread that posts waits for nobody. Several are under way at a
+// time, so a peer that does not answer holds up few others.
 #pragma once
 
 #include <atomic>
@@ -36,18 +37,19 @@ class VerbsConnector {
   // [rail * num_qps + queue pair]
   using Senders = std::vector<VerbsSender>;
 
-  static Result<std::unique_ptr<VerbsConnector>> Create(const Options& options);
-  // Gives up the handshake that is under way.
+  explicit VerbsConnector(const Options& options) : options_(options) {}
+  // Gives up the handshakes that are under way.
   ~VerbsConnector();
   VerbsConnector(const VerbsConnector&) = delete;
   VerbsConnector& operator=(const VerbsConnector&) = delete;
 
   // Begins to connect to `rank`, whose side channel is `side`; Take(peer) tells the outcome.
-  void Ask(uint32_t peer, uint64_t rank, std::string side);
+  // \error kInternal  there is no thread for it
+  Status Ask(uint32_t peer, uint64_t rank, std::string side);
   // The outcome of Ask(peer), once; nothing until then.
-  // \error kUnavailable      nobody has answered
+  // \error kUnavailable      nobody has answered, or no way leads there
   // \error kInvalidArgument  the peer refuses, or answers what does not fit
-  // \error kInternal         this rank's device gives no more queue pairs
+  // \error kInternal         this host has no descriptor, or this rank's device no queue pair left
   std::optional<Result<Senders>> Take(uint32_t peer);
   // Peers that were connected to. Any thread.
   uint32_t num_connected() const { return num_connected_.load(std::memory_order_relaxed); }
@@ -62,21 +64,23 @@ class VerbsConnector {
     std::string side = {};
   };
 
-  explicit VerbsConnector(const Options& options) : options_(options) {}
   void Run();
-  Result<Senders> ConnectOrSayWhy(const Question& question) const;
+  Result<Senders> ConnectOrSayWhy(const Question& question) const noexcept;
   Result<Senders> Connect(const Question& question) const;
   bool HasSameShape(const VerbsHandshake& handshake) const;
 
   const Options options_;
+  const Status out_of_memory_ = Internal("verbs: out of memory while connecting");
   std::atomic<bool> is_closing_{false};
   std::atomic<uint32_t> num_connected_{0};
-  std::atomic<uint32_t> num_outcomes_{0};  // in outcomes_; read without the mutex first
+  std::atomic<uint32_t> num_outcomes_{0};  // to be taken; read without the mutex first
   std::mutex mutex_;                       // guards what follows
   std::condition_variable is_asked_;
   std::deque<Question> questions_;
-  std::map<uint32_t, Result<Senders>> outcomes_;  // by peer
-  std::thread thread_;
+  // By peer that was asked for; made by Ask, so that telling the outcome needs no memory.
+  std::map<uint32_t, std::optional<Result<Senders>>> outcomes_;
+  uint32_t num_idle_ = 0;             // threads that wait for a question
+  std::vector<std::thread> threads_;  // as many as were needed at a time, at most kMaxThreads
 };
 
 }  // namespace jax_ep

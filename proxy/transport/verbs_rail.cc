@@ -180,7 +180,10 @@ Status VerbsRail::Complete(ibv_qp* qp, const VerbsAddress& own, const VerbsAddre
                                   IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
                                       IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                                       IBV_QP_MIN_RNR_TIMER)) != 0) {
-    return Failed("ibv_modify_qp(RTR)");
+    // RoCE looks for the peer's address here.
+    const bool is_far = errno == ETIMEDOUT || errno == EHOSTUNREACH || errno == ENETUNREACH;
+    const Status failed = Failed("ibv_modify_qp(RTR)");
+    return is_far ? failed : Internal(failed.message());
   }
   attr = {};
   attr.qp_state = IBV_QPS_RTS;
@@ -193,7 +196,7 @@ Status VerbsRail::Complete(ibv_qp* qp, const VerbsAddress& own, const VerbsAddre
            library_.modify_qp(qp, &attr,
                               IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY |
                                   IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)) != 0) {
-    return Failed("ibv_modify_qp(RTS)");
+    return Internal(Failed("ibv_modify_qp(RTS)").message());
   }
   return Status::Ok();
 }

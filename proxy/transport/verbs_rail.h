@@ -50,10 +50,11 @@ class VerbsRail {
   // Asks for an event on wait_fd(); false: there is something to poll already.
   bool Arm();
 
-  // A new queue pair and its address; Complete joins it to the peer's. Any thread.
+  // A new queue pair and its address; Complete joins it to the peer's.
+  // \error kUnavailable  of Complete: no way leads to the peer
   Result<VerbsSender> Open(VerbsAddress* address);
   Status Complete(ibv_qp* qp, const VerbsAddress& own, const VerbsAddress& peer);
-  // The receiving end for a peer's queue pair. Any thread.
+  // The receiving end for a peer's queue pair.
   Result<VerbsAddress> Accept(const VerbsAddress& peer);
 
   Result<ibv_mr*> Register(std::span<std::byte> bytes, int dmabuf_fd);

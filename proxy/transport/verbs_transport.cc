@@ -58,9 +58,8 @@ class VerbsTransport : public Transport {
     bounds_ = WriteBounds("verbs", caps_.max_message_bytes);
     JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
                             ChooseInterfaces(env.socket_ifname));
-    JAX_EP_ASSIGN_OR_RETURN(
-        connector_, VerbsConnector::Create(
-                        {.rank = rank_, .team = team_, .num_qps = num_qps_, .rails = rails_}));
+    connector_ = std::make_unique<VerbsConnector>(VerbsConnector::Options{
+        .rank = rank_, .team = team_, .num_qps = num_qps_, .rails = rails_});
     JAX_EP_ASSIGN_OR_RETURN(
         side_, SideListener::Create(interfaces.front().address, [this](std::string_view question) {
           return connector_->Answer(question);
@@ -75,7 +74,13 @@ class VerbsTransport : public Transport {
   const TransportCaps& Caps() const override { return caps_; }
 
   std::string LocalAddress() const override {
-    return BlobWriter().U64(kAddressMagic).U64(rank_).Text(side_->Blob()).Take();
+    return BlobWriter()
+        .U64(kAddressMagic)
+        .U64(rank_)
+        .U64(rails_.size())
+        .U64(num_qps_)
+        .Text(side_->Blob())
+        .Take();
   }
 
   Result<uint32_t> Connect(std::string_view address, Deadline /*deadline*/) override {
@@ -83,10 +88,19 @@ class VerbsTransport : public Transport {
     const uint64_t magic = reader.U64();
     Peer peer;
     peer.rank = reader.U64();
+    const uint64_t num_rails = reader.U64();
+    const uint64_t num_qps = reader.U64();
     peer.side = reader.Text();
     if (!reader.finished() || magic != kAddressMagic || !CheckSideBlob(peer.side).ok()) {
       return InvalidArgument("verbs: not a verbs address (" + std::to_string(address.size()) +
                              " bytes)");
+    }
+    if (num_rails != rails_.size() || num_qps != num_qps_) {
+      return InvalidArgument("verbs: " + NameOf(peer) + " has " + std::to_string(num_rails) +
+                             " rails of " + std::to_string(num_qps) + " queue pairs, this one " +
+                             std::to_string(rails_.size()) + " of " + std::to_string(num_qps_) +
+                             "; on hosts that differ, set JAX_EP_VERBS_DEVICE to equally many "
+                             "devices everywhere, and JAX_EP_VERBS_QPS alike");
     }
     peers_.push_back(std::move(peer));
     return bounds_.AddPeer();
@@ -218,10 +232,15 @@ class VerbsTransport : public Transport {
   // OK once the peer's queue pairs are joined to ours, for which its first write asks.
   Status Join(uint32_t handle) {
     Peer& peer = peers_[handle];
-    if (!std::exchange(peer.is_asked, true)) connector_->Ask(handle, peer.rank, peer.side);
+    if (!std::exchange(peer.is_asked, true)) {
+      JAX_EP_RETURN_IF_ERROR(connector_->Ask(handle, peer.rank, peer.side));
+    }
     std::optional<Result<VerbsConnector::Senders>> outcome = connector_->Take(handle);
     if (!outcome.has_value()) return Full();
-    if (!outcome->ok()) return peer.failure = outcome->status();
+    if (!outcome->ok()) {
+      LogWarning(outcome->status().message());
+      return peer.failure = outcome->status();
+    }
     peer.senders = std::move(**outcome);
     return Status::Ok();
   }

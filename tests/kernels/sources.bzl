@@ -16,6 +16,7 @@ TESTS = [
     "fp8_rows_test.cc",
     "huge_pages_test.cc",
     "layout_test.cc",
+    "plan_test.cc",
     "rows_test.cc",
     "tree_test.cc",
     "zones_test.cc",

@@ -15,7 +15,7 @@ namespace {
 // nothing gets no thread.
 ParallelFor MakeParallelFor(int num_threads) {
   return [num_threads](int64_t num_items, const std::function<void(int64_t, int64_t)>& body) {
-    const int64_t shares = std::clamp<int64_t>(num_items, 1, num_threads);
+    const int64_t shares = std::max<int64_t>(1, std::min<int64_t>(num_items, num_threads));
     std::vector<std::jthread> threads;
     for (int64_t i = 1; i < shares; ++i) {
       threads.emplace_back(body, num_items * i / shares, num_items * (i + 1) / shares);

@@ -10,6 +10,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "proxy/base/blob.h"
 #include "proxy/base/descriptor.h"
@@ -21,12 +22,13 @@ namespace jax_ep {
 namespace {
 
 constexpr std::chrono::seconds kTimeout{10};
+constexpr uint32_t kQps = 2;
 constexpr uint64_t kAddressMagic = 0x3142524556504541;  // verbs_transport.cc
 
 class VerbsConnections : public testing::Test {
  protected:
   FakeVerbs verbs;
-  std::unique_ptr<Transport> transport = verbs.Make(/*rank=*/7, /*num_qps=*/2);
+  std::unique_ptr<Transport> transport = verbs.Make(/*rank=*/7, kQps);
 
   uint32_t Connect(const std::string& address) {
     const Result<uint32_t> peer = transport->Connect(address, Deadline::After(kTimeout));
@@ -59,7 +61,7 @@ class VerbsConnections : public testing::Test {
                                  .U64(port)
                                  .Text(std::string(kSideTokenBytes, 't'))
                                  .Take();
-    return BlobWriter().U64(kAddressMagic).U64(3).Text(side).Take();
+    return BlobWriter().U64(kAddressMagic).U64(3).U64(1).U64(kQps).Text(side).Take();
   }
 };
 
@@ -84,8 +86,8 @@ class Silent {
 };
 
 TEST_F(VerbsConnections, are_made_for_peers_that_are_written_to) {
-  const auto used = verbs.Make(/*rank=*/1, /*num_qps=*/2);
-  const auto unused = verbs.Make(/*rank=*/2, /*num_qps=*/2);
+  const auto used = verbs.Make(/*rank=*/1, kQps);
+  const auto unused = verbs.Make(/*rank=*/2, kQps);
   const uint32_t first = Connect(used->LocalAddress());
   Connect(unused->LocalAddress());
   EXPECT_EQ(verbs.num_qps(), 0u);
@@ -124,19 +126,48 @@ TEST_F(VerbsConnections, to_a_peer_that_is_gone_fail_with_its_name) {
   }
 }
 
-TEST_F(VerbsConnections, to_a_peer_with_other_settings_say_which) {
+TEST_F(VerbsConnections, to_a_peer_that_is_silent_hold_up_no_other) {
+  const Silent silent;
+  const uint32_t first = Connect(AddressAt(silent.port()));
+  EXPECT_EQ(Write(first).code(), StatusCode::kResourceExhausted);
+  const auto other = verbs.Make(/*rank=*/1, kQps);
+  const Status sent = WriteUntilAnswered(Connect(other->LocalAddress()));
+  EXPECT_TRUE(sent.ok()) << sent.message();
+  EXPECT_EQ(Write(first).code(), StatusCode::kResourceExhausted);
+}
+
+// Said when the group is made, and of every peer.
+TEST_F(VerbsConnections, to_a_peer_with_other_settings_are_refused_at_once_and_say_which) {
   const auto other = verbs.Make(/*rank=*/1, /*num_qps=*/1);
-  const uint32_t peer = Connect(other->LocalAddress());
-  for (int i = 0; i < 2; ++i) {
-    const Status refused = WriteUntilAnswered(peer);
-    EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument) << refused.message();
-    EXPECT_NE(refused.message().find("JAX_EP_VERBS_QPS"), std::string::npos) << refused.message();
+  const auto refused = transport->Connect(other->LocalAddress(), Deadline::After(kTimeout));
+  EXPECT_EQ(refused.status().code(), StatusCode::kInvalidArgument);
+  EXPECT_NE(refused.status().message().find("rank 1 has 1 rails of 1 queue pairs, this one 1 of 2"),
+            std::string::npos)
+      << refused.status().message();
+  EXPECT_NE(refused.status().message().find("JAX_EP_VERBS_DEVICE"), std::string::npos);
+}
+
+TEST_F(VerbsConnections, many_at_a_time_all_come_about) {
+  std::vector<std::unique_ptr<Transport>> others;
+  std::vector<uint32_t> peers;
+  for (uint32_t rank = 8; rank < 48; ++rank) {
+    others.push_back(verbs.Make(rank, kQps));
+    peers.push_back(Connect(others.back()->LocalAddress()));
   }
+  for (const uint32_t peer : peers) {
+    const Status asked = Write(peer);
+    EXPECT_TRUE(asked.ok() || asked.code() == StatusCode::kResourceExhausted) << asked.message();
+  }
+  for (const uint32_t peer : peers) {
+    const Status sent = WriteUntilAnswered(peer);
+    EXPECT_TRUE(sent.ok()) << sent.message();
+  }
+  EXPECT_EQ(verbs.num_qps(), 2 * kQps * peers.size());
 }
 
 // The peer is not to blame for what this rank's NIC does not have.
 TEST_F(VerbsConnections, that_the_device_has_no_queue_pair_for_are_no_loss_of_the_peer) {
-  const auto other = verbs.Make(/*rank=*/1, /*num_qps=*/2);
+  const auto other = verbs.Make(/*rank=*/1, kQps);
   const uint32_t peer = Connect(other->LocalAddress());
   verbs.AnswerQueuePairs(ENOMEM);
   const Status failed = WriteUntilAnswered(peer);

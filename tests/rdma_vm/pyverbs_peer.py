@@ -128,7 +128,8 @@ class Peer:
     def address(self):
         side = U64.pack(SIDE_MAGIC) + text(b"127.0.0.1")
         side += U64.pack(self.listener.getsockname()[1]) + text(self.token)
-        return U64.pack(ADDRESS_MAGIC) + U64.pack(RANK) + text(side)
+        rails = queue_pairs = 1
+        return b"".join(map(U64.pack, (ADDRESS_MAGIC, RANK, rails, queue_pairs))) + text(side)
 
     def key(self, rkey=None):
         values = (KEY_MAGIC, REGION_BYTES, self.mr.buf, 1, self.mr.rkey if rkey is None else rkey)
@@ -139,6 +140,7 @@ class Peer:
         reader = Reader(address)
         assert reader.u64() == ADDRESS_MAGIC
         rank = reader.u64()
+        assert (reader.u64(), reader.u64()) == (1, 1)  # rails, queue pairs
         side = Reader(reader.text())
         assert side.u64() == SIDE_MAGIC
         host, port, token = side.text().decode(), side.u64(), side.text()
