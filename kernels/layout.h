@@ -42,6 +42,12 @@ struct GroupShape {
 
   constexpr uint32_t num_nodes() const { return num_ranks / node_size; }
   constexpr uint32_t experts_per_rank() const { return num_experts / num_ranks; }
+  // In whose heap arrives, flag and bytes, what `source` sends to the whole node of `rank` in mode
+  // ht on CPUs: its rail mate's there. A node-mate sends to `rank` itself.
+  constexpr uint32_t receiver_of(uint32_t rank, uint32_t source) const {
+    const uint32_t node = rank / node_size;
+    return source / node_size == node ? rank : node * node_size + source % node_size;
+  }
   bool operator==(const GroupShape&) const = default;
 };
 

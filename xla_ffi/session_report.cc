@@ -24,7 +24,9 @@ TeamView Session::ViewTeam(uint32_t team) const {
       if (heap == nullptr) continue;
       const auto flag = [&](Channel channel, uint32_t source) -> uint64_t {
         if (source >= options_.shape.num_ranks) return 0;
-        return layout_.FlagIn(heap, channel, source).load(std::memory_order_relaxed);
+        const uint32_t at = IsForNode(channel) ? options_.shape.receiver_of(rank, source) : rank;
+        if (viewer.heaps[at] == nullptr) return 0;
+        return layout_.FlagIn(viewer.heaps[at], channel, source).load(std::memory_order_relaxed);
       };
       seen = ViewOf(*reinterpret_cast<const ControlBlock*>(heap), flag);
       const auto* const order =
@@ -64,15 +66,12 @@ std::string Session::Report() const {
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel channel) {
     const auto it = views.find(team);
     if (it == views.end()) return false;
-    // What a node awaits of a peer in mode ht arrives at one of its ranks (Operation::ReceiverOf).
-    const uint32_t node_size = options_.shape.node_size;
-    const bool is_for_node = (channel == Channel::kPlan || channel == Channel::kDispatch) &&
-                             rank % node_size == peer % node_size;
-    const uint32_t begin = is_for_node ? rank / node_size * node_size : rank;
-    const uint32_t end = begin + (is_for_node ? node_size : 1);
-    for (uint32_t waiting = begin; waiting < end; ++waiting) {
-      const RankView& view = it->second.ranks[waiting];
-      if (view.awaits_rank() && view.awaited == peer && view.channel == channel) return true;
+    const std::vector<RankView>& ranks = it->second.ranks;
+    for (uint32_t waiting = 0; waiting < ranks.size(); ++waiting) {
+      const RankView& view = ranks[waiting];
+      if (!view.awaits_rank() || view.awaited != peer || view.channel != channel) continue;
+      const bool is_for_node = IsForNode(channel);
+      if (rank == (is_for_node ? options_.shape.receiver_of(waiting, peer) : waiting)) return true;
     }
     return false;
   };

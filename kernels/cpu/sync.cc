@@ -90,7 +90,9 @@ Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint
                         " signal " + std::to_string(value);
   if (mate != rank_.rank) message += " at " + rank_.NameOf(mate);
   message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
-             "; that rank is late or has not made this call (see Config.timeout_s)";
+             "; that rank is late or has not made this call";
+  if (mate != rank_.rank) message += ", or " + rank_.NameOf(mate) + " does not run";
+  message += " (see Config.timeout_s)";
   return Fail(DeadlineExceeded(std::move(message)));
 }
 

@@ -63,11 +63,7 @@ class Operation {
   bool is_active(uint32_t peer) const { return rank_.is_active(peer); }
   std::byte* heap(uint32_t mate) const { return rank_.heaps[mate]; }
   std::byte* own_heap() const { return rank_.heaps[rank_.rank]; }
-  // In whose heap, of this node's, flag and bytes arrive that `source` sends to this rank in mode
-  // ht: another node's rank sends to the one of equal local index, for all of the node.
-  uint32_t ReceiverOf(uint32_t source) const {
-    return is_mate(source) ? rank_.rank : rank_.node_begin() + source % shape().node_size;
-  }
+  uint32_t ReceiverOf(uint32_t source) const { return shape().receiver_of(rank_.rank, source); }
 
   // The failure that another thread latched, with this operation's name in front, or OK.
   Status CheckLatch() const;

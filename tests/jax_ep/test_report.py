@@ -108,6 +108,10 @@ def test_the_rank_that_stands_is_named_first(
         assert any(re.search(r"waits for rank 2 for \d+\.\d s \(", line) for line in ranks), pages[
             case
         ]
+    if case[0] == 2 and case[2] in ("plan", "dispatch"):
+        # What rank 2 sends to the other node comes to rank 0, for rank 1 as well.
+        assert f"rank 0 and rank 2, channel {case[2]}: posted" in pages[case]
+        assert "rank 1 and rank 2, channel" not in pages[case]
     if case[0] == 2 and case[2] == "combine":
         assert "rank 0 and rank 2, channel combine: posted" in pages[case]
         assert "window 256" in pages[case]
