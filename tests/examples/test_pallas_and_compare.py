@@ -36,6 +36,7 @@ def test_pallas_experts_equal_ragged_dot_and_learn():
     assert "pallas experts on 2 cpu device(s): loss and gradients equal ragged_dot's" in done.stdout
 
 
+@pytest.mark.ci
 @pytest.mark.multiprocess
 def test_compare_checks_and_measures_every_method(tmp_path):
     sizes = ("--tokens", "16", "--skews", "0,1.5", "--hidden", "16", "--width", "16")

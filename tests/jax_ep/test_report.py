@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("jax_ep._core")
 
+pytestmark = pytest.mark.ci
+
 TIMEOUT_S = 8.0
 STALL_S = 1.6
 

@@ -112,7 +112,7 @@ def test_in_debug_mode_an_invalid_id_ends_all_ranks_at_once():
             assert float(done.value(process, f"{name}_seconds")) < SLACK_S
 
 
-@pytest.mark.parametrize("how", ["pause", "late"])
+@pytest.mark.parametrize("how", ["pause", pytest.param("late", marks=pytest.mark.ci)])
 def test_a_rank_that_comes_back_in_time_is_no_failure(how):
     options = ["--how", how, "--peer-timeout", LONG_PEER_TIMEOUT_S]
     done = launch("lose_a_rank.py", *options, processes=3)

@@ -103,6 +103,7 @@ def test_many_ranks_in_bounded_memory(processes, devices, node_size, tokens, mos
         assert 0 < int(done.value(process, "heap")) < most_heap
 
 
+@pytest.mark.ci
 def test_programs_that_are_compiled_at_once():
     done = launch("compile_at_once.py", processes=2, devices_per_process=2)
     assert done.returncode == 0, done.text[-6000:]
@@ -110,7 +111,9 @@ def test_programs_that_are_compiled_at_once():
         assert done.value(process, "programs") == "8"
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(1, 8), (4, 2)])
+@pytest.mark.parametrize(
+    ("processes", "devices"), [(1, 8), pytest.param(4, 2, marks=pytest.mark.ci)]
+)
 def test_groups_on_crossing_axes_do_not_wait_for_each_other(processes, devices):
     done = launch("crossing_groups.py", processes=processes, devices_per_process=devices)
     assert done.returncode == 0, done.text[-6000:]
