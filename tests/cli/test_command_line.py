@@ -147,6 +147,7 @@ class TestSelftest:
 
 @pytest.mark.multiprocess
 class TestBench:
+    @pytest.mark.ci
     def test_it_writes_a_table_a_picture_and_json(self, tmp_path):
         done = _run(
             "bench", "--shape", "tiny", "--ranks", "2", "--repeats", "2", "--out", str(tmp_path)

@@ -39,6 +39,7 @@ def test_local(local_results):
     assert local_results.exists()
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(
     shutil.which("mpirun") is None, reason="no mpirun (Debian: apt-get install openmpi-bin)"
 )
