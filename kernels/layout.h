@@ -42,11 +42,13 @@ struct GroupShape {
 
   constexpr uint32_t num_nodes() const { return num_ranks / node_size; }
   constexpr uint32_t experts_per_rank() const { return num_experts / num_ranks; }
-  // In whose heap arrives, flag and bytes, what `source` sends to the whole node of `rank` in mode
-  // ht on CPUs: its rail mate's there. A node-mate sends to `rank` itself.
-  constexpr uint32_t receiver_of(uint32_t rank, uint32_t source) const {
+  // In whose heap arrives, flag and bytes, what `source` sends to `rank` on CPUs. In mode ht a rank
+  // sends routing and rows to another node once, to its rail mate there, for all of the node.
+  constexpr uint32_t receiver_of(Channel channel, uint32_t rank, uint32_t source) const {
     const uint32_t node = rank / node_size;
-    return source / node_size == node ? rank : node * node_size + source % node_size;
+    const bool is_for_node = channel == Channel::kPlan || channel == Channel::kDispatch;
+    if (!is_for_node || source / node_size == node) return rank;
+    return node * node_size + source % node_size;
   }
   bool operator==(const GroupShape&) const = default;
 };

@@ -100,9 +100,8 @@ class Transport {
   // Posts one write. The source bytes must stay unchanged until its kSent event.
   // \error kResourceExhausted  nothing was posted, as a queue is full or the peer has not answered
   //                            yet: Poll, then try again
-  // \error kInvalidArgument    unknown handle, or outside a region (nothing was posted); or the
-  // peer
-  //                            refuses
+  // \error kInvalidArgument    unknown handle, or outside a region (nothing was posted); the peer
+  //                            refuses to connect
   // \error kUnavailable        the peer is gone for good
   // \error kInternal           this host's own devices or limits
   virtual Status PostWrite(const WriteRequest& request) = 0;

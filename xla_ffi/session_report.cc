@@ -24,9 +24,9 @@ TeamView Session::ViewTeam(uint32_t team) const {
       if (heap == nullptr) continue;
       const auto flag = [&](Channel channel, uint32_t source) -> uint64_t {
         if (source >= options_.shape.num_ranks) return 0;
-        const uint32_t at = IsForNode(channel) ? options_.shape.receiver_of(rank, source) : rank;
-        if (viewer.heaps[at] == nullptr) return 0;
-        return layout_.FlagIn(viewer.heaps[at], channel, source).load(std::memory_order_relaxed);
+        std::byte* const flags = viewer.heaps[options_.shape.receiver_of(channel, rank, source)];
+        if (flags == nullptr) return 0;
+        return layout_.FlagIn(flags, channel, source).load(std::memory_order_relaxed);
       };
       seen = ViewOf(*reinterpret_cast<const ControlBlock*>(heap), flag);
       const auto* const order =
@@ -70,8 +70,7 @@ std::string Session::Report() const {
     for (uint32_t waiting = 0; waiting < ranks.size(); ++waiting) {
       const RankView& view = ranks[waiting];
       if (!view.awaits_rank() || view.awaited != peer || view.channel != channel) continue;
-      const bool is_for_node = IsForNode(channel);
-      if (rank == (is_for_node ? options_.shape.receiver_of(waiting, peer) : waiting)) return true;
+      if (options_.shape.receiver_of(channel, waiting, peer) == rank) return true;
     }
     return false;
   };

@@ -194,7 +194,7 @@ HtDispatch::Source HtDispatch::Locate(uint32_t source, int64_t num_tokens) const
     from.rows = op_.heap(source) + layout_.stage.At(set_);
   } else {
     const uint64_t block = layout_.net_recv.At(set_, source / shape_.node_size);
-    std::byte* rail_heap = op_.heap(op_.ReceiverOf(source));
+    std::byte* rail_heap = op_.heap(op_.ReceiverOf(Channel::kDispatch, source));
     from.map = HeapAt<int32_t>(rail_heap, block);
     from.rows = rail_heap + block +
                 AlignUp(static_cast<uint64_t>(num_tokens) * sizeof(int32_t), kWireUnitBytes);
@@ -298,15 +298,14 @@ Status HtDispatch::ReceiveRound(const Round& round, const RowUnpacker& unpacker)
   while (!pending.empty()) {
     auto next = pending.begin();
     for (auto source = pending.begin(); source != pending.end(); ++source) {
-      if (op_.ReadFlag(op_.ReceiverOf(*source), Channel::kDispatch, *source) >= round.signal) {
+      if (op_.ReadFlag(Channel::kDispatch, *source) >= round.signal) {
         next = source;
         break;
       }
     }
     const uint32_t source = *next;
     pending.erase(next);
-    JAX_EP_RETURN_IF_ERROR(
-        op_.WaitFlag(op_.ReceiverOf(source), Channel::kDispatch, source, round.signal));
+    JAX_EP_RETURN_IF_ERROR(op_.WaitFlag(Channel::kDispatch, source, round.signal));
     const bool is_mate = op_.is_mate(source);
     JAX_EP_RETURN_IF_ERROR(Pull(unpacker, source, is_mate ? 0 : round.begin,
                                 is_mate ? params_.num_tokens : round.end));

@@ -81,7 +81,7 @@ Result<SourceRouting> RoutingOf(Operation& op, const PlanParams& params, uint32_
   const HeapLayout& layout = op.layout();
   const uint32_t rank = op.rank().rank;
   const bool is_mate = op.is_mate(source);
-  std::byte* heap = op.heap(is_mate ? source : op.ReceiverOf(source));
+  std::byte* heap = op.heap(is_mate ? source : op.ReceiverOf(Channel::kPlan, source));
   const uint64_t block =
       is_mate ? layout.plan_send.At(set) : layout.plan_recv.At(set, source / shape.node_size);
   PlanHeader header;
@@ -97,8 +97,10 @@ Result<SourceRouting> RoutingOf(Operation& op, const PlanParams& params, uint32_
   bool is_right = std::memcmp(&header, &expected, sizeof(header)) == 0 &&
                   AreCountsInRange(shape, num_pairs, routing.counts);
   if (is_right) {
-    const std::vector<uint64_t> starts = SegmentStarts(shape, routing.counts);
-    routing.codes += starts[rank] - (is_mate ? 0 : starts[op.rank().node_begin()]);
+    const uint32_t first = is_mate ? 0 : op.rank().node_begin();  // whose segment comes first
+    for (uint32_t owner = first; owner < rank; ++owner) {
+      routing.codes += SegmentInts(shape, routing.counts, owner);
+    }
     is_right = AreCodesInRange(shape, rank, num_pairs, routing);
   }
   if (!is_right) {
@@ -131,11 +133,7 @@ Status RunHtPlan(Rank& rank, const PlanParams& params) {
   std::memcpy(op.own_heap() + block, &header, sizeof(header));
   JAX_EP_RETURN_IF_ERROR(SendRouting(op, set));
 
-  for (uint32_t step = 1; step < shape.num_ranks; ++step) {
-    const uint32_t source = (rank.rank + step) % shape.num_ranks;
-    if (!op.is_active(source)) continue;
-    JAX_EP_RETURN_IF_ERROR(op.WaitFlag(op.ReceiverOf(source), Channel::kPlan, source, op.epoch()));
-  }
+  JAX_EP_RETURN_IF_ERROR(op.WaitAll(Channel::kPlan, op.epoch()));
   const TracePhase phase(rank.trace, "assign rows");
   const std::vector<int32_t> no_pairs(shape.num_experts, 0);
   std::vector<SourceRouting> sources(shape.num_ranks, {.counts = no_pairs.data()});

@@ -39,18 +39,23 @@ LocalDrops VisitPairs(const GroupShape& shape, Layout layout, std::span<const in
   return drops;
 }
 
+// Pairs that want an expert of `owner`.
+uint64_t CountPairsFor(const GroupShape& shape, const int32_t* counts, uint32_t owner) {
+  const int32_t* first = counts + owner * shape.experts_per_rank();
+  return std::accumulate(first, first + shape.experts_per_rank(), uint64_t{0});
+}
+
 }  // namespace
+
+uint64_t SegmentInts(const GroupShape& shape, const int32_t* counts, uint32_t owner) {
+  return AlignUp(CountPairsFor(shape, counts, owner), kIntsPerUnit);
+}
 
 std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* counts) {
   std::vector<uint64_t> starts(shape.num_ranks + 1);
-  uint64_t end = 0;
   for (uint32_t owner = 0; owner < shape.num_ranks; ++owner) {
-    end = AlignUp(end, kIntsPerUnit);
-    starts[owner] = end;
-    const int32_t* first = counts + owner * shape.experts_per_rank();
-    for (uint32_t e = 0; e < shape.experts_per_rank(); ++e) end += static_cast<uint64_t>(first[e]);
+    starts[owner + 1] = starts[owner] + SegmentInts(shape, counts, owner);
   }
-  starts.back() = AlignUp(end, kIntsPerUnit);
   return starts;
 }
 
@@ -128,9 +133,7 @@ bool AreCountsInRange(const GroupShape& shape, int64_t num_pairs, const int32_t*
 
 bool AreCodesInRange(const GroupShape& shape, uint32_t rank, int64_t num_pairs,
                      const SourceRouting& source) {
-  const int32_t* counts = source.counts + rank * shape.experts_per_rank();
-  const int64_t num_codes = std::accumulate(counts, counts + shape.experts_per_rank(), int64_t{0});
-  return std::all_of(source.codes, source.codes + num_codes,
+  return std::all_of(source.codes, source.codes + CountPairsFor(shape, source.counts, rank),
                      [&](int32_t code) { return code >= 0 && code < num_pairs; });
 }
 

@@ -23,8 +23,10 @@ constexpr uint64_t SortedCodesInts(uint64_t num_pairs, uint64_t num_ranks) {
   return num_pairs + num_ranks * (kWireUnitBytes / sizeof(int32_t));
 }
 
-// First index in the sorted codes of each destination's segment, given counts [E], and the end of
-// the last: [N + 1], multiples of 16 bytes.
+// Ints of the sorted codes' segment for `owner`, given counts [E]: a multiple of 16 bytes.
+uint64_t SegmentInts(const GroupShape& shape, const int32_t* counts, uint32_t owner);
+
+// First index in the sorted codes of each destination's segment, and the end of the last: [N + 1].
 std::vector<uint64_t> SegmentStarts(const GroupShape& shape, const int32_t* counts);
 
 // Sorts the pairs of topk_idx [T * K] by (expert, token, k): counts [E], and codes t * K + k.

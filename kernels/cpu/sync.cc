@@ -64,34 +64,36 @@ Status Operation::OwnerLeft(uint32_t owner) const {
       "same program"));
 }
 
-uint64_t Operation::ReadFlag(uint32_t mate, Channel channel, uint32_t source) const {
-  return FlagWord(*this, mate, channel, source).load(std::memory_order_acquire);
+uint64_t Operation::ReadFlag(Channel channel, uint32_t source) const {
+  const uint32_t receiver = ReceiverOf(channel, source);
+  return FlagWord(*this, receiver, channel, source).load(std::memory_order_acquire);
 }
 
-Status Operation::WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value) {
-  if (ReadFlag(mate, channel, source) >= value) return Status::Ok();
+Status Operation::WaitFlag(Channel channel, uint32_t source, uint64_t value) {
+  if (ReadFlag(channel, source) >= value) return Status::Ok();
+  const uint32_t receiver = ReceiverOf(channel, source);
   KickProxy();
   const uint64_t begin = MonotonicNs();
   activity().Await(Phase::kAwaitsSignal, begin, source, channel, value);
   const WaitResult result = WaitUntil(
-      BellOf(*this, mate), [&] { return ReadFlag(mate, channel, source) >= value; }, deadline_,
+      BellOf(*this, receiver), [&] { return ReadFlag(channel, source) >= value; }, deadline_,
       *rank_.failure, is_mate(source) ? nullptr : rank_.proxy);
   const uint64_t end = MonotonicNs();
   if (rank_.counters != nullptr) {
     rank_.counters->AddWait(WaitPhaseOf(channel), source, end - begin);
   }
   activity().Enter(Phase::kWorking, end);
-  Trace(TraceKind::kWait, begin, end, source, channel, value, mate);
+  Trace(TraceKind::kWait, begin, end, source, channel, value, receiver);
   if (result == WaitResult::kReady) return Status::Ok();
   if (result == WaitResult::kFailed) return CheckLatch();
   const double seconds = std::chrono::duration<double>(rank_.timeout).count();
   std::string message = "timed out after " + std::to_string(seconds) + " s waiting for " +
                         rank_.NameOf(source) + ": expected " + std::string(ChannelName(channel)) +
                         " signal " + std::to_string(value);
-  if (mate != rank_.rank) message += " at " + rank_.NameOf(mate);
-  message += ", arrived " + std::to_string(ReadFlag(mate, channel, source)) +
+  if (receiver != rank_.rank) message += " at " + rank_.NameOf(receiver);
+  message += ", arrived " + std::to_string(ReadFlag(channel, source)) +
              "; that rank is late or has not made this call";
-  if (mate != rank_.rank) message += ", or " + rank_.NameOf(mate) + " does not run";
+  if (receiver != rank_.rank) message += ", or " + rank_.NameOf(receiver) + " does not run";
   message += " (see Config.timeout_s)";
   return Fail(DeadlineExceeded(std::move(message)));
 }
@@ -118,7 +120,7 @@ Status Operation::WaitMates(Channel channel, uint64_t value) {
   const uint32_t begin = rank_.node_begin();
   for (uint32_t mate = begin; mate < begin + shape().node_size; ++mate) {
     if (mate == rank_.rank || !is_active(mate)) continue;
-    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, mate, value));
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(channel, mate, value));
   }
   return Status::Ok();
 }
@@ -126,7 +128,7 @@ Status Operation::WaitMates(Channel channel, uint64_t value) {
 Status Operation::WaitRails(Channel channel, uint64_t value) {
   for (uint32_t rail = rank_.local_rank(); rail < shape().num_ranks; rail += shape().node_size) {
     if (rail == rank_.rank || !is_active(rail)) continue;
-    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, rail, value));
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(channel, rail, value));
   }
   return Status::Ok();
 }
@@ -134,7 +136,7 @@ Status Operation::WaitRails(Channel channel, uint64_t value) {
 Status Operation::WaitAll(Channel channel, uint64_t value) {
   for (uint32_t peer = 0; peer < shape().num_ranks; ++peer) {
     if (peer == rank_.rank || !is_active(peer)) continue;
-    JAX_EP_RETURN_IF_ERROR(WaitFlag(rank_.rank, channel, peer, value));
+    JAX_EP_RETURN_IF_ERROR(WaitFlag(channel, peer, value));
   }
   return Status::Ok();
 }

@@ -63,7 +63,10 @@ class Operation {
   bool is_active(uint32_t peer) const { return rank_.is_active(peer); }
   std::byte* heap(uint32_t mate) const { return rank_.heaps[mate]; }
   std::byte* own_heap() const { return rank_.heaps[rank_.rank]; }
-  uint32_t ReceiverOf(uint32_t source) const { return shape().receiver_of(rank_.rank, source); }
+  // The rank of this node in whose heap arrives what `source` sends to this rank.
+  uint32_t ReceiverOf(Channel channel, uint32_t source) const {
+    return shape().receiver_of(channel, rank_.rank, source);
+  }
 
   // The failure that another thread latched, with this operation's name in front, or OK.
   Status CheckLatch() const;
@@ -77,13 +80,13 @@ class Operation {
   // What to return when the buffers that `owner` has published are gone: why the group has failed.
   Status OwnerLeft(uint32_t owner) const;
 
-  // flag[channel][source] in the heap of a node-mate. Acquire pairs with the release of Signal
+  // flag[channel][source] in the heap of ReceiverOf. Acquire pairs with the release of Signal
   // there, or of that rank's proxy.
-  uint64_t ReadFlag(uint32_t mate, Channel channel, uint32_t source) const;
+  uint64_t ReadFlag(Channel channel, uint32_t source) const;
   // Waits until that flag has reached `value`.
-  Status WaitFlag(uint32_t mate, Channel channel, uint32_t source, uint64_t value);
-  // The same for this rank's own flags from each node-mate (self excluded), from the ranks of equal
-  // local index in other nodes, or from every other rank; here and below, from the active ones.
+  Status WaitFlag(Channel channel, uint32_t source, uint64_t value);
+  // The same for each node-mate (self excluded), for the ranks of equal local index in other nodes,
+  // or for every other rank; here and below, for the active ones.
   Status WaitMates(Channel channel, uint64_t value);
   Status WaitRails(Channel channel, uint64_t value);
   Status WaitAll(Channel channel, uint64_t value);

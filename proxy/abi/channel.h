@@ -29,11 +29,6 @@ enum class Channel : uint8_t {
 inline constexpr Channel kLastChannel = Channel::kReduceDone;
 inline constexpr uint32_t kNumChannels = 16;  // 6 bits in a command, 4 used
 
-// On CPUs one rank of a node receives these for all of it (GroupShape::receiver_of).
-constexpr bool IsForNode(Channel channel) {
-  return channel == Channel::kPlan || channel == Channel::kDispatch;
-}
-
 // For messages.
 constexpr std::string_view ChannelName(Channel channel) {
   switch (channel) {

@@ -29,33 +29,28 @@ VerbsConnector::~VerbsConnector() {
   for (std::thread& thread : threads_) thread.join();
 }
 
-Status VerbsConnector::Ask(uint32_t peer, uint64_t rank, std::string side) {
+std::optional<Result<VerbsConnector::Senders>> VerbsConnector::Connect(uint32_t peer, uint64_t rank,
+                                                                       const std::string& side) {
   std::lock_guard lock(mutex_);
-  outcomes_.try_emplace(peer);
-  questions_.push_back({.peer = peer, .rank = rank, .side = std::move(side)});
-  if (num_idle_ < questions_.size() && threads_.size() < kMaxThreads) {
-    threads_.reserve(kMaxThreads);
-    Result<std::thread> thread = StartThread("jax_ep connect", [this] { Run(); });
-    if (thread.ok()) {
-      threads_.push_back(std::move(*thread));
-    } else if (threads_.empty()) {
-      return Internal("verbs: " + thread.status().message());
-    }  // else one of the others comes to it
+  const auto [outcome, is_first] = outcomes_.try_emplace(peer);
+  if (is_first) {
+    questions_.push_back({.peer = peer, .rank = rank, .side = side});
+    JAX_EP_RETURN_IF_ERROR(StartThreadIfNeeded());
+    is_asked_.notify_one();
   }
-  is_asked_.notify_one();
-  return Status::Ok();
+  return std::exchange(outcome->second, std::nullopt);
 }
 
-std::optional<Result<VerbsConnector::Senders>> VerbsConnector::Take(uint32_t peer) {
-  // Relaxed: the mutex orders the rest, and who comes too early asks again.
-  if (num_outcomes_.load(std::memory_order_relaxed) == 0) return std::nullopt;
-  std::lock_guard lock(mutex_);
-  const auto outcome = outcomes_.find(peer);
-  if (outcome == outcomes_.end() || !outcome->second.has_value()) return std::nullopt;
-  num_outcomes_.fetch_sub(1, std::memory_order_relaxed);
-  std::optional<Result<Senders>> taken = std::move(outcome->second);
-  outcomes_.erase(outcome);
-  return taken;
+Status VerbsConnector::StartThreadIfNeeded() {
+  if (num_idle_ >= questions_.size() || threads_.size() == kMaxThreads) return Status::Ok();
+  threads_.reserve(kMaxThreads);
+  Result<std::thread> thread = StartThread("jax_ep connect", [this] { Run(); });
+  if (thread.ok()) {
+    threads_.push_back(std::move(*thread));
+  } else if (threads_.empty()) {
+    return Internal("verbs: " + thread.status().message());
+  }  // else one of the others comes to it
+  return Status::Ok();
 }
 
 void VerbsConnector::Run() {
@@ -68,22 +63,21 @@ void VerbsConnector::Run() {
     const Question question = std::move(questions_.front());
     questions_.pop_front();
     lock.unlock();
-    Result<Senders> senders = ConnectOrSayWhy(question);
+    Result<Senders> senders = ShakeHandsOrSayWhy(question);
     if (senders.ok()) num_connected_.fetch_add(1, std::memory_order_relaxed);
     lock.lock();
     outcomes_.find(question.peer)->second = std::move(senders);
-    num_outcomes_.fetch_add(1, std::memory_order_relaxed);
   }
 }
 
-Result<VerbsConnector::Senders> VerbsConnector::ConnectOrSayWhy(
+Result<VerbsConnector::Senders> VerbsConnector::ShakeHandsOrSayWhy(
     const Question& question) const noexcept try {
-  return Connect(question);
+  return ShakeHands(question);
 } catch (const std::bad_alloc&) {
   return out_of_memory_;
 }
 
-Result<VerbsConnector::Senders> VerbsConnector::Connect(const Question& question) const {
+Result<VerbsConnector::Senders> VerbsConnector::ShakeHands(const Question& question) const {
   const auto failed = [&](const Status& status) {
     return Status(status.code(), "verbs: connecting to " +
                                      RankName(options_.team, static_cast<uint32_t>(question.rank)) +

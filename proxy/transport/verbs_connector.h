@@ -43,14 +43,13 @@ class VerbsConnector {
   VerbsConnector(const VerbsConnector&) = delete;
   VerbsConnector& operator=(const VerbsConnector&) = delete;
 
-  // Begins to connect to `rank`, whose side channel is `side`; Take(peer) tells the outcome.
-  // \error kInternal  there is no thread for it
-  Status Ask(uint32_t peer, uint64_t rank, std::string side);
-  // The outcome of Ask(peer), once; nothing until then.
+  // Queue pairs for writing to `peer`, of that rank and side channel: once it has answered, or why
+  // they cannot be; nothing until then. The first call asks. Not to be called after an outcome.
   // \error kUnavailable      nobody has answered, or no way leads there
   // \error kInvalidArgument  the peer refuses, or answers what does not fit
-  // \error kInternal         this host has no descriptor, or this rank's device no queue pair left
-  std::optional<Result<Senders>> Take(uint32_t peer);
+  // \error kInternal         this host has no thread or descriptor, or this rank's device no queue
+  //                          pair left
+  std::optional<Result<Senders>> Connect(uint32_t peer, uint64_t rank, const std::string& side);
   // Peers that were connected to. Any thread.
   uint32_t num_connected() const { return num_connected_.load(std::memory_order_relaxed); }
 
@@ -65,19 +64,20 @@ class VerbsConnector {
   };
 
   void Run();
-  Result<Senders> ConnectOrSayWhy(const Question& question) const noexcept;
-  Result<Senders> Connect(const Question& question) const;
+  // OK if there is a thread that will come to the questions.
+  Status StartThreadIfNeeded();
+  Result<Senders> ShakeHandsOrSayWhy(const Question& question) const noexcept;
+  Result<Senders> ShakeHands(const Question& question) const;
   bool HasSameShape(const VerbsHandshake& handshake) const;
 
   const Options options_;
   const Status out_of_memory_ = Internal("verbs: out of memory while connecting");
   std::atomic<bool> is_closing_{false};
   std::atomic<uint32_t> num_connected_{0};
-  std::atomic<uint32_t> num_outcomes_{0};  // to be taken; read without the mutex first
-  std::mutex mutex_;                       // guards what follows
+  std::mutex mutex_;  // guards what follows
   std::condition_variable is_asked_;
   std::deque<Question> questions_;
-  // By peer that was asked for; made by Ask, so that telling the outcome needs no memory.
+  // By peer that was asked; made with the question, so that telling the outcome needs no memory.
   std::map<uint32_t, std::optional<Result<Senders>>> outcomes_;
   uint32_t num_idle_ = 0;             // threads that wait for a question
   std::vector<std::thread> threads_;  // as many as were needed at a time, at most kMaxThreads

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <array>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -216,8 +215,7 @@ class VerbsTransport : public Transport {
   };
   struct Peer {
     uint64_t rank = 0;
-    std::string side = {};  // its side channel
-    bool is_asked = false;
+    std::string side = {};                 // its side channel
     VerbsConnector::Senders senders = {};  // empty until it has answered
     uint32_t next_sender = 0;
     std::vector<Region> regions = {};
@@ -229,13 +227,10 @@ class VerbsTransport : public Transport {
     uint32_t sender = 0;
   };
 
-  // OK once the peer's queue pairs are joined to ours, for which its first write asks.
+  // OK once the peer's queue pairs are joined to ours.
   Status Join(uint32_t handle) {
     Peer& peer = peers_[handle];
-    if (!std::exchange(peer.is_asked, true)) {
-      JAX_EP_RETURN_IF_ERROR(connector_->Ask(handle, peer.rank, peer.side));
-    }
-    std::optional<Result<VerbsConnector::Senders>> outcome = connector_->Take(handle);
+    auto outcome = connector_->Connect(handle, peer.rank, peer.side);
     if (!outcome.has_value()) return Full();
     if (!outcome->ok()) {
       LogWarning(outcome->status().message());
