@@ -3,9 +3,10 @@
 Times are of one call in a `lax.scan` of many, over all GPUs: the slowest rank decides. A step of
 the scan is UNROLL calls, and the time of a scan that calls nothing is taken off: XLA's loop costs
 the host more than a short call takes (15.6 us an iteration, two H200, jax 0.11.2). Where the calls
-hide that time, up to an eighth of it is taken off too much; `loop_us` has what was. `pair` is a
-dispatch and the combine of its rows, one behind the other. Every method's round trip is checked
-(identity experts: every token comes back) before it is timed.
+hide that time, up to an eighth of it is taken off too much; `loop_us` has what was, that which
+makes one call depend on the one before it included. `pair` is a dispatch and the combine of its
+rows, one behind the other. Every method's round trip is checked (identity experts: every token
+comes back) before it is timed, and that no loop has lost a call.
 
 jax_ep's dispatch gives rows grouped by expert; the baselines stop when the rows are with their
 owner, in the order of their sources, which spares them that grouping.
@@ -15,6 +16,7 @@ import argparse
 import concurrent.futures
 import json
 import math
+import re
 import time
 
 import jax
@@ -27,6 +29,7 @@ from specs import SPECS, machine
 
 import jax_ep
 from jax_ep._cli.baselines import AllGather, DenseAllToAll, RaggedAllToAll, Sizes
+from jax_ep._cli.loop_steps import after, routing_of, steps_of
 from jax_ep.testing import make_routing
 
 parser = argparse.ArgumentParser()
@@ -44,6 +47,7 @@ parser.add_argument("--ranks", type=int, default=0, help="0: every GPU")
 args = parser.parse_args()
 
 UNROLL = 8
+COLLECTIVES = "all-gather|all-reduce|all-to-all|ragged-all-to-all|reduce-scatter"
 N = args.ranks or jax.device_count()
 spec = SPECS[args.spec]
 mesh = Mesh(np.array(jax.devices()[:N]), ("ep",))
@@ -69,57 +73,41 @@ class Ours:
         return jax_ep.plan(self.group, idx, mode=args.mode).group_sizes * 1.0
 
 
-def per_rank(function):
+def per_rank(function, **options):
     """`function` of local arrays, jitted over arrays [N, ...]."""
 
     def local(*arrays):
         outs = function(*jax.tree.map(lambda a: a[0], arrays))
         return jax.tree.map(lambda a: a[None], outs)
 
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
-    )
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+    return jax.jit(mapped, **options)
 
 
-def touch(tree):
-    """One element of every float leaf, of results that are computed as a whole."""
-    leaves = jax.tree.leaves(lax.optimization_barrier(tree))
-    floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum(leaf.reshape(-1)[0].astype(jnp.float32) for leaf in floats)
+def looped(step, calls):
+    """Many calls of `step(carry, context)`, which gives the next carry, in the same memory."""
+
+    def run(carry, context):
+        def turn(carry, _):
+            return step(carry, context), None
+
+        return lax.scan(turn, carry, None, length=calls, unroll=min(UNROLL, calls))[0]
+
+    return per_rank(run, donate_argnums=0)
 
 
-def looped(body, calls):
-    """Calls `body(arrays)` many times, each after the one before; arrays do not change."""
-
-    def run(*arrays):
-        def step(carry, _):
-            held, _ = lax.optimization_barrier((arrays, carry))
-            return touch(body(*held)), None
-
-        return lax.scan(step, jnp.float32(0), None, length=calls, unroll=min(UNROLL, calls))[0]
-
-    return per_rank(run)
-
-
-def measure(run, calls, *arrays):
-    run(*arrays).block_until_ready()
+def measure(run, calls, carry, context):
+    """(us of a call, carry)."""
+    carry = run(carry, context).block_until_ready()
     seconds = []
     began = time.perf_counter()
     while len(seconds) < args.repeats:
         if len(seconds) >= 3 and time.perf_counter() - began > args.seconds:
             break
         start = time.perf_counter()
-        run(*arrays).block_until_ready()
+        carry = run(carry, context).block_until_ready()
         seconds.append((time.perf_counter() - start) / calls)
-    return float(np.median(seconds)) * 1e6
-
-
-def pair_of(method):
-    def pair(x, idx, weights):
-        rows, state = method.dispatch(x, idx, weights)
-        return method.combine(rows, state, weights)
-
-    return pair
+    return float(np.median(seconds)) * 1e6, carry
 
 
 def calls_of(name):
@@ -133,28 +121,69 @@ def largest_difference(a, b):
     return jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
 
 
-def compile_all(methods, arrays):
-    """{method: {what: program}}, compiled side by side; arrays as dispatch takes them."""
-    programs = {}
+def nothing(carry, context):
+    """What is in a step of a loop beside its call."""
+    del context
+    return after(carry, carry.reshape(-1)[:1])
+
+
+def nothing_of_routing(x, context):
+    """The same, where the routing depends on x."""
+    ids, weights = routing_of(x, context)
+    return after(x, (ids.astype(jnp.float32), weights))
+
+
+def steps_for(name, method):
+    """{what: (a step of its loop, one that calls nothing)}."""
+    steps = steps_of(method)
+    every = {
+        "dispatch": (steps["dispatch"], nothing_of_routing),
+        "combine": (steps["combine"], nothing),
+        "pair": (steps["pair"], nothing_of_routing),
+    }
+    if name == "jax_ep":
+
+        def plan(x, context):
+            return after(x, method.plan(routing_of(x, context)[0]))
+
+        every["plan"] = plan, nothing_of_routing
+    return every
+
+
+def compile_all(methods, x, idx, weights):
+    """{(method, what): program}, compiled side by side.
+
+    "dispatch once" and "combine once" are one call; what steps_for names is a loop, and (method,
+    what, "nothing") the same loop without its calls.
+    """
+    lowered = {}
     for name, method in methods.items():
-        once = per_rank(method.dispatch)
-        shapes = jax.tree.map(
+        dispatch = per_rank(method.dispatch)
+        rows, state = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            jax.eval_shape(once, *arrays),
+            jax.eval_shape(dispatch, x, idx, weights),
         )
-        there = (*shapes, arrays[2])
-        calls = calls_of(name)
-        programs[name, "dispatch once"] = once, arrays
-        programs[name, "combine once"] = per_rank(method.combine), there
-        programs[name, "dispatch"] = looped(method.dispatch, calls), arrays
-        programs[name, "combine"] = looped(method.combine, calls), there
-        programs[name, "pair"] = looped(pair_of(method), calls), arrays
-        programs[name, "nothing"] = looped(lambda *held: held, calls), arrays
-        if name == "jax_ep":
-            programs[name, "plan"] = looped(method.plan, calls), arrays[1:2]
-    lowered = [program.lower(*operands) for program, operands in programs.values()]
+        lowered[name, "dispatch once"] = dispatch.lower(x, idx, weights)
+        lowered[name, "combine once"] = per_rank(method.combine).lower(rows, state, weights)
+        for what, (step, empty) in steps_for(name, method).items():
+            operands = (rows, (state, weights)) if what == "combine" else (x, (idx, weights))
+            lowered[name, what] = looped(step, calls_of(name)).lower(*operands)
+            lowered[name, what, "nothing"] = looped(empty, calls_of(name)).lower(*operands)
     with concurrent.futures.ThreadPoolExecutor(max_workers=8) as pool:
-        return dict(zip(programs, pool.map(lambda low: low.compile(), lowered), strict=True))
+        compiled = pool.map(lambda low: low.compile(), lowered.values())
+        programs = dict(zip(lowered, compiled, strict=True))
+    for name in methods:
+        for what in ("dispatch", "combine"):
+            of_one = num_calls(programs[name, f"{what} once"])
+            expected = of_one * min(UNROLL, calls_of(name))
+            got = num_calls(programs[name, what])
+            assert got >= expected > 0, f"{name}: a step of {what} has {got} of {expected} calls"
+    return programs
+
+
+def num_calls(program):
+    """Collectives and calls of libraries in a compiled program."""
+    return len(re.findall(rf" (?:custom-call|(?:{COLLECTIVES})(?:-start)?)\(", program.as_text()))
 
 
 def methods_for(sizes, group):
@@ -220,28 +249,29 @@ def report(tokens):
         "remote_bytes_per_rank": remote * spec.hidden * dtype.itemsize,
         "calls_per_scan": {name: calls_of(name) for name in args.methods},
         "us": {},
-        "loop_us": {},  # a call's share of an empty scan, taken off already
+        "loop_us": {},  # of loops without calls, taken off already
     }
     with jax_ep.create_group(mesh, "ep", config) as group:
-        programs = compile_all(methods_for(sizes, group), (x, idx, weights))
+        programs = compile_all(methods_for(sizes, group), x, idx, weights)
         for name in args.methods:
             rows, state = programs[name, "dispatch once"](x, idx, weights)
             out = programs[name, "combine once"](rows, state, weights)
             error = float(largest_difference(out, x))
             assert error < 0.1, f"{name} returned wrong rows: {error}"
-            arrays = (x, idx, weights)
-            operands = {"dispatch": arrays, "combine": (rows, state, weights), "pair": arrays}
-            if name == "jax_ep":
-                operands["plan"] = (idx,)
-            calls = calls_of(name)
-            loop = measure(programs[name, "nothing"], calls, *arrays)
+            held = {"x": jnp.copy(x), "rows": rows}  # loops take this memory and give it back
+            contexts = {"x": (idx, weights), "rows": (state, weights)}
+            us, loop_us = {}, {}
+            for what in [key[1] for key in programs if key[0] == name and key[2:]]:
+                carry = "rows" if what == "combine" else "x"
+                times = []
+                for key in ((name, what), (name, what, "nothing")):
+                    operands = held[carry], contexts[carry]
+                    took, held[carry] = measure(programs[key], calls_of(name), *operands)
+                    times.append(took)
+                us[what], loop_us[what] = times[0] - times[1], times[1]
             shown = args.ragged_name if name == "ragged" else name
-            result["us"][shown] = {
-                what: measure(programs[name, what], calls, *held) - loop
-                for what, held in operands.items()
-            }
-            result["loop_us"][shown] = loop
-            del rows, state, out, operands  # the next method's are as large
+            result["us"][shown], result["loop_us"][shown] = us, loop_us
+            del rows, state, out, held, contexts  # the next method's are as large
         jax_ep.wait(x)
     print("RESULT " + json.dumps(result), flush=True)
 

@@ -44,7 +44,7 @@ def exchange_cases():
     """{name: (worker, arguments, XLA flags)}: every mode, shape and routing."""
     cases = {}
     for mode, tokens in SIZES.items():
-        for spec in ("deepseek-v3", "qwen3-235b"):
+        for spec in ("deepseek-v3", "qwen3-235b", "qwen3-30b"):
             for routing in ("uniform", "zipf"):
                 name = f"{mode} {spec} {routing}"
                 what = ["--mode", mode, "--spec", spec, "--routing", routing, "--tokens", *tokens]

@@ -1,10 +1,11 @@
-"""Serves a trained model on two CPU ranks under load; writes results/serve_cpu.json and .png.
+"""Serves a trained model under load; writes results/serve_MACHINE.json and .png.
 
     python -m jax_ep launch -n 4 examples/train_moe_lm.py
-    python benchmarks/run_serve.py [--model moe_lm_out/model] [--rates 4 16 32]
+    python benchmarks/run_serve.py [--gpus N] [--model moe_lm_out/model] [--rates 4 16 32]
 
-The package must be installed with the extra `serve`. For each rate examples/serve_load.py asks a
-server of its own, which shares the cores with it.
+On two CPU ranks, or in one process on all of N GPUs. The package must be installed with the extra
+`serve`. For each rate examples/serve_load.py asks a server of its own, which shares the cores with
+it.
 """
 
 import argparse
@@ -20,16 +21,17 @@ import tempfile
 import urllib.request
 
 from run_cpu import HERE, environment, run, stamp
+from specs import file_name_of
 
 EXAMPLES = HERE.parent / "examples"
 LIMIT_S = 300
 
 
 class Server:
-    """`launch -n 2 serve_moe.py`, from its start until it has drained."""
+    """`launch serve_moe.py`, from its start until it has drained."""
 
-    def __init__(self, model, options):
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2", EXAMPLES / "serve_moe.py"]
+    def __init__(self, model, launch, options):
+        command = [sys.executable, "-m", "jax_ep", "launch", *launch, EXAMPLES / "serve_moe.py"]
         command += ["--model", model, "--port", "0", *options]
         self.process = subprocess.Popen(
             [str(word) for word in command], stdout=subprocess.PIPE, text=True, env=environment()
@@ -52,8 +54,8 @@ class Server:
             return json.loads(answer.read())
 
 
-def measure(model, rate, requests, options, folder):
-    with Server(model, options) as server:
+def measure(model, launch, rate, requests, options, folder):
+    with Server(model, launch, options) as server:
         command = [sys.executable, EXAMPLES / "serve_load.py", "--url", server.url]
         load = os.getloadavg()[0]
         run([*command, "--rate", rate, "--requests", requests, "--out", folder])
@@ -73,6 +75,13 @@ def measure(model, rate, requests, options, folder):
     }
 
 
+def gpu_name():
+    """Of the first one; in a process of its own, as this one must hold no GPU."""
+    program = "import jax; print(jax.devices()[0].device_kind)"
+    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    return done.stdout.strip()
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,21 +90,29 @@ def main():
     add("--model", type=pathlib.Path, default=pathlib.Path("moe_lm_out/model"))
     add("--rates", type=float, nargs="+", default=[4, 16, 32], help="requests per second")
     add("--requests", type=int, default=100)
+    add("--gpus", type=int, default=0, help="ranks, in one process (default: two CPU processes)")
+    add("--commit", default="")
     add("--out", type=pathlib.Path, default=HERE / "results")
     args = parser.parse_args()
-    report = stamp()
+    report = stamp(args.commit or None)
+    name, launch = "serve_cpu", ["-n", "2"]
+    if args.gpus:
+        gpus = f"{args.gpus}x {gpu_name()}"
+        report |= {"host": report["machine"], "machine": gpus}
+        name = f"serve_{file_name_of(gpus)}"
+        launch = ["-n", "1", "--gpus-per-process", args.gpus]
     cases = [(rate, []) for rate in args.rates]
     cases.append((args.rates[len(args.rates) // 2], ["--redundant", "2", "--eplb-every", "100"]))
     report["results"] = []
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         for rate, options in cases:
-            result = measure(args.model, rate, args.requests, options, folder)
+            result = measure(args.model, launch, rate, args.requests, options, folder)
             report["results"].append(result)
             print(rate, *options, json.dumps(result), flush=True)
             if rate == args.rates[len(args.rates) // 2] and not options:
-                shutil.copy(folder / "serve_load.png", args.out / "serve_cpu.png")
-    (args.out / "serve_cpu.json").write_text(json.dumps(report, indent=1) + "\n")
+                shutil.copy(folder / "serve_load.png", args.out / f"{name}.png")
+    (args.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

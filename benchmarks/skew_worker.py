@@ -99,8 +99,9 @@ class Side:
         return jax.jit(jax.shard_map(function, **options))
 
     def place(self, slots):
-        """Fills the slots; the maps are an argument of every program."""
-        self.placement = jax_ep.Placement.from_physical(slots, self.spec.num_experts)
+        """Fills the slots; the maps are an argument of every program, and live on the devices."""
+        placement = jax_ep.Placement.from_physical(slots, self.spec.num_experts)
+        self.placement = jax.device_put(placement, NamedSharding(self.mesh, EVERYWHERE))
         self.kernels = kernels_of(self, slots)
 
     def _received(self, placement, x, ids, gates):
@@ -220,8 +221,8 @@ def busiest_of(side, ids, ranks):
     tokens = ids.shape[1]
     number = np.arange(ranks * tokens).reshape(ranks, tokens, 1)
     expert = np.maximum(ids, 0)
-    replica = number % side.placement.replica_counts[expert]
-    slots = np.where(ids < 0, -1, side.placement.logical_to_physical[expert, replica])
+    replica = number % np.asarray(side.placement.replica_counts)[expert]
+    slots = np.where(ids < 0, -1, np.asarray(side.placement.logical_to_physical)[expert, replica])
     return busiest_rank(load_of(slots, side.slots), ranks)
 
 

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._cli.baselines import BASELINES, Exchange, Sizes
 from jax_ep._cli.bench_report_cases import OPERATIONS, OURS
+from jax_ep._cli.loop_steps import Step, Tree, steps_of
 from jax_ep._cli.shapes import SHAPES, Shape
 from jax_ep.testing import make_routing
 
@@ -36,12 +37,8 @@ MAX_CALLS = 4000
 CASE_S = 25.0  # of all timed runs of a case; fewer rounds rather than more time, but ...
 LEAST_ROUNDS = 5
 GPU_UNROLL = 8  # calls in a step of the loop: XLA's loop costs a GPU's host several us a step
-LARGEST = 1e30  # of finite results; nothing measured here comes near
 TOLERANCE = 0.05  # of a round trip, in bf16 and with top-8
 REASON_CHARS = 300
-
-Tree = Any
-Step = Callable[[Tree, Tree], Tree]  # carry, context -> next carry
 
 
 class _Ours:
@@ -59,54 +56,6 @@ class _Ours:
     def combine(self, rows: jax.Array, state: Any, weights: jax.Array) -> jax.Array:
         del weights  # they went with the rows
         return jax_ep.combine(self._group, rows, state)
-
-
-def _after(array: jax.Array, result: Tree) -> jax.Array:
-    """``array``, but not before all of ``result`` exists: XLA cannot move a call out of a loop."""
-    leaves = jax.tree.leaves(lax.optimization_barrier(result))
-    seen = sum(
-        leaf.reshape(-1)[0].astype(jnp.float32)
-        for leaf in leaves
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
-    )
-    first = (0,) * array.ndim
-    return array.at[first].set(jnp.where(seen == LARGEST, 0, array[first]).astype(array.dtype))
-
-
-def _tied(idx: jax.Array, x: jax.Array) -> jax.Array:
-    """The ids, which depend on x, as a router's do."""
-    return jnp.where(x[0, 0] == LARGEST, -1, idx)
-
-
-def _steps(method: Exchange) -> dict[str, Step]:
-    """What one call is, by operation. The carry is x, or for combine the rows."""
-
-    def pair(x: jax.Array, idx: jax.Array, weights: jax.Array) -> jax.Array:
-        rows, state = method.dispatch(x, idx, weights)
-        return method.combine(rows, state, weights)
-
-    def dispatch(x: jax.Array, context: Tree) -> jax.Array:
-        idx, weights = context
-        return _after(x, method.dispatch(x, _tied(idx, x), weights))
-
-    def combine(rows: jax.Array, context: Tree) -> jax.Array:
-        state, weights = context
-        return _after(rows, method.combine(rows, state, weights))
-
-    def forward(x: jax.Array, context: Tree) -> jax.Array:
-        idx, weights = context
-        return _after(x, pair(x, _tied(idx, x), weights))
-
-    def with_gradients(x: jax.Array, context: Tree) -> jax.Array:
-        idx, weights = context
-        ids = _tied(idx, x)
-
-        def loss(x: jax.Array, weights: jax.Array) -> jax.Array:
-            return 0.5 * jnp.sum(pair(x, ids, weights).astype(jnp.float32) ** 2)
-
-        return _after(x, jax.value_and_grad(loss, argnums=(0, 1))(x, weights))
-
-    return dict(zip(OPERATIONS, (dispatch, combine, forward, with_gradients), strict=True))
 
 
 @dataclasses.dataclass
@@ -239,7 +188,7 @@ class _Case:
         if not _slowest(error if math.isfinite(error) else math.inf) < TOLERANCE:
             raise ValueError(f"its round trip gave other values than went in (by {error:.2g})")
         programs = []
-        for operation, step in _steps(method).items():
+        for operation, step in steps_of(method).items():
             carry, context = (
                 (rows, (state, weights)) if operation == "combine" else (x, (ids, weights))
             )

@@ -3,14 +3,11 @@
 import concurrent.futures
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-import urllib.request
-from pathlib import Path
 
 import children
 import jax
@@ -22,74 +19,10 @@ pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 
 from moe_lm import checkpoint
+from serving import EXAMPLES, LIMIT_S, ON_CPUS, Server
 from tiny_world import PROMPTS, SIZE, WINDOW, World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.ci]
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-LIMIT_S = 120
-
-
-class Server:
-    """The launcher with serving processes."""
-
-    def __init__(self, model, *options, processes=2, launch=()):
-        command = [sys.executable, "-m", "jax_ep", "launch", "-n", str(processes), *launch]
-        command += ["--grace", "5"] + ["--keep-going"] * ("--elastic" in options)
-        command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model), "--port", "0"]
-        command += ["--slots", "3", "--chunk", "8", "--redundant", "2", *options]
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**children.quick(), "JAX_PLATFORMS": "cpu", "JAX_LOG_COMPILES": "1"},
-        )
-        self.lines = []
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"ready: (http://[^/]*)/", line):
-                self.url = found.group(1)
-                return
-        raise AssertionError("".join(self.lines))
-
-    def complete(self, body):
-        request = urllib.request.Request(f"{self.url}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            return json.loads(answer.read())["choices"][0]["text"]
-
-    def stream(self, body):
-        """[(time of arrival, text)] of the parts of an answer."""
-        data = json.dumps(body | {"stream": True}).encode()
-        request, parts = urllib.request.Request(f"{self.url}/v1/completions", data), []
-        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    choice = json.loads(line.removeprefix(b"data: "))["choices"][0]
-                    parts.append((time.monotonic(), choice["text"]))
-        return parts
-
-    def health(self):
-        with urllib.request.urlopen(f"{self.url}/health", timeout=LIMIT_S) as answer:
-            return json.loads(answer.read())
-
-    def send_signal(self, index, number):
-        """Sends it to a process; when that was."""
-        parent = self.process.pid
-        for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_text()
-            except ProcessLookupError:  # one that was killed before
-                continue
-            if f'"index": {index},' in environment:
-                os.kill(int(pid), number)
-                return time.monotonic()
-        raise AssertionError(f"no process {index} among the launcher's")
-
-    def end(self):
-        """(exit code, all that was printed)."""
-        rest, _ = self.process.communicate(timeout=LIMIT_S)
-        return self.process.returncode, "".join(self.lines) + rest
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +133,7 @@ def test_streams_go_on_without_lost_processes(start):
             assert gap < GAP_S
             assert got == wanted if how == signal.SIGKILL else all(got)
         health = server.health()
-        with urllib.request.urlopen(f"{server.url}/metrics", timeout=LIMIT_S) as answer:
-            assert b"jax_ep_healthy{" in answer.read()
+        assert "jax_ep_healthy" in server.metrics()
     assert health["status"] == "ok" and health["lost_processes"] == 2
     server.process.send_signal(signal.SIGTERM)
     code, text = server.end()
@@ -288,7 +220,7 @@ def test_a_port_that_is_taken_ends_all_processes(server, model):
     command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2"]
     command += [str(EXAMPLES / "serve_moe.py"), "--model", str(model[0]), "--port", port]
     command += ["--chunk", "8"]
-    environment = {**children.quick(), "JAX_PLATFORMS": "cpu"}
+    environment = children.quick() | ON_CPUS
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
     )

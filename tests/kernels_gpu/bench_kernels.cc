@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/gpu/sm_budget.h"
 #include "tests/kernels_gpu/gpu_team.h"
 #include "tests/kernels_gpu/graph_timer.h"
 #include "tests/kernels_gpu/host_copies.h"
@@ -375,8 +376,8 @@ int Main(int argc, char** argv) {
               wire / combine / 1e3, backward);
           HostStageRates host{};
           if (bench.shape().num_nodes() > 1) {
-            host = MeasureHostStage(static_cast<uint32_t>(sms),
-                                    static_cast<uint32_t>(options["rings"]));
+            const uint32_t blocks = sms != 0 ? static_cast<uint32_t>(sms) : gpu::kFewestSms;
+            host = MeasureHostStage(blocks, static_cast<uint32_t>(options["rings"]));
             const double network = static_cast<double>(bench.network_rows()) * row_bytes;
             const double bound = network / host.least() / 1e3;
             std::printf(
