@@ -56,7 +56,7 @@ def parse_options() -> argparse.Namespace:
     add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
     add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
     add("--eplb-every", type=int, default=0, help="steps, after which experts are placed by load")
-    add("--elastic", action="store_true", help="go on without processes that are lost (CPUs)")
+    add("--elastic", action="store_true", help="go on without processes that are lost")
     add("--peer-timeout-s", type=float, help="silence of a process that is lost (elastic: 5)")
     add("--node-size", type=int, help="ranks per (virtual) node")
     add("--transport", default="auto", help="between nodes: auto, loopback, shm, ...")

@@ -21,6 +21,7 @@ from jax_ep._cli import (
     bench_report_page,
     bench_report_plot,
     bench_report_worker,
+    loop_steps,
 )
 from jax_ep._cli.bench import BenchOptions
 from jax_ep._cli.shapes import SHAPES
@@ -317,7 +318,7 @@ def test_no_collective_leaves_the_loop_that_is_timed(operation, tmp_path):
     if operation == "combine":
         carry, state = case.per_rank(method.dispatch)(x, ids, weights)
         context = (state, weights)
-    looped = case._looped(bench_report_worker._steps(method)[operation])
+    looped = case._looped(loop_steps.steps_of(method)[operation])
     text = looped.lower(np.int32(1), carry, context).compile().as_text()
     entry = text[text.index("\nENTRY") :]
     assert "all-to-all(" in text and "all-to-all(" not in entry
