@@ -183,3 +183,70 @@ def test_what_overlap_hides_is_measured_against_the_same_layer(tmp_path):
     assert layer["rounds"] == 3  # the fewest
     hidden = layer["saved_us"]["synchronous"] / layer["outside_us"]
     np.testing.assert_allclose(layer["hidden"], hidden, rtol=0.02, atol=0.01)
+
+
+# What the programs of tests/kernels_gpu printed on four H100.
+LL_OUTPUT = """\
+{0}tokens 1: 3 remote rows; dispatch 9.3 us (5 GB/s) combine 12.4 us (3 GB/s) both 23.1 us; \
+start+done: dispatch 20.5 us combine 20.6 us
+{0}tokens 128: 350 remote rows; dispatch 24.8 us (202 GB/s) combine 28.0 us (179 GB/s) both \
+53.6 us; start+done: dispatch 37.3 us combine 35.8 us
+"""
+FP8_OUTPUT = """\
+bulk copies, 4 ranks, sms 0
+ht by rank, 4096 tokens: bf16 496.6 us (1.00) fp8 to bf16 334.2 us (0.67) fp8 values and scales \
+333.0 us (0.67)
+"""
+KERNELS_RUN = {
+    "nodes": 2,
+    "layout": 2,
+    "zipf": 1,
+    "sms": 0,
+    "host_stores_gb_per_s": 36.9,
+    "host_loads_gb_per_s": 47.3,
+    "host_copies_gb_per_s": 5.0,
+    "network_bytes": 58_500_000,
+    "dispatch_us": 23_400.0,
+    "combine_us": 11_700.0,
+    "backward_us": 0.0,
+}
+
+
+def test_the_kernels_benchmarks_are_run_and_read(tmp_path, monkeypatch):
+    """With programs in place of those that need GPUs: every part's file, its names and figures."""
+    import run_kernels
+
+    folder = tmp_path / "tests" / "kernels_gpu"
+    folder.mkdir(parents=True)
+    report = json.dumps({"copy_engine_gb_per_s": 375.5, "runs": [KERNELS_RUN]})
+    programs = {
+        "bench_ll": f"case \"$*\" in *rank_major*) cat <<'E'\n{LL_OUTPUT.format('rank_major ')}E\n"
+        f";; *) cat <<'E'\n{LL_OUTPUT.format('')}E\n;; esac",
+        "bench_fp8": f"cat <<'E'\n{FP8_OUTPUT}E",
+        "bench_kernels": f"cat > $1 <<'E'\n{report}\nE",
+        "nvidia-smi": "yes 'NVIDIA H100 80GB HBM3' | head -n 4",
+    }
+    for name, script in programs.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{script}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setattr(sys, "argv", ["run_kernels.py", str(tmp_path), "--out", str(tmp_path)])
+    run_kernels.main()
+    got = {
+        part: json.loads((tmp_path / f"kernels_{part}_4xh100.json").read_text())
+        for part in run_kernels.PARTS
+    }
+    assert {report["machine"] for report in got.values()} == {"4x NVIDIA H100 80GB HBM3"}
+    by_expert, by_rank = got["ll"]["runs"]
+    assert by_expert["layout"] == "expert_batched" and by_rank["layout"] == "rank_major"
+    assert by_rank["dispatch"] == {"1": 9.3, "128": 24.8}
+    assert by_rank["combine_start_and_done"] == {"1": 20.6, "128": 35.8}
+    assert got["quantized"]["runs"][0]["fp8_values_and_scales_us"] == 333.0
+    assert got["ht"]["copy_engine_gb_per_s"] == 375.5
+    assert len(got["ht"]["runs"]) == len(list(run_kernels.ht_cases()))
+    first = got["ht"]["runs"][0]
+    assert first["layout"] == "rank_major" and first["routing"] == "zipf"
+    assert "backward_us" not in first and "host_loads_gb_per_s" not in first
+    (run,) = got["nodes"]["runs"]
+    assert (run["bound_us"], run["dispatch_share"], run["combine_share"]) == (11_700.0, 0.5, 1.0)

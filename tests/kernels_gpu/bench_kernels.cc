@@ -374,11 +374,11 @@ int Main(int argc, char** argv) {
               "combine %.1f (%.0f GB/s) backward %.1f us\n",
               tma, sms, piece, slots, plan, dispatch, wire / dispatch / 1e3, both, combine,
               wire / combine / 1e3, backward);
+          const double network = static_cast<double>(bench.network_rows()) * row_bytes;
           HostStageRates host{};
           if (bench.shape().num_nodes() > 1) {
             const uint32_t blocks = sms != 0 ? static_cast<uint32_t>(sms) : gpu::kFewestSms;
             host = MeasureHostStage(blocks, static_cast<uint32_t>(options["rings"]));
-            const double network = static_cast<double>(bench.network_rows()) * row_bytes;
             const double bound = network / host.least() / 1e3;
             std::printf(
                 "host stage: kernels store %.1f, load %.1f, threads copy %.1f GB/s; bound %.0f us: "
@@ -393,13 +393,15 @@ int Main(int argc, char** argv) {
               "\"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
               "\"layout\": %ld, \"zipf\": %ld, "
               "\"tokens\": %ld, \"hidden\": %lu, \"top_k\": %u, \"experts\": %u, \"rows\": %ld, "
-              "\"remote_rows\": %ld, \"copies\": %ld, \"plan_us\": %.2f, \"dispatch_us\": %.2f, "
+              "\"remote_rows\": %ld, \"network_bytes\": %.0f, \"copies\": %ld, \"plan_us\": %.2f, "
+              "\"dispatch_us\": %.2f, "
               "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f}",
               separator, bench.shape().num_nodes(), options["rings"], host.kernel_stores,
               host.kernel_loads, host.copies, tma, sms, piece, slots, bench.shape().num_ranks,
               options["layout"], options["zipf"], options["tokens"], bench.shape().hidden,
               bench.shape().top_k, bench.shape().num_experts, bench.recv_rows(),
-              bench.remote_rows(), bench.copies(), plan, dispatch, both, combine, backward);
+              bench.remote_rows(), network, bench.copies(), plan, dispatch, both, combine,
+              backward);
           separator = ",";
         }
       }
