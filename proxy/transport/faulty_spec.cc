@@ -50,14 +50,19 @@ Result<FaultySpec> FaultySpec::Parse(std::string_view text) {
       is_number = error == std::errc() && end == digits.data() + digits.size();
     }
     if (key == nullptr || !is_number || value > key->max) {
-      return InvalidArgument("faulty transport: \"" + std::string(part) +
-                             "\" is not key=number within its limit; keys are: " + known);
+      const std::string expected =
+          key == nullptr
+              ? "key=number with one of the keys " + known
+              : std::string(name) + "= and a number of at most " + std::to_string(key->max);
+      return InvalidArgument("faulty transport: got \"" + std::string(part) + "\", expected " +
+                             expected + "; change JAX_EP_FAULTY");
     }
     spec.*(key->field) = value;
   }
   constexpr uint64_t kUnit = 16;
   if (spec.max_message % kUnit != 0) {
-    return InvalidArgument("faulty transport: max_message must be a multiple of 16");
+    return InvalidArgument("faulty transport: got max_message=" + std::to_string(spec.max_message) +
+                           ", expected a multiple of 16; change JAX_EP_FAULTY");
   }
   return spec;
 }

@@ -55,6 +55,9 @@ TEST(FaultySpec, a_bad_part_is_named_with_the_known_keys) {
   }
   EXPECT_NE(FaultySpec::Parse("speed=1").status().message().find("slow_completions"),
             std::string::npos);
+  EXPECT_EQ(FaultySpec::Parse("seed=1,delay=1000001").status().message(),
+            "faulty transport: got \"delay=1000001\", expected delay= and a number of at most "
+            "1000000; change JAX_EP_FAULTY");
 }
 
 // Two endpoints; 0 posts `count` empty writes to 1. Returns the immediates in order of arrival.
