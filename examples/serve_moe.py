@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ except ModuleNotFoundError as error:
     sys.exit(f"{error.name} is missing; this example needs: pip install '.[serve]'")
 
 
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads a whole number from `least` on."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            wanted = f"at least {least}" if most is None else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"got {value}, expected {wanted}")
+        return value
+
+    read.__name__ = "whole number"  # argparse says: invalid whole number value: 'x'
+    return read
+
+
 def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(
@@ -47,15 +62,35 @@ def parse_options() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, default=Path("moe_lm_out/model"), help="folder (default %(default)s)")
     add("--host", default="127.0.0.1", help="address to listen at (default %(default)s)")
-    add("--port", type=int, default=8000, help="0: any free one (default %(default)s)")
-    add("--slots", type=int, default=8, help="requests of a rank at a time (default %(default)s)")
-    add("--chunk", type=int, default=64, help="bytes of a prompt per step (default %(default)s)")
-    add("--window", type=int, help="bytes that a byte sees (default: as in training)")
-    add("--max-waiting", type=int, default=64, help="requests in the queue; more get status 429")
+    add("--port", type=whole(0, 65535), default=8000, help="0: any free one (default %(default)s)")
+    add(
+        "--slots",
+        type=whole(1),
+        default=8,
+        help="requests of a rank at a time (default %(default)s)",
+    )
+    add(
+        "--chunk",
+        type=whole(1),
+        default=64,
+        help="bytes of a prompt per step (default %(default)s)",
+    )
+    add("--window", type=whole(1), help="bytes that a byte sees (default: as in training)")
+    add(
+        "--max-waiting",
+        type=whole(0),
+        default=64,
+        help="requests in the queue; more get status 429",
+    )
     add("--drain-s", type=float, default=30.0, help="what SIGTERM leaves the requests at hand")
     add("--control-host", default="127.0.0.1", help="process 0's host, as the others reach it")
-    add("--redundant", type=int, default=0, help="expert slots beyond one for each expert")
-    add("--eplb-every", type=int, default=0, help="steps, after which experts are placed by load")
+    add("--redundant", type=whole(0), default=0, help="expert slots beyond one for each expert")
+    add(
+        "--eplb-every",
+        type=whole(0),
+        default=0,
+        help="steps, after which experts are placed by load",
+    )
     add("--elastic", action="store_true", help="go on without processes that are lost")
     add("--peer-timeout-s", type=float, help="silence of a process that is lost (elastic: 5)")
     add("--node-size", type=int, help="ranks per (virtual) node")

@@ -34,6 +34,7 @@ def to_physical(tree: Any, placement: Placement) -> Any:
         [0, 1, 2, 3, 0, 1]
     """
     _placement.require("jax_ep.eplb.to_physical", placement)
+    _require_one("to_physical", placement)
     _check_rows("to_physical", tree, placement.num_experts, "num_experts")
     return jax.tree.map(lambda leaf: leaf[placement.physical_to_logical], tree)
 
@@ -57,8 +58,18 @@ def to_logical(tree: Any, placement: Placement) -> Any:
         [5, 7]
     """
     _placement.require("jax_ep.eplb.to_logical", placement)
+    _require_one("to_logical", placement)
     _check_rows("to_logical", tree, placement.physical_experts, "physical_experts")
     return jax.tree.map(lambda leaf: leaf[placement.logical_to_physical[:, 0]], tree)
+
+
+def _require_one(operation: str, placement: Placement) -> None:
+    if jnp.ndim(placement.physical_to_logical) != 1:
+        raise ValueError(
+            f"jax_ep.eplb.{operation}: got a placement with maps of shape "
+            f"{list(jnp.shape(placement.physical_to_logical))}, expected that of one layer, [P]; "
+            f"of stacked layers use jax.vmap(jax_ep.eplb.{operation})"
+        )
 
 
 def _check_rows(operation: str, tree: Any, rows: int, name: str) -> None:
@@ -91,7 +102,8 @@ def move(
         `tree` as `new` places it.
 
     Raises:
-        ValueError: shapes do not fit the group.
+        ValueError: shapes do not fit the group, or dtypes have no bytes of their own: complex
+            numbers, those of less than a byte, keys of jax.random.
 
     Example:
         >>> old = jax_ep.Placement.identity(group.config.num_experts)
@@ -99,6 +111,8 @@ def move(
         >>> kernels = jax_ep.eplb.move(group, kernels, old, new)
     """
     _check_slots(group, "eplb.move", tree)
+    for leaf in jax.tree.leaves(tree):
+        _check_has_bytes(jnp.result_type(leaf))
     per_rank = group.experts_per_rank
     old, takes_part = _living(group, "eplb.move", old, active)
     new = placing.checked(group, "eplb.move", new)
@@ -134,13 +148,19 @@ def reduce_gradients(
         Arrays like `gradients`.
 
     Raises:
-        ValueError: shapes do not fit the group.
+        ValueError: shapes do not fit the group, or arrays are not of floats.
 
     Example:
         >>> placement = jax_ep.Placement.identity(group.config.num_experts)
         >>> gradients = jax_ep.eplb.reduce_gradients(group, kernels, placement)
     """
     _check_slots(group, "eplb.reduce_gradients", gradients)
+    for leaf in jax.tree.leaves(gradients):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise ValueError(
+                f"jax_ep.eplb.reduce_gradients: got an array of {jnp.result_type(leaf)}, expected "
+                "floats, which are summed in float32; leave other arrays out"
+            )
     placement, takes_part = _living(group, "eplb.reduce_gradients", placement, active)
     slot = lax.iota(jnp.int32, placement.physical_experts)
     replicas = placement.logical_to_physical[placement.physical_to_logical]  # [P, X]
@@ -167,6 +187,16 @@ def reduce_gradients(
     sums = lax.fori_loop(1, jnp.max(placement.replica_counts), add, first)
     rounded = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), sums, gradients)
     return _slots.fetch(group, rounded, home, takes_part)
+
+
+def _check_has_bytes(dtype: Any) -> None:
+    try:
+        jax.eval_shape(_slots.as_bytes, jax.ShapeDtypeStruct((1, 1), dtype))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"jax_ep.eplb.move: got an array of {dtype}, expected bools, integers or floats of a "
+            "byte or more; move real and imaginary parts, jax.random.key_data, or a cast"
+        ) from None
 
 
 def _living(

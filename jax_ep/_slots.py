@@ -13,7 +13,7 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._config import align_up
 from jax_ep._group import Group
-from jax_ep._ops import operands, quantized, results, sharding, vjp
+from jax_ep._ops import operands, quantized, reachable, results, sharding, vjp
 from jax_ep._ops.operands import UNIT_BYTES
 from jax_ep._types import Plan
 
@@ -39,6 +39,9 @@ def fetch(group: Group, tree: Any, source: jax.Array, takes_part: jax.Array | No
         can_come = takes_part[source // per_rank] & takes_part[slots // per_rank]
         source = jnp.where(can_come, source, slots)
     travels = source // per_rank != slots // per_rank
+    nobody = jnp.full_like(slots, -1)
+    if takes_part is not None:  # kernels refuse a mask without a rank that takes part
+        nobody = jnp.where(takes_part[slots // per_rank], nobody, reachable.UNREACHABLE + slots)
 
     def of_leaf(leaf: jax.Array) -> jax.Array:
         leaf = varying(group, lax.stop_gradient(jnp.asarray(leaf)))
@@ -46,9 +49,9 @@ def fetch(group: Group, tree: Any, source: jax.Array, takes_part: jax.Array | No
         kept = leaf[local]
         if leaf.size == 0 or ranks == 1:
             return kept
-        data = _as_bytes(leaf)
+        data = as_bytes(leaf)
         width = _row_bytes(group, data.shape[1])
-        arrived = _exchange(group, _in_rows(data, width), source, travels)
+        arrived = _exchange(group, _in_rows(data, width), source, travels, nobody)
         moved = _from_bytes(arrived.reshape(per_rank, -1)[:, : data.shape[1]], leaf)
         comes = travels[own].reshape(-1, *(1,) * (leaf.ndim - 1))
         return jnp.where(comes, moved, kept)
@@ -56,11 +59,14 @@ def fetch(group: Group, tree: Any, source: jax.Array, takes_part: jax.Array | No
     return jax.tree.map(of_leaf, tree)
 
 
-def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Array) -> jax.Array:
+def _exchange(
+    group: Group, rows: jax.Array, source: jax.Array, travels: jax.Array, nobody: jax.Array
+) -> jax.Array:
     """Rows u8[slots, C, B] of this rank's slots, fetched from those that `source` names.
 
     A token is a row of a slot that wants it: its rank is where the slot's source is, and it goes to
-    the slot. As many tokens as the group takes go at once; a slot gets them in their order.
+    the slot. As many tokens as the group takes go at once; a slot gets them in their order. Where
+    it goes to none, i32[P] `nobody` is the id.
     """
     per_rank, num_rows, width = rows.shape
     most = max(group.max_ht_tokens, group.max_ll_tokens)
@@ -89,7 +95,7 @@ def _exchange(group: Group, rows: jax.Array, source: jax.Array, travels: jax.Arr
         slots = jnp.arange(start, min(start + block, num_slots), dtype=jnp.int32)
         sends = travels[slots] & (source[slots] // per_rank == rank)
         from_slot = jnp.where(sends, source[slots] - rank * per_rank, 0)
-        ids = jnp.repeat(jnp.where(sends, slots, -1), together)[:, None]
+        ids = jnp.repeat(jnp.where(sends, slots, nobody[slots]), together)[:, None]
         plan = _plan(view, ids)
         first = jnp.cumsum(plan.group_sizes, dtype=jnp.int32) - plan.group_sizes
         comes = plan.group_sizes > 0
@@ -126,7 +132,7 @@ def _in_rows(data: jax.Array, width: int) -> jax.Array:
     return padded.reshape(per_rank, num_rows, width)
 
 
-def _as_bytes(leaf: jax.Array) -> jax.Array:
+def as_bytes(leaf: jax.Array) -> jax.Array:
     """[slots, ...] as u8[slots, bytes]."""
     flat = leaf.reshape(leaf.shape[0], -1)
     if flat.dtype == jnp.bool_:
@@ -135,7 +141,7 @@ def _as_bytes(leaf: jax.Array) -> jax.Array:
 
 
 def _from_bytes(data: jax.Array, like: jax.Array) -> jax.Array:
-    """The inverse of `_as_bytes`."""
+    """The inverse of `as_bytes`."""
     if like.dtype == jnp.bool_:
         return data.astype(jnp.bool_).reshape(like.shape)
     size = math.prod(like.shape[1:])

@@ -143,6 +143,8 @@ class FrontEnd:
             if not isinstance(body, dict):
                 raise BadRequestError(f"body: got {type(body).__name__}, expected a JSON object")
             completion = Completion(body)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"body: got more than {MAX_BODY} bytes, expected at most those")
         except BadRequestError as error:
             return _error(400, str(error))
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or too deep

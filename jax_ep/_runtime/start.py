@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import secrets
 import time
 from typing import Any
@@ -172,7 +173,17 @@ def _check_alike(label: str, own: Any, other: Any, caller: str, me: int | None =
     this = "this process" if me is None else f"this process ({me})"
     for field in _ALIKE:
         if other.get(field) != own[field]:
+            theirs, ours = _differing(str(other.get(field)), str(own[field]))
             raise ValueError(
-                f"{label}: {caller} with {field} {other.get(field)}, {this} with {own[field]}; all "
-                "processes must pass the same"
+                f"{label}: {caller} with {field} {theirs}, {this} with {ours}; all processes must "
+                "pass the same"
             )
+
+
+def _differing(text: str, other: str) -> tuple[str, str]:
+    """Of two configs the fields that differ; other texts as they are."""
+    fields, others = (re.split(r", (?=\w+=)", each) for each in (text, other))
+    if len(fields) != len(others) or len(fields) == 1:
+        return text, other
+    differ = [both for both in zip(fields, others, strict=True) if both[0] != both[1]]
+    return ", ".join(a for a, _ in differ), ", ".join(b for _, b in differ)

@@ -158,6 +158,9 @@ def test_bad_requests_are_refused_with_a_sentence():
             assert "expected a JSON object" in (await answer.json())["error"]["message"]
         answer = await client.post(PATH, data=b"[" * 100_000)  # deeper than Python's stack
         assert answer.status == 400
+        answer = await client.post(PATH, data=b" " * ((1 << 20) + 1))
+        assert answer.status == 413
+        assert "at most those" in (await answer.json())["error"]["message"]
         assert engine.counters.tokens == 0
 
     served(scenario)

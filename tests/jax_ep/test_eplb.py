@@ -102,6 +102,63 @@ def test_rows_without_a_placement(function: Any) -> None:
         function(np.ones((4, 2)), None)
 
 
+def test_stacked_placements_are_refused_and_mapped() -> None:
+    """They gave rows of other layers' slots."""
+    both = [jax_ep.Placement.identity(4, 6), jax_ep.Placement.from_physical([3, 2, 1, 0, 0, 0], 4)]
+    stacked = jax.tree.map(lambda *each: np.stack(each), *both)
+    logical = np.arange(8).reshape(2, 4)
+    for function in (eplb.to_physical, eplb.to_logical):
+        with pytest.raises(ValueError, match=r"maps of shape \[2, 6\], expected that of one layer"):
+            function(np.arange(6), stacked)
+    slots = jax.vmap(eplb.to_physical)(logical, stacked)
+    assert slots.tolist() == [
+        row[p.physical_to_logical].tolist() for row, p in zip(logical, both, strict=True)
+    ]
+    np.testing.assert_array_equal(jax.vmap(eplb.to_logical)(slots, stacked), logical)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int4", "key"])
+def test_what_has_no_bytes_is_not_moved(dtype: str) -> None:
+    group, old = group_of(CASE, "xla"), placement_of(CASE, 0)
+
+    def move(both: Any, tree: Any) -> Any:
+        leaf = jax.vmap(jax.random.key)(tree) if dtype == "key" else tree.astype(dtype)
+        return eplb.move(group, leaf, *both)
+
+    with pytest.raises(
+        ValueError, match=r"eplb.move: got an array of .*, expected bools, integers"
+    ):
+        placed(group, move)((old, old), np.zeros((4, 3), np.int32))
+
+
+def test_gradients_are_floats() -> None:
+    group = group_of(CASE, "xla")
+    run = placed(group, lambda p, tree: eplb.reduce_gradients(group, tree, p))
+    with pytest.raises(ValueError, match="got an array of int32, expected floats"):
+        run(placement_of(CASE, 0), np.zeros((4, 3), np.int32))
+
+
+@pytest.mark.parametrize("mask", [[1, 0, 1, 1], [0, 0, 1, 1]])
+@pytest.mark.parametrize("function", ["move", "reduce_gradients"])
+def test_a_mask_without_a_rank_that_takes_part_is_refused(function: str, mask: Any) -> None:
+    """It gave wrong rows: replicas elsewhere stood in, for some ranks and not for others."""
+    config = dataclasses.replace(CASE.config(), elastic=True)
+    group = jax_ep.create_group(mesh_of(CASE.ranks), "ep", config, "native")
+    old, new = placement_of(CASE, 0), placement_of(CASE, 10)
+    active = np.array(mask, np.int32)
+
+    def run(both: Any, tree: Any) -> Any:
+        if function == "move":
+            return eplb.move(group, tree, *both, active=active)
+        return eplb.reduce_gradients(group, tree, both[0], active=active)
+
+    slots = on_ranks(CASE, eplb.to_physical({"f32": params_of(CASE)["f32"]}, old))
+    first = mask.index(0)
+    with pytest.raises((RuntimeError, ValueError), match=f"got a mask without rank {first}, with"):
+        jax.block_until_ready(placed(group, run)((old, new), slots))
+    group.close()
+
+
 def params_of(case: Case, seed: int = 0) -> Any:
     """Logical arrays [E, ...] of odd sizes and every width of element."""
     rng = np.random.default_rng(seed)
