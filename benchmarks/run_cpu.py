@@ -41,6 +41,11 @@ def run(command, env=None, timeout=None):
     return done.stdout
 
 
+def gpu_names():
+    """Of every GPU of this machine; this process takes none."""
+    return run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
+
+
 def worker_result(text):
     return json.loads(re.search(r"RESULT (\{.*\})", text).group(1))
 

@@ -10,13 +10,11 @@ its runs are done, and takes the place of an older one.
 import argparse
 import datetime
 import json
-import os
 import pathlib
 import re
-import subprocess
 import tempfile
 
-from run_cpu import HERE, commit
+from run_cpu import HERE, commit, gpu_names, run
 from specs import SPECS, file_name_of
 
 LIMIT_S = 120  # of one program
@@ -52,14 +50,15 @@ class Build:
 
     def __init__(self, folder, ranks):
         self.programs = folder / "tests" / "kernels_gpu"
-        names = printed("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()
+        names = gpu_names()
         self.ranks = ranks or len(names)
         self.machine = f"{self.ranks}x {names[0]}"
         shown = ",".join(map(str, range(self.ranks)))
-        self.environment = {"CUDA_VISIBLE_DEVICES": shown} | os.environ
+        self.environment = {"CUDA_VISIBLE_DEVICES": shown}
 
     def run(self, program, *options):
-        return printed(self.programs / program, *options, env=self.environment)
+        command = [self.programs / program, *options]
+        return run(command, env=self.environment, timeout=LIMIT_S)
 
     def kernels(self, **options):
         """(copy engines' GB/s, runs) of bench_kernels."""
@@ -69,14 +68,6 @@ class Build:
             self.run("bench_kernels", path, *words)
             report = json.loads(path.read_text())
         return report["copy_engine_gb_per_s"], report["runs"]
-
-
-def printed(*command, env=None):
-    words = [str(word) for word in command]
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, text=True, env=env, timeout=LIMIT_S, check=True
-    )
-    return done.stdout
 
 
 def ht_cases():
@@ -100,21 +91,21 @@ def ht(build):
     for options in ht_cases():
         rate, timed = build.kernels(**options)
         engines.append(rate)
-        runs += [named(run) for run in timed]
+        runs += map(named, timed)
     return {"copy_engine_gb_per_s": engines[0], "runs": runs}
 
 
-def named(run):
+def named(timed):
     """A run of bench_kernels, with words for its numbers of layout and routing."""
     unused = {"nodes", "rings", "tma", "piece", "slots", "zipf", "network_bytes"}
     kept = {
         name: value
-        for name, value in run.items()
+        for name, value in timed.items()
         if name not in unused and not name.startswith("host_")
     }
-    kept["layout"] = "rank_major" if run["layout"] == RANK_MAJOR else "expert_major"
-    kept["routing"] = "zipf" if run["zipf"] else "uniform"
-    if run["layout"] == RANK_MAJOR:  # weights are the caller's: no backward of its own
+    kept["layout"] = "rank_major" if timed["layout"] == RANK_MAJOR else "expert_major"
+    kept["routing"] = "zipf" if timed["zipf"] else "uniform"
+    if timed["layout"] == RANK_MAJOR:  # weights are the caller's: no backward of its own
         del kept["backward_us"]
     return kept
 
@@ -122,14 +113,14 @@ def named(run):
 def ll(build):
     runs = []
     for options in ([], ["rank_major"]):
-        run = {"ranks": build.ranks, "layout": options[0] if options else "expert_batched"}
+        timed = {"ranks": build.ranks, "layout": options[0] if options else "expert_batched"}
         times = {}
         for line in build.run("bench_ll", *options).splitlines():
             _, tokens, *us = LL_LINE.match(line).groups()
             times[tokens] = dict(zip(LL_TIMES, map(float, us), strict=True))
         for name in LL_TIMES:
-            run[name] = {tokens: each[name] for tokens, each in times.items()}
-        runs.append(run)
+            timed[name] = {tokens: each[name] for tokens, each in times.items()}
+        runs.append(timed)
     return {"runs": runs}
 
 
@@ -145,11 +136,11 @@ def quantized(build):
 
 def nodes(build):
     _, runs = build.kernels(nodes=2, rings=1, sms=BY_NEED)
-    for run in runs:
-        rate = min(run[f"host_{name}_gb_per_s"] for name in ("stores", "loads", "copies"))
-        run["bound_us"] = round(run["network_bytes"] / rate / 1e3, 1)
+    for timed in runs:
+        rate = min(timed[f"host_{name}_gb_per_s"] for name in ("stores", "loads", "copies"))
+        timed["bound_us"] = round(timed["network_bytes"] / rate / 1e3, 1)
         for name in ("dispatch", "combine"):
-            run[f"{name}_share"] = round(run["bound_us"] / run[f"{name}_us"], 3)
+            timed[f"{name}_share"] = round(timed["bound_us"] / timed[f"{name}_us"], 3)
     return {"runs": runs}
 
 

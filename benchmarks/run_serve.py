@@ -20,7 +20,7 @@ import sys
 import tempfile
 import urllib.request
 
-from run_cpu import HERE, environment, run, stamp
+from run_cpu import HERE, environment, gpu_names, run, stamp
 from specs import file_name_of
 
 EXAMPLES = HERE.parent / "examples"
@@ -75,13 +75,6 @@ def measure(model, launch, rate, requests, options, folder):
     }
 
 
-def gpu_name():
-    """Of the first one; in a process of its own, as this one must hold no GPU."""
-    program = "import jax; print(jax.devices()[0].device_kind)"
-    done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    return done.stdout.strip()
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -97,7 +90,7 @@ def main():
     report = stamp(args.commit or None)
     name, launch = "serve_cpu", ["-n", "2"]
     if args.gpus:
-        gpus = f"{args.gpus}x {gpu_name()}"
+        gpus = f"{args.gpus}x {gpu_names()[0]}"
         report |= {"host": report["machine"], "machine": gpus}
         name = f"serve_{file_name_of(gpus)}"
         launch = ["-n", "1", "--gpus-per-process", args.gpus]

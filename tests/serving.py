@@ -86,6 +86,12 @@ class Server:
                 return time.monotonic()
         raise AssertionError(f"no process {index} among the launcher's")
 
+    def close(self):
+        """Ends it, unless it has ended."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.communicate(timeout=LIMIT_S)
+
     def end(self):
         """(exit code, all that was printed)."""
         rest, _ = self.process.communicate(timeout=LIMIT_S)

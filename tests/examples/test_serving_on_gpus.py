@@ -18,9 +18,8 @@ pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("prometheus_client")
 
-from moe_lm import checkpoint
 from serving import LIMIT_S, Server
-from tiny_world import PROMPTS, SIZE, WINDOW, World
+from tiny_world import PROMPTS, SIZE, World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
@@ -48,8 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("model")
     world = World(1, "xla")
     with world.group:
-        placed = jax.tree.map(jax.numpy.asarray, (world.dense, world.experts))
-        checkpoint.save(folder, checkpoint.Trained(SIZE, WINDOW), *placed)
+        world.save(folder)
     return folder
 
 
@@ -70,9 +68,7 @@ def start(model: pathlib.Path) -> Iterator[Callable[..., Server]]:
 
     yield run
     for server in started:
-        if server.process.poll() is None:
-            server.process.terminate()
-            server.process.communicate(timeout=LIMIT_S)
+        server.close()
 
 
 def texts_of(server: Server) -> list[str]:
@@ -103,7 +99,7 @@ def test_decode_steps_are_replayed_from_command_buffers(start: Callable[..., Ser
     server = start("--eplb-every", "1000", processes=1)
     texts_of(server)
     first = server.metrics()
-    (text,) = [server.complete({**BODIES[0], "max_tokens": 100})]
+    text = server.complete({**BODIES[0], "max_tokens": 100})
     last = server.metrics()
     grown = {name: last[name] - first[name] for name in last if name.startswith("jax_ep_")}
     launches, combines = grown["jax_ep_launches_total"], grown["jax_ep_combines_total"]

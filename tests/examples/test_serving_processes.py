@@ -10,7 +10,6 @@ import sys
 import time
 
 import children
-import jax
 import pytest
 
 pytest.importorskip("aiohttp")
@@ -18,9 +17,8 @@ pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("matplotlib")
 
-from moe_lm import checkpoint
 from serving import EXAMPLES, LIMIT_S, ON_CPUS, Server
-from tiny_world import PROMPTS, SIZE, WINDOW, World
+from tiny_world import PROMPTS, World
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.ci]
 
@@ -32,8 +30,7 @@ def model(tmp_path_factory):
     world = World(1, "xla")
     asked = [(PROMPTS[number % 5], 20, 0.8, number) for number in range(6)]
     with world.group:
-        placed = jax.tree.map(jax.numpy.asarray, (world.dense, world.experts))
-        checkpoint.save(folder, checkpoint.Trained(SIZE, WINDOW), *placed)
+        world.save(folder)
         texts = world.complete(asked, [0] * len(asked))
     return folder, asked, texts
 
@@ -49,9 +46,7 @@ def start(model):
 
     yield run
     for server in started:
-        if server.process.poll() is None:
-            server.process.terminate()
-            server.process.communicate(timeout=LIMIT_S)
+        server.close()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import itertools
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from moe_lm import checkpoint
 from moe_lm.model import ModelSize
 from moe_serve.decoder import AXIS, Decoder, group_config
 from moe_serve.ranks import Ranks
@@ -36,6 +37,11 @@ class World:
 
         self.dense, self.experts = jax.tree.map(draw, (self.decoder.dense, self.decoder.experts))
         self.ranks = Ranks(self.decoder, self.group, self.dense, self.experts)
+
+    def save(self, folder):
+        """Its parameters, as a training leaves them."""
+        placed = jax.tree.map(jax.numpy.asarray, (self.dense, self.experts))
+        checkpoint.save(folder, checkpoint.Trained(SIZE, WINDOW), *placed)
 
     def complete(self, asked, arrivals, before_step=lambda step: None):
         """Texts of (prompt, max_tokens, temperature, seed); arrivals are steps."""
