@@ -209,11 +209,27 @@ __device__ void FillWeightsAndPadding(const PullParams& params, uint32_t warp, u
   }
   if (params.recv_weights != nullptr && is_rank_major) {
     const uint64_t num_cells = params.recv_rows * top_k;
-    for (uint64_t cell = begin + LaneId(); cell < num_cells; cell += step) {
-      const bool is_here = params.recv_topk_idx[cell] >= 0;
-      params.recv_weights[cell] =
-          is_here ? weight_of(static_cast<uint32_t>(cell / source_cells), cell % source_cells)
-                  : 0.0f;
+    // Several at a time: each is a load from its source that waits for a load from here.
+    for (uint64_t first = begin + LaneId(); first < num_cells; first += kInFlight * step) {
+      bool is_here[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint64_t cell = first + i * step;
+        is_here[i] = cell < num_cells && params.recv_topk_idx[cell] >= 0;
+      }
+      float weights[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint64_t cell = first + i * step;
+        weights[i] =
+            is_here[i] ? weight_of(static_cast<uint32_t>(cell / source_cells), cell % source_cells)
+                       : 0.0f;
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint64_t cell = first + i * step;
+        if (cell < num_cells) params.recv_weights[cell] = weights[i];
+      }
     }
   }
   SyncWarp();
