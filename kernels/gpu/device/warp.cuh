@@ -28,6 +28,11 @@ __device__ inline void SyncBlock() {
   __builtin_amdgcn_s_barrier();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
 }
+// A SyncBlock that tells all threads whether the predicate holds for any.
+__device__ inline bool SyncBlockAny(bool predicate) {
+  SyncBlock();
+  return __syncthreads_or(predicate ? 1 : 0) != 0;
+}
 __device__ inline LaneMask Ballot(bool predicate) { return __builtin_amdgcn_ballot_w64(predicate); }
 __device__ inline bool AllLanes(bool predicate) { return Ballot(predicate) == Ballot(true); }
 template <typename T>
@@ -53,6 +58,10 @@ __device__ inline T FromLaneXor(T value, uint32_t mask) {
 __device__ inline uint32_t CountLanes(LaneMask mask) {
   return static_cast<uint32_t>(__builtin_popcountll(mask));
 }
+// Of the lanes that are here, which need not be all.
+__device__ inline bool IsFirstOfActiveLanes() {
+  return threadIdx.x % kWarpSize == static_cast<uint32_t>(__builtin_ctzll(Ballot(true)));
+}
 // Lanes that hold the same value as this one. One round per different value.
 __device__ inline LaneMask LanesWithSame(int32_t value) {
   LaneMask same = 0;
@@ -71,6 +80,9 @@ inline constexpr LaneMask kAllLanes = 0xffffffffu;
 
 __device__ inline void SyncWarp() { __syncwarp(); }
 __device__ inline void SyncBlock() { __syncthreads(); }
+__device__ inline bool SyncBlockAny(bool predicate) {
+  return __syncthreads_or(predicate ? 1 : 0) != 0;
+}
 __device__ inline LaneMask Ballot(bool predicate) { return __ballot_sync(kAllLanes, predicate); }
 __device__ inline bool AllLanes(bool predicate) { return __all_sync(kAllLanes, predicate) != 0; }
 template <typename T>
@@ -86,6 +98,10 @@ __device__ inline T FromLaneXor(T value, uint32_t mask) {
   return __shfl_xor_sync(kAllLanes, value, static_cast<int>(mask));
 }
 __device__ inline uint32_t CountLanes(LaneMask mask) { return static_cast<uint32_t>(__popc(mask)); }
+__device__ inline bool IsFirstOfActiveLanes() {
+  return threadIdx.x % kWarpSize ==
+         static_cast<uint32_t>(__ffs(static_cast<int>(__activemask()))) - 1;
+}
 __device__ inline LaneMask LanesWithSame(int32_t value) {
   return __match_any_sync(kAllLanes, value);
 }

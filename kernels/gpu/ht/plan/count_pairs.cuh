@@ -60,7 +60,7 @@ struct PairDrops {
 // The claim to a part that no other block counts (else SliceClaim).
 struct NoRival {
   __device__ bool IsDoubtful() const { return false; }
-  __device__ void Tell() const {}
+  __device__ void Settle() { SyncBlock(); }
   __device__ bool IsMine() const { return true; }
 };
 
@@ -71,7 +71,7 @@ struct NoRival {
 // is kept, and the result says nothing.
 template <typename Claim, typename Numbers, typename PutCount>
 __device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block, ExpertBatch batch,
-                                const Claim& claim, const Numbers& numbers, PutCount&& put_count) {
+                                Claim&& claim, const Numbers& numbers, PutCount&& put_count) {
   const DeviceRank& device = params.device;
   const uint32_t num_experts = device.shape.num_experts;
   __shared__ int32_t block_drops[2];
@@ -82,8 +82,7 @@ __device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block, 
   // One batch stays in registers until it is final: whose part it is may come out meanwhile.
   const bool is_one_batch = params.pairs_per_warp <= kBatch * kWarpSize;
   const bool must_know = !is_one_batch || claim.IsDoubtful();
-  if (must_know) claim.Tell();
-  SyncBlock();
+  must_know ? claim.Settle() : SyncBlock();
   if (must_know && !claim.IsMine()) return {};
 
   const PairRange range = PairsOfWarp(params, block);
@@ -120,8 +119,7 @@ __device__ PairDrops CountBlock(const PlanKernelParams& params, uint32_t block, 
     atomicAdd(&block_drops[0], num_dropped);
     atomicAdd(&block_drops[1], num_invalid);
   }
-  if (!must_know) claim.Tell();
-  SyncBlock();
+  must_know ? SyncBlock() : claim.Settle();
   if (!must_know && !claim.IsMine()) return {};
 
   for (uint32_t expert = threadIdx.x; expert < num_experts; expert += kThreads) {

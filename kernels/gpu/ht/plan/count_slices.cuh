@@ -70,29 +70,22 @@ class SliceClaim {
     before_ = atomicExch(claim, static_cast<unsigned long long>(value_));
   }
   __device__ bool IsDoubtful() const { return is_doubtful_; }
-  // All threads, in front of a SyncBlock, after which IsMine can be asked.
-  __device__ void Tell() const {
-    if (threadIdx.x == kThread) *Word() = before_ != value_ ? 1 : 0;
-  }
-  __device__ bool IsMine() const { return *Word() != 0; }
+  // All threads, in place of a SyncBlock; then IsMine can be asked.
+  __device__ void Settle() { is_mine_ = SyncBlockAny(threadIdx.x == kThread && before_ != value_); }
+  __device__ bool IsMine() const { return is_mine_; }
 
  private:
   static constexpr uint32_t kThread = 3 * kWarpSize;
 
-  __device__ static uint32_t* Word() {
-    __shared__ uint32_t is_mine;
-    return &is_mine;
-  }
-
   bool is_doubtful_;
+  bool is_mine_ = false;
   uint64_t value_;
-  uint64_t before_ = 0;  // of kThread; nothing waits for it until Tell does
+  uint64_t before_ = 0;  // of kThread; nothing waits for it until Settle does
 };
 
 // All threads of the block. batch: of the slice's first pairs.
 __device__ inline void CountSlice(const PlanKernelParams& params, uint64_t sequence, uint64_t set,
-                                  uint32_t slice, const ExpertBatch& batch,
-                                  const SliceClaim& claim) {
+                                  uint32_t slice, const ExpertBatch& batch, SliceClaim& claim) {
   const DeviceRank& device = params.device;
   const auto for_mates = [&](auto&& visit) {
     for (uint32_t peer = device.node_begin; peer < MatesEnd(device); ++peer) {
