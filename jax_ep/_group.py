@@ -476,7 +476,7 @@ class Group:
         return head if self._native is None else cast(GroupStats, head | self._native.stats())
 
     def wait_ns(self, phase: str | None = None, team: int = 0) -> np.ndarray[Any, Any]:
-        """How long ranks have waited for each other since creation. CPUs only; else zeros.
+        """How long ranks have waited for each other since creation; of "xla", zeros.
 
         Args:
             phase: "plan", "dispatch", "combine" or "reuse" (`RankStats.wait_by_peer`); None: all.

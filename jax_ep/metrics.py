@@ -60,7 +60,7 @@ def register(group: Group, registry: Any = None, *, waits_by_peer: bool | None =
             that it is a view of, whose counters it shares.
         registry: a prometheus_client.CollectorRegistry; None: its REGISTRY.
         waits_by_peer: export `jax_ep_wait_for_peer_seconds_total`, 4 * (N - 1) series for each
-            local rank of a group of N ranks, on CPUs. None: in groups of up to 64 ranks.
+            local rank of a group of N ranks. None: in groups of up to 64 ranks.
 
     Returns:
         An `Exporter`, also a context manager that unregisters.

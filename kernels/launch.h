@@ -50,10 +50,6 @@ struct RankCounters {
     pairs_per_expert = std::vector<std::atomic<uint64_t>>(shape.experts_per_rank());
     wait_by_peer = std::vector<std::atomic<uint64_t>>(size_t{kNumWaitPhases} * shape.num_ranks);
   }
-  std::span<const std::atomic<uint64_t>> WaitsIn(WaitPhase phase) const {
-    const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;
-    return std::span(wait_by_peer).subspan(static_cast<size_t>(phase) * num_ranks, num_ranks);
-  }
   void AddWait(WaitPhase phase, uint32_t peer, uint64_t ns) {
     wait_ns.fetch_add(ns, std::memory_order_relaxed);
     const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "xla_ffi/counters_json.h"
 #include "xla_ffi/gpu_library.h"
 #include "xla_ffi/gpu_member.h"
 #include "xla_ffi/members.h"
@@ -174,14 +175,45 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
       std::vector<uint64_t> pairs(options().shape.experts_per_rank());
       JAX_EP_RETURN_IF_ERROR(
           ToStatus(api_->pairs_per_expert(member->handle, pairs.data()), "counters"));
+      std::vector<uint64_t> waits(size_t{kNumWaitPhases} * options().shape.num_ranks);
+      JAX_EP_RETURN_IF_ERROR(ToStatus(api_->wait_ns(member->handle, waits.data()), "counters"));
+      uint64_t wait_ns = 0;
+      for (auto phase = waits.begin(); phase != waits.end(); phase += options().shape.num_ranks) {
+        wait_ns += *std::max_element(phase, phase + options().shape.num_ranks);
+      }
       all.push_back({.id = member->id,
                      .launches = member->launches.load(std::memory_order_relaxed),
                      .device = snapshot,
-                     .pairs_per_expert = std::move(pairs)});
+                     .pairs_per_expert = std::move(pairs),
+                     .wait_by_peer = std::move(waits),
+                     .wait_ns = wait_ns});
     }
     return Status::Ok();
   }));
   return all;
+}
+
+std::string GpuSession::CountersJson() const {
+  const Result<std::vector<Counters>> all = counters();
+  if (!all.ok()) return "";
+  std::vector<RankTotals> ranks;
+  for (const Counters& each : *all) {
+    ranks.push_back({.id = each.id,
+                     .plans = each.device.plans,
+                     .dispatches = each.device.dispatches,
+                     .combines = each.device.combines,
+                     .rows_received = each.device.rows_received,
+                     .rows_dropped = each.device.rows_dropped,
+                     .invalid_ids = each.device.invalid_ids,
+                     .wait_ns = each.wait_ns,
+                     .pairs_per_expert = each.pairs_per_expert,
+                     .wait_by_peer = each.wait_by_peer});
+  }
+  return ToJson({.name = options().name,
+                 .num_ranks = options().shape.num_ranks,
+                 .failure = FailureText(),
+                 .ranks = std::move(ranks),
+                 .flows = flow_stats()});
 }
 
 std::vector<FlowStats> GpuSession::flow_stats() const {

@@ -103,8 +103,12 @@ class GpuSession {
         launches;  // calls whose handler ran: fewer than were executed where graphs replay them
     gpu::RankCountersSnapshot device;
     std::vector<uint64_t> pairs_per_expert;
+    std::vector<uint64_t> wait_by_peer;  // [kNumWaitPhases * N]
+    uint64_t wait_ns;  // a rank waits for all others at once: in each phase the longest
   };
   Result<std::vector<Counters>> counters() const;
+  // counters_json.h; asks the devices, and is empty where they do not answer.
+  std::string CountersJson() const;
   std::vector<FlowStats> flow_stats() const;  // of the proxies
   // One page: who hangs (report.h). It asks no GPU: one that waits for long has told by itself.
   std::string Report() const;

@@ -166,8 +166,8 @@ std::string GpuSession::Describe(const Member& member) const {
     }
     case gpu::FailureKind::kInvalidId:
       return text + " got " + std::to_string(status.actual) +
-             " expert id(s) of num_experts or more, expected ids below (negative: no expert); fix "
-             "the router, or unset JAX_EP_DEBUG to have them dropped and counted";
+             " expert id(s) of num_experts or more, expected ids below num_experts (negative: no "
+             "expert); fix the router, or unset JAX_EP_DEBUG to have them dropped and counted";
     case gpu::FailureKind::kRingFull:
       return text + ": this rank's proxy took no command for " + std::to_string(seconds) +
              " s; its network is stuck (dump_state says where)";

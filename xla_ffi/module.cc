@@ -15,6 +15,7 @@
 #include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
 #include "xla_ffi/call_lines.h"
+#include "xla_ffi/counters_json.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/quantize.h"
@@ -50,6 +51,19 @@ void ThrowIfError(const Status& status) {
 std::chrono::nanoseconds Nanoseconds(double seconds) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(
       std::chrono::duration<double>(seconds));
+}
+
+nb::dict WaitsByPhase(std::span<const uint64_t> wait_by_peer) {
+  const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;
+  nb::dict waits;
+  for (uint32_t index = 0; index < kNumWaitPhases; ++index) {
+    nb::list by_rank;
+    for (const uint64_t wait : wait_by_peer.subspan(index * num_ranks, num_ranks)) {
+      by_rank.append(wait);
+    }
+    waits[nb::str(WaitPhaseName(static_cast<WaitPhase>(index)).data())] = by_rank;
+  }
+  return waits;
 }
 
 nb::list ToList(const std::vector<FlowStats>& flows) {
@@ -219,14 +233,7 @@ class PySession : public PySessionOf<Session> {
       nb::list pairs;
       for (const auto& counter : c->pairs_per_expert) pairs.append(value(counter));
       entry["pairs_per_expert"] = pairs;
-      nb::dict waits;
-      for (uint32_t index = 0; index < kNumWaitPhases; ++index) {
-        const auto phase = static_cast<WaitPhase>(index);
-        nb::list by_rank;
-        for (const auto& counter : c->WaitsIn(phase)) by_rank.append(value(counter));
-        waits[nb::str(WaitPhaseName(phase).data())] = by_rank;
-      }
-      entry["wait_by_peer"] = waits;
+      entry["wait_by_peer"] = WaitsByPhase(ValuesOf(c->wait_by_peer));
       all.append(entry);
     }
     return all;

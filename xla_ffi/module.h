@@ -34,6 +34,8 @@ nanobind::dict Targets(std::span<const HandlerRegistration> handlers);
 
 nanobind::bytes ToBytes(const std::string& blob);
 nanobind::list ToList(const std::vector<FlowStats>& flows);
+// {phase: [N]} of [kNumWaitPhases * N].
+nanobind::dict WaitsByPhase(std::span<const uint64_t> wait_by_peer);
 // {process index: bytes} as the sessions want it.
 std::map<uint32_t, std::string> ToBlobs(const nanobind::dict& blobs);
 
@@ -103,11 +105,9 @@ class PySessionOf {
   void Start() {
     WithoutGil([&]() -> Status {
       JAX_EP_RETURN_IF_ERROR(session_->Start());
-      GroupAnswers answers{.page = [session = session_.get()] { return session->Report(); }};
-      if constexpr (requires { session_->CountersJson(); }) {
-        answers.counters = [session = session_.get()] { return session->CountersJson(); };
-      }
-      reported_ = ListForReports(std::move(answers));
+      reported_ = ListForReports(
+          {.page = [session = session_.get()] { return session->Report(); },
+           .counters = [session = session_.get()] { return session->CountersJson(); }});
       return SessionTable<S>::Instance().Add(session_);
     });
   }

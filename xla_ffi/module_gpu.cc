@@ -4,6 +4,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdint>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -43,7 +44,7 @@ class PyGpuSession : public PySessionOf<GpuSession> {
     const auto counters = session().counters();
     ThrowIfError(counters.status());
     nb::list all;
-    for (const auto& [id, launches, c, pairs_per_expert] : *counters) {
+    for (const auto& [id, launches, c, pairs_per_expert, wait_by_peer, wait_ns] : *counters) {
       nb::dict entry;
       entry["team"] = id.team;
       entry["rank"] = id.rank;
@@ -60,6 +61,8 @@ class PyGpuSession : public PySessionOf<GpuSession> {
       nb::list pairs;
       for (const uint64_t count : pairs_per_expert) pairs.append(count);
       entry["pairs_per_expert"] = pairs;
+      entry["wait_ns"] = wait_ns;
+      entry["wait_by_peer"] = WaitsByPhase(wait_by_peer);
       all.append(entry);
     }
     return all;

@@ -181,12 +181,10 @@ class Reporter {
     std::string all;
     int num_uncounted = 0;
     for (const GroupAnswers& group : groups_) {
-      if (group.counters == nullptr) {
-        ++num_uncounted;
-        continue;
-      }
-      if (!all.empty()) all += ", ";
-      all += group.counters();
+      const std::string counters = group.counters();
+      num_uncounted += counters.empty();
+      if (!all.empty() && !counters.empty()) all += ", ";
+      all += counters;
     }
     return R"({"version": 1, "groups": [)" + all + R"(], "uncounted": )" +
            std::to_string(num_uncounted) + "}";

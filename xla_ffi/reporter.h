@@ -5,8 +5,7 @@
 // The socket is an abstract one of the host's (of the container's network namespace):
 // "\0jax_ep/report/PID". Only processes of the same user, and root's, are answered. Who sends
 // kCountersRequest at once gets the counters of all groups as a JSON object:
-//   {"version": 1, "groups": [Session::CountersJson()...], "uncounted": groups on GPUs, whose
-//    counters only the device has}
+//   {"version": 1, "groups": [CountersJson()...], "uncounted": groups whose GPUs did not answer}
 // Who sends anything else gets {"version": 1, "error": why}. Who sends nothing gets the pages, with
 // kReportSeparator between them. Then the stream ends.
 //
@@ -25,10 +24,11 @@ namespace jax_ep {
 inline constexpr char kReportSeparator = '\f';
 inline constexpr std::string_view kCountersRequest = R"({"version": 1, "want": "counters"})";
 
-// What a group answers. Both wait for nothing, and are called on the reporter's thread.
+// What a group answers, on the reporter's thread. Both wait for no peer; counters of GPUs are a
+// copy from the device.
 struct GroupAnswers {
   std::function<std::string()> page;
-  std::function<std::string()> counters = nullptr;  // JSON; null on GPUs
+  std::function<std::string()> counters;  // JSON, "" where they cannot be had
 };
 
 // Keeps a group listed. Thread rule: made and destroyed on any thread; in a forked child nothing

@@ -4,6 +4,7 @@
 
 #include "proxy/abi/command.h"
 #include "proxy/base/env.h"
+#include "xla_ffi/counters_json.h"
 #include "xla_ffi/members.h"
 #include "xla_ffi/session_member.h"
 
@@ -154,6 +155,30 @@ std::string Session::FailureText() const {
 uint64_t Session::heap_bytes() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   return lease ? layout_.total_bytes * members_.size() : 0;
+}
+
+std::string Session::CountersJson() const {
+  const auto value = [](const std::atomic<uint64_t>& counter) {
+    return counter.load(std::memory_order_relaxed);
+  };
+  std::vector<RankTotals> ranks;
+  for (const auto& [id, counters] : counters_) {
+    ranks.push_back({.id = id,
+                     .plans = value(counters->plans),
+                     .dispatches = value(counters->dispatches),
+                     .combines = value(counters->combines),
+                     .rows_received = value(counters->rows_received),
+                     .rows_dropped = value(counters->rows_dropped),
+                     .invalid_ids = value(counters->invalid_ids),
+                     .wait_ns = value(counters->wait_ns),
+                     .pairs_per_expert = ValuesOf(counters->pairs_per_expert),
+                     .wait_by_peer = ValuesOf(counters->wait_by_peer)});
+  }
+  return ToJson({.name = options_.name,
+                 .num_ranks = options_.shape.num_ranks,
+                 .failure = FailureText(),
+                 .ranks = std::move(ranks),
+                 .flows = flow_stats()});
 }
 
 std::vector<FlowStats> Session::flow_stats() const {

@@ -77,7 +77,7 @@ class Session {
     return counters_;
   }
   std::vector<FlowStats> flow_stats() const;
-  // Counters and flows as a JSON object (session_stats.cc), without waiting for anything.
+  // Counters and flows as a JSON object (counters_json.h), without waiting for anything.
   std::string CountersJson() const;
   // One page: who hangs, in the first line; what every rank does, and for whom it waits.
   std::string Report() const;

@@ -3,6 +3,7 @@
 # No XLA, no Python.
 SESSION = [
     "continuation_watch.cc",
+    "counters_json.cc",
     "departure.cc",
     "executor.cc",
     "gpu_library.cc",
@@ -24,7 +25,6 @@ SESSION = [
     "session_connect.cc",
     "session_options.cc",
     "session_report.cc",
-    "session_stats.cc",
     "worker_pool.cc",
 ]
 

@@ -89,8 +89,8 @@ def report_page(pid: int | None, folder: str) -> int:
             continue
         if answer["uncounted"]:
             print(
-                f"process {each}: {answer['uncounted']} group(s) on GPUs are left out: only the "
-                "device has their counters; read group.stats() there, or use jax_ep.metrics",
+                f"process {each}: {answer['uncounted']} group(s) are left out: their GPUs did "
+                "not answer (its log may say why)",
                 file=sys.stderr,
             )
         _merge(groups, each, answer["groups"])

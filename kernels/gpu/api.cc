@@ -44,6 +44,7 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
       .combine_done = &RunCombineDone,
       .counters = &ReadCounters,
       .pairs_per_expert = &ReadPairsPerExpert,
+      .wait_ns = &ReadWaits,
       .device_clock = &ReadDeviceClock,
       .staged_launches = &StagedLaunches,
       .uses_bulk_copies = &UsesBulkCopies,

@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 10;
+inline constexpr uint32_t kAbiVersion = 11;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -107,6 +107,24 @@ enum class Operation : uint32_t {
   kLlCombineStart = 7,
   kLlCombineDone = 8,
 };
+// What a wait of such an operation is for, unless it is for readers of an earlier call's memory.
+constexpr WaitPhase WaitPhaseOf(Operation operation) {
+  switch (operation) {
+    case Operation::kPlan:
+      return WaitPhase::kPlan;
+    case Operation::kDispatch:
+    case Operation::kLlDispatch:
+    case Operation::kLlDispatchStart:
+    case Operation::kLlDispatchDone:
+      return WaitPhase::kDispatch;
+    case Operation::kCombine:
+    case Operation::kLlCombine:
+    case Operation::kLlCombineStart:
+    case Operation::kLlCombineDone:
+      break;
+  }
+  return WaitPhase::kCombine;
+}
 
 // Memory of one rank of this node as this process addresses it, from this rank's device.
 struct PeerMemory {
@@ -225,6 +243,10 @@ struct GpuApi {
   const char* (*counters)(RankHandle* rank, RankCountersSnapshot* out);
   // As RankCounters has them: [E_l] of the group; read likewise.
   const char* (*pairs_per_expert)(RankHandle* rank, uint64_t* out);
+  // [kNumWaitPhases][N]: nanoseconds that the rank has waited for each, by phase; read likewise. Of
+  // waits for the same rank at the same time the longest counts, from its 64th look on (10 us on an
+  // H100).
+  const char* (*wait_ns)(RankHandle* rank, uint64_t* out);
   // The device's clock, by a kernel; waits for it. `host_ns`: what `host_clock` says then.
   const char* (*device_clock)(RankHandle* rank, uint64_t (*host_clock)(), uint64_t* device_ns,
                               uint64_t* host_ns);

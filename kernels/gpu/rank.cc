@@ -213,6 +213,12 @@ const char* ReadPairsPerExpert(RankHandle* rank, uint64_t* out) {
   return CopyFromHeap(*rank, layout.pairs_per_expert, layout.num_local_experts * sizeof(*out), out);
 }
 
+const char* ReadWaits(RankHandle* rank, uint64_t* out) {
+  const DeviceRank& device = rank->device;
+  const uint64_t num_waits = uint64_t{kNumWaitPhases} * device.shape.num_ranks;
+  return CopyFromHeap(*rank, device.layout.wait_ns, num_waits * sizeof(*out), out);
+}
+
 // The narrowest of a few looks: the first launches are slow.
 const char* ReadDeviceClock(RankHandle* rank, uint64_t (*host_clock)(), uint64_t* device_ns,
                             uint64_t* host_ns) {

@@ -11,6 +11,7 @@ const char* DestroyRank(RankHandle* handle);
 
 const char* ReadCounters(RankHandle* rank, RankCountersSnapshot* out);
 const char* ReadPairsPerExpert(RankHandle* rank, uint64_t* out);
+const char* ReadWaits(RankHandle* rank, uint64_t* out);
 const char* ReadDeviceClock(RankHandle* rank, uint64_t (*host_clock)(), uint64_t* device_ns,
                             uint64_t* host_ns);
 uint64_t StagedLaunches(const RankHandle* rank);

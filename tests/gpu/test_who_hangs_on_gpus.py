@@ -29,6 +29,8 @@ CALLS = {
     "stopped": ("plan", "PLAN"),
 }
 
+LATE_S, STOPPED_S = 1.5, 4.5  # of the program
+
 pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 
@@ -77,6 +79,10 @@ def test_a_late_rank_is_named_while_the_others_wait(mode: str, node_size: int | 
     assert len(after) == 2 and all("nobody is waiting" in line for line in after), text
 
 
+# What the wait is for, by its operation (docs/metrics.md).
+OF_CALL = {"plan": "plan", "dispatch": "dispatch", "combine": "combine"}
+
+
 @functools.cache
 def phases(node_size: int | None) -> subprocess.CompletedProcess[str]:
     return run_two(PHASES, *([] if node_size is None else ["--node-size", node_size]))
@@ -98,6 +104,15 @@ def test_a_rank_that_is_late_for_any_operation_is_named(phase: str, node_size: i
     place = rf" at .*late_phases\.py:{line_of(mark, PHASES)}: waits for rank 1 for \d\.\d s"
     assert re.search(rf"call \d+, {re.escape(call)}( epoch \d+)?{place}", waits), text
     other = next(line for line in page if line.startswith("  rank 1, process 1"))
+    (waited,) = (line.split()[1:] for line in page if line.startswith("WAITED"))
+    seconds = dict(zip(waited[::2], map(float, waited[1::2]), strict=True))
+    assert seconds.keys() == {"plan", "dispatch", "combine", "reuse"}, text
+    for name, value in seconds.items():
+        late_s = STOPPED_S if phase == "stopped" else LATE_S
+        if name == OF_CALL[re.split("[ _]", call)[0]]:
+            assert 0.6 * late_s < value < late_s + 2, (name, waited, text)
+        else:
+            assert value < 0.3 * late_s, (name, waited, text)
     # Only the process that stopped is late enough for that.
     assert "a rank has waited longer than a tenth of timeout_s" in text
     if node_size is not None:

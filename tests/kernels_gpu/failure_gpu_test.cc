@@ -3,8 +3,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <functional>
 #include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "tests/kernels_gpu/gpu_team.h"
 
@@ -164,6 +170,50 @@ TEST_F(GpuFailure, ARankThatWaitsForLongSaysForWhom) {
   }
   EXPECT_GT(num_timeouts, 0u);
   EXPECT_EQ(team_->status(2).wait.written_ns.load(), 0u);
+}
+
+// Many threads wait for the late rank at the same time: that counts once.
+TEST_F(GpuFailure, WaitsAreCountedByPhaseAndByWhomTheyAreFor) {
+  constexpr std::chrono::milliseconds kLate{40};
+  constexpr uint32_t kLateRank = 2;
+  using Call = std::function<const char*(uint32_t)>;
+  const auto waits_of = [&](uint32_t r) {
+    std::vector<uint64_t> waits(size_t{kNumWaitPhases} * 4);
+    EXPECT_EQ(Api().wait_ns(team_->handle(r), waits.data()), nullptr);
+    return waits;
+  };
+  const std::pair<WaitPhase, Call> calls[] = {
+      {WaitPhase::kPlan, [&](uint32_t r) { return Plan(r); }},
+      {WaitPhase::kDispatch, [&](uint32_t r) { return Dispatch(r); }},
+      {WaitPhase::kCombine, [&](uint32_t r) { return Combine(r); }}};
+  for (const auto& [phase, call] : calls) {
+    std::vector<std::vector<uint64_t>> before;
+    for (uint32_t r = 0; r < 4; ++r) before.push_back(waits_of(r));
+    const auto begin = std::chrono::steady_clock::now();
+    for (const uint32_t r : {0u, 1u, 3u}) ASSERT_EQ(call(r), nullptr);
+    std::this_thread::sleep_for(kLate);
+    ASSERT_EQ(call(kLateRank), nullptr);
+    team_->Synchronize();
+    const std::chrono::nanoseconds passed = std::chrono::steady_clock::now() - begin;
+    for (uint32_t r = 0; r < 4; ++r) {
+      SCOPED_TRACE(std::string(WaitPhaseName(phase)) + " of rank " + std::to_string(r));
+      EXPECT_EQ(team_->status(r).failed.load(), 0u);
+      const std::vector<uint64_t> after = waits_of(r);
+      for (size_t i = 0; i < after.size(); ++i) {
+        SCOPED_TRACE("phase and peer " + std::to_string(i));
+        const auto waited = std::chrono::nanoseconds(after[i] - before[r][i]);
+        const bool is_of_late = i == static_cast<size_t>(phase) * 4 + kLateRank;
+        EXPECT_LE(waited, passed);
+        if (i % 4 == r) {
+          EXPECT_EQ(after[i], 0u);
+        } else if (r != kLateRank && is_of_late) {
+          EXPECT_GT(waited, kLate * 8 / 10);
+        } else {
+          EXPECT_LT(waited, kLate / 2);
+        }
+      }
+    }
+  }
 }
 
 TEST_F(GpuFailure, ARankThatDoesNotComePoisonsDispatch) {

@@ -2,6 +2,7 @@
 
 # One executable each.
 TESTS = [
+    "counters_json_test.cc",
     "departure_test.cc",
     "executor_test.cc",
     "monitor_test.cc",

@@ -134,8 +134,8 @@ __device__ inline bool WaitSignals(const DeviceRank& device, uint32_t local, Cha
   const DeviceNetwork& net = *device.network;
   const auto* flag = reinterpret_cast<const uint64_t*>(
       net.stages[local] + net.layout.FlagAt(device.shape.num_ranks, channel, source));
-  return SpinOn(device, flag, source, operation, wanted, FailureKind::kTimeout,
-                [](uint64_t seen, uint64_t sought) {
+  return SpinOn(device, flag, source, {operation, WaitPhaseOf(channel)}, wanted,
+                FailureKind::kTimeout, [](uint64_t seen, uint64_t sought) {
                   return seen >= sought ? Seen::kThere : Seen::kTooEarly;
                 });
 }

@@ -128,25 +128,62 @@ __device__ __noinline__ inline void NoteWait(const DeviceRank& rank, Operation o
   TellHost(note.written_ns, now_ns);
 }
 
+// Adds to a counter that nobody waits for.
+__device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter),
+            static_cast<unsigned long long>(amount));
+}
+
+// Likewise; keeps a counter that is larger.
+__device__ inline void RaiseTo(uint64_t* counter, uint64_t value) {
+  atomicMax(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(value));
+}
+
+// What is waited for: failures name the operation, statistics the phase.
+struct WaitReason {
+  __device__ constexpr WaitReason(Operation waiting)  // NOLINT: implicit by design
+      : operation(waiting), phase(WaitPhaseOf(waiting)) {}
+  __device__ constexpr WaitReason(Operation waiting, WaitPhase of)
+      : operation(waiting), phase(of) {}
+
+  Operation operation;
+  WaitPhase phase;
+};
+
+// Of waits for `peer`, in nanoseconds, as statistics have them.
+__device__ inline uint64_t* WaitCounter(const DeviceRank& rank, WaitPhase phase, uint32_t peer) {
+  return OwnHeapAt<uint64_t>(rank, rank.layout.wait_ns) +
+         static_cast<uint32_t>(phase) * rank.shape.num_ranks + peer;
+}
+
 enum class Seen : uint8_t { kTooEarly, kThere, kWrong };
 
 // What SpinOn does if the word is not there at once. Not inline, as Fail: it is in many places, and
 // most never come here.
 template <typename Judge>
 __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t* word,
-                                          uint32_t peer, Operation operation, uint64_t wanted,
+                                          uint32_t peer, WaitReason reason, uint64_t wanted,
                                           FailureKind late, Judge judge) {
   constexpr uint32_t kSpinsPerCheck = 64;
   constexpr uint32_t kSpinsPerRareCheck = 4096;
   const uint32_t* peer_failed = OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed);
-  uint64_t since = 0, next_note = 0;  // reading the clock is slow, and most waits are short
+  // Not of waits that end before the first check, which most do.
+  uint64_t since = 0, next_note = 0;
+  uint64_t* counter = WaitCounter(rank, reason.phase, peer);
+  uint64_t counted_before = 0;
   for (uint32_t spins = 1;; ++spins) {
     const uint64_t seen = LoadAcquireSys(word);
     switch (judge(seen, wanted)) {
       case Seen::kThere:
+        // Many threads wait for the same peer at the same time: to the count as it was then, the
+        // longest of them adds its time. One of the lanes for which the word came now. It stores
+        // and does not wait.
+        if (since != 0 && peer != rank.rank && IsFirstOfActiveLanes()) {
+          RaiseTo(counter, counted_before + (ClockNs() - since));
+        }
         return true;
       case Seen::kWrong:
-        Fail(rank, FailureKind::kWrongOrder, operation, peer, wanted, seen);
+        Fail(rank, FailureKind::kWrongOrder, reason.operation, peer, wanted, seen);
         return false;
       case Seen::kTooEarly:
         break;
@@ -157,26 +194,27 @@ __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t
     if (SawFailure(rank)) return false;
     // Any peer: one that gave up may have sent the flag that is waited for.
     if (const uint32_t failed = LoadRelaxedSys(peer_failed); failed != 0) {
-      Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, wanted, seen);
+      Fail(rank, FailureKind::kPeerFailed, reason.operation, failed - 1, wanted, seen);
       return false;
     }
     // The first block reads the host's word often, the others rarely: it may have ended.
     if ((blockIdx.x == 0 || spins % kSpinsPerRareCheck == 0) &&
         LoadRelaxedSys(reinterpret_cast<const uint32_t*>(&rank.status->abort)) != 0) {
-      Fail(rank, FailureKind::kAborted, operation, peer, wanted, seen);
+      Fail(rank, FailureKind::kAborted, reason.operation, peer, wanted, seen);
       return false;
     }
     const uint64_t now = ClockNs();
     if (since == 0) {
       since = now;
       next_note = now + kLongWaitNs;
+      counted_before = LoadRelaxedSys(counter);
     }
     if (now - since > rank.timeout_ns) {
-      Fail(rank, late, operation, peer, wanted, seen);
+      Fail(rank, late, reason.operation, peer, wanted, seen);
       return false;
     }
     if (now > next_note) {
-      NoteWait(rank, operation, peer, wanted, seen, since, now);
+      NoteWait(rank, reason.operation, peer, wanted, seen, since, now);
       next_note = now + kLongWaitNs;
     }
   }
@@ -186,9 +224,9 @@ __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t
 // this rank has failed, with `late` if that took too long. `peer` and `wanted` are for the report.
 template <typename Judge>
 __device__ inline bool SpinOn(const DeviceRank& rank, const uint64_t* word, uint32_t peer,
-                              Operation operation, uint64_t wanted, FailureKind late, Judge judge) {
+                              WaitReason reason, uint64_t wanted, FailureKind late, Judge judge) {
   if (judge(LoadAcquireSys(word), wanted) == Seen::kThere) return true;
-  return KeepSpinning(rank, word, peer, operation, wanted, late, judge);
+  return KeepSpinning(rank, word, peer, reason, wanted, late, judge);
 }
 
 // Of a flag: whether it has reached the operation `wanted`.
@@ -214,16 +252,16 @@ __device__ inline bool ComesSoon(const uint64_t* flag, uint64_t wanted, uint64_t
 // One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
 // False: this rank has failed. An acquire: what the peer wrote before the flag can be read.
 __device__ inline bool WaitFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
-                                Operation operation, uint64_t wanted) {
-  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout,
+                                WaitReason reason, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, reason, wanted, FailureKind::kTimeout,
                 [](uint64_t seen, uint64_t sought) { return JudgeFlag(seen, sought); });
 }
 
 // The same for a flag that stands for data which its writer replaces when it uses their place
 // again: a newer operation's is wrong, since what it announces is not what is waited for.
 __device__ inline bool WaitExactFlag(const DeviceRank& rank, const uint64_t* flag, uint32_t peer,
-                                     Operation operation, uint64_t wanted) {
-  return SpinOn(rank, flag, peer, operation, wanted, FailureKind::kTimeout,
+                                     WaitReason reason, uint64_t wanted) {
+  return SpinOn(rank, flag, peer, reason, wanted, FailureKind::kTimeout,
                 [](uint64_t seen, uint64_t sought) {
                   if (seen == sought) return Seen::kThere;
                   return seen >> kCallBits < sought >> kCallBits ? Seen::kTooEarly : Seen::kWrong;
@@ -240,12 +278,12 @@ __device__ inline bool AllHaveWaited(bool is_ok) {
 
 // One warp waits for the flags at `flags_offset` ([N], by rank) of the ranks [begin, end).
 __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
-                                     uint32_t end, Operation operation, uint64_t wanted) {
+                                     uint32_t end, WaitReason reason, uint64_t wanted) {
   const uint64_t* flags = OwnHeapAt<uint64_t>(rank, flags_offset);
   const bool has_failed = HasFailed(rank);  // on its way while the first flag is looked at
   bool is_ok = true;
   for (uint32_t peer = begin + LaneId(); peer < end; peer += kWarpSize) {
-    if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, operation, wanted);
+    if (peer != rank.rank && is_ok) is_ok = WaitFlag(rank, flags + peer, peer, reason, wanted);
   }
   if (has_failed) *GaveUpHere() = 1;
   return AllHaveWaited(is_ok && !has_failed);
@@ -254,10 +292,10 @@ __device__ inline bool WarpWaitFlags(const DeviceRank& rank, uint64_t flags_offs
 // All threads of the block; `is_ok` is a shared word. Every thread may read what those ranks
 // published.
 __device__ inline bool BlockWaitFlags(const DeviceRank& rank, uint64_t flags_offset, uint32_t begin,
-                                      uint32_t end, Operation operation, uint64_t wanted,
+                                      uint32_t end, WaitReason reason, uint64_t wanted,
                                       uint32_t* is_ok) {
   if (WarpId() == 0) {
-    const bool waited = WarpWaitFlags(rank, flags_offset, begin, end, operation, wanted);
+    const bool waited = WarpWaitFlags(rank, flags_offset, begin, end, reason, wanted);
     if (LaneId() == 0) *is_ok = waited ? 1 : 0;
   }
   SyncBlock();
@@ -268,13 +306,12 @@ __device__ inline bool BlockWaitFlags(const DeviceRank& rank, uint64_t flags_off
 // Flags of all ranks. Those of other nodes are set by a kernel of this rank that has met their
 // signal (net_*.cu).
 __device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
-                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
-  return BlockWaitFlags(rank, flags_offset, 0, rank.shape.num_ranks, operation, wanted, is_ok);
+                                      WaitReason reason, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, 0, rank.shape.num_ranks, reason, wanted, is_ok);
 }
 __device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_offset,
-                                      Operation operation, uint64_t wanted, uint32_t* is_ok) {
-  return BlockWaitFlags(rank, flags_offset, rank.node_begin, MatesEnd(rank), operation, wanted,
-                        is_ok);
+                                      WaitReason reason, uint64_t wanted, uint32_t* is_ok) {
+  return BlockWaitFlags(rank, flags_offset, rank.node_begin, MatesEnd(rank), reason, wanted, is_ok);
 }
 
 // All threads of the block, after a SyncBlock that follows what is to be published (stores of
@@ -339,12 +376,6 @@ __device__ inline bool TakeBusyWord(const DeviceRank& rank, Operation operation)
 __device__ inline void FailAfterPeer(const DeviceRank& rank, Operation operation) {
   const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(rank, rank.layout.peer_failed));
   if (failed != 0) Fail(rank, FailureKind::kPeerFailed, operation, failed - 1, 0, failed);
-}
-
-// Adds to a counter that nobody waits for.
-__device__ inline void CountUp(uint64_t* counter, uint64_t amount) {
-  atomicAdd(reinterpret_cast<unsigned long long*>(counter),
-            static_cast<unsigned long long>(amount));
 }
 
 // One thread of the operation `sequence`, of the last block to end or to read what this writes. It

@@ -158,6 +158,8 @@ struct GpuHeapLayout {
   // Written by this rank's plans: u64 [E_l] (RankCounters).
   uint64_t pairs_per_expert = 0;
   uint64_t num_local_experts = 0;
+  // Written by this rank's waits: u64 [kNumWaitPhases][N], by the rank that was waited for.
+  uint64_t wait_ns = 0;
   HeapArea plan_counts;  // [2][N]: PlanHeader, i32 [E]
   HeapArea plan_slices;  // [2][N][MostPlanSlices]: PlanHeader, u16 [E]; groups of one node
   uint64_t plan_slice_stride = 0;
@@ -240,6 +242,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.records = take(num_ranks * sizeof(DispatchRecord));
   layout.num_local_experts = shape.experts_per_rank();
   layout.pairs_per_expert = take(layout.num_local_experts * sizeof(uint64_t));
+  layout.wait_ns = take(kNumWaitPhases * num_ranks * sizeof(uint64_t));
 
   layout.plan_counts.peer_stride =
       AlignUp(sizeof(PlanHeader) + experts * sizeof(int32_t), kAreaAlignBytes);

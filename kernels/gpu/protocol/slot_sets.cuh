@@ -183,7 +183,7 @@ __device__ inline void BeginCall(const DeviceRank& rank, SetKind kind, CallPart 
 __device__ inline bool WaitReusable(const DeviceRank& rank, SetKind kind, Operation operation,
                                     const BlockCall& call, uint32_t* shared_flag) {
   if (call.slot.reusable_at <= call.read_by_mates) return true;
-  return BlockWaitMates(rank, ConsumedOffset(rank, kind), operation,
+  return BlockWaitMates(rank, ConsumedOffset(rank, kind), {operation, WaitPhase::kReuse},
                         ReadFlag(call.slot.reusable_at), shared_flag);
 }
 

@@ -64,6 +64,12 @@ def on_time(phase, function, *operands, stops=False):
     return jax.block_until_ready(function(*operands))
 
 
+def waited_s():
+    """Seconds that rank 0 has waited for rank 1, by phase."""
+    phases = group.stats()["ranks"][0]["wait_by_peer"]
+    return {name: group.wait_ns(name)[0, 1] / 1e9 for name in phases}
+
+
 def with_a_late_rank(phase, function, *operands, stops=False):
     meet(phase)
     if jax.process_index() == 1:
@@ -76,11 +82,14 @@ def with_a_late_rank(phase, function, *operands, stops=False):
     pages, over = [], threading.Event()
     words = "silent" if stops and args.node_size is None else ""
     looking = threading.Thread(target=look, args=(phase, words, pages, over), daemon=True)
+    before = waited_s()
     looking.start()
     out = jax.block_until_ready(function(*operands))
     over.set()
     looking.join()
     print(*pages or [f"{phase}: nothing"], sep="\n", flush=True)
+    waits = [f"{name} {seconds - before[name]:.2f}" for name, seconds in waited_s().items()]
+    print(f"{phase}: WAITED", *waits, flush=True)
     return out
 
 

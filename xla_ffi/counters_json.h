@@ -1,0 +1,37 @@
+// A session's counters as JSON, for whoever asks from another process (`python -m jax_ep report`).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "proxy/stats.h"
+#include "xla_ffi/session_options.h"
+
+namespace jax_ep {
+
+// Of one local rank, as RankCounters (kernels/launch.h) has them.
+struct RankTotals {
+  LocalRank id;
+  uint64_t plans = 0, dispatches = 0, combines = 0;
+  uint64_t rows_received = 0, rows_dropped = 0, invalid_ids = 0;
+  uint64_t wait_ns = 0;
+  std::vector<uint64_t> pairs_per_expert;  // [E_l]
+  std::vector<uint64_t> wait_by_peer;      // [kNumWaitPhases * N]
+};
+
+struct SessionTotals {
+  std::string name;
+  uint32_t num_ranks = 0;
+  std::string failure;  // "": none
+  std::vector<RankTotals> ranks;
+  std::vector<FlowStats> flows;
+};
+
+std::vector<uint64_t> ValuesOf(const std::vector<std::atomic<uint64_t>>& counters);
+
+// {"name", "num_ranks", "failure", "ranks": [{...}], "flows": [{...}]}
+std::string ToJson(const SessionTotals& totals);
+
+}  // namespace jax_ep
