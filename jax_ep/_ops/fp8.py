@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_ep._fp8_format import FP8
+from jax_ep._ops.rounding import rounded
 from jax_ep._types import Quantized
 
 _FORMAT = FP8()
@@ -160,7 +161,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: Any = jnp.bfloat16) 
     values, scales = lax.stop_gradient((values, as_float(scales)))
     block = values.shape[-1] // max(num_blocks, 1)
     blocks = values.astype(jnp.float32).reshape(*scales.shape, block)
-    return _rounded((blocks * scales[..., None]).reshape(values.shape), dtype)
+    return rounded((blocks * scales[..., None]).reshape(values.shape), dtype)
 
 
 def rows(quantized: Quantized) -> jax.Array:
@@ -208,16 +209,6 @@ def _straight_through_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array
 
 
 _straight_through.defvjp(_straight_through_forward, _straight_through_backward)
-
-
-def _rounded(wide: jax.Array, dtype: Any) -> jax.Array:
-    """f32 to `dtype`, also where XLA may leave a rounding out (xla_allow_excess_precision)."""
-    name = jnp.dtype(dtype).name
-    if name == "bfloat16":
-        wide = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
-    narrow = wide.astype(dtype)
-    # reduce_precision would flush subnormals of float16.
-    return lax.optimization_barrier(narrow) if name == "float16" else narrow
 
 
 def as_float(scales: jax.Array) -> jax.Array:

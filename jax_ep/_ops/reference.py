@@ -17,6 +17,7 @@ from jax import lax
 from jax_ep import _jax_compat
 from jax_ep._ops import collectives, invalid_ids, planning, sharding, weighting
 from jax_ep._ops.call import Call
+from jax_ep._ops.rounding import rounded
 from jax_ep._types import PlanArrays, Route
 
 Optional = jax.Array | None
@@ -140,7 +141,7 @@ def _combine(
     if y is not None:
         partial = _rank_partials(call, y, row_weights, valid, token)
         if group.partials == "dtype":
-            partial = partial.astype(call.dtype)
+            partial = rounded(partial, call.dtype)
         arrived = collectives.exchange(call, partial.reshape(ranks, tokens, call.hidden))
         present = jnp.any(dest[None] == lax.iota(jnp.int32, ranks)[:, None, None], axis=-1)
         out = _sum_over_ranks(call, arrived, present)
@@ -252,9 +253,9 @@ def _sum_over_ranks(call: Call, partials: jax.Array, present: jax.Array) -> jax.
     wide = partials.astype(jnp.float32).reshape(*by_node, *partials.shape[1:])
     total, has = _tree_sum(wide, present.reshape(*by_node, -1))
     if group.partials == "dtype":
-        total = total.astype(call.dtype).astype(jnp.float32)
+        total = rounded(total, call.dtype).astype(jnp.float32)
     total, has = _tree_sum(total[None], has[None])
-    return jnp.where(has[0][:, None], total[0], 0.0).astype(call.dtype)
+    return rounded(jnp.where(has[0][:, None], total[0], 0.0), call.dtype)
 
 
 def _tree_sum(terms: jax.Array, has: jax.Array) -> tuple[jax.Array, jax.Array]:

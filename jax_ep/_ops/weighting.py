@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_ep._ops.call import Call
+from jax_ep._ops.rounding import rounded
 
 
 def apply(
@@ -30,5 +31,5 @@ def apply(
         dots = jnp.where(used, jnp.sum(wide * y.astype(jnp.float32), axis=-1), 0.0)
     if row_weights is None:
         return rows, dots
-    scaled = (wide * row_weights[:, None]).astype(call.dtype)
+    scaled = rounded(wide * row_weights[:, None], call.dtype)
     return jnp.where(used[:, None], scaled, jnp.zeros((), call.dtype)), dots
