@@ -34,7 +34,7 @@ import sys, jax, jax.numpy as jnp, numpy as np, jax_ep
 from jax.sharding import PartitionSpec as P
 implementation, mode = sys.argv[1:]
 jax.config.update("jax_num_cpu_devices", 2)
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
 config = jax_ep.Config(num_experts=4, top_k=1, hidden=8, max_tokens=4, mode=mode, timeout_s=600,
                        dtype=jnp.float32)
 group = jax_ep.create_group(mesh, "ep", config, implementation)
@@ -49,9 +49,9 @@ print("gradient", step(x, ids).tolist())
 ids[2] = 77
 for shard in step(x, ids).addressable_shards:
     try:
-        jax.block_until_ready(shard.data)
+        jax_ep.wait(shard.data)  # GPUs raise nothing by themselves
         print("passed")
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         print("failed", " ".join(str(error).split()))
 group.close()
 """

@@ -266,7 +266,7 @@ DEBUG_PROGRAM = """
 import sys, jax, jax.numpy as jnp, numpy as np, jax_ep
 from jax.sharding import PartitionSpec as P
 jax.config.update("jax_num_cpu_devices", 2)
-mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ep",))
 config = jax_ep.Config(num_experts=3, physical_experts=4, top_k=1, hidden=8, max_tokens=4,
                        timeout_s=600, dtype=jnp.float32)
 group = jax_ep.create_group(mesh, "ep", config, sys.argv[1])
