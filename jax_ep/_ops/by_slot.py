@@ -15,6 +15,7 @@ from jax import lax
 
 from jax_ep._ops import vjp
 from jax_ep._ops.call import Call
+from jax_ep._ops.rounding import rounded
 from jax_ep._types import PlanArrays, Route
 
 
@@ -33,7 +34,7 @@ def combine(
         assert part is not None
         return part.astype(jnp.float32)
 
-    return functools.reduce(jnp.add, map(of_slot, range(call.top_k))).astype(call.dtype)
+    return rounded(functools.reduce(jnp.add, map(of_slot, range(call.top_k))), call.dtype)
 
 
 def _of_any_rows(call: Call) -> Call:

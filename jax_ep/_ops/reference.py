@@ -224,7 +224,8 @@ def _rank_partials(
     """f32[N*T, H]: this rank's rows of each token, added in row order (anything where none)."""
 
     def term(rows: jax.Array) -> jax.Array:
-        value = _take(y, rows).astype(jnp.float32)
+        # The caller's rounding, too: XLA would leave it out where f32 becomes y and then f32 again.
+        value = rounded(_take(y, rows).astype(jnp.float32), call.dtype).astype(jnp.float32)
         return value if row_weights is None else value * row_weights[rows][:, None]
 
     tokens = call.group.num_ranks * call.num_tokens

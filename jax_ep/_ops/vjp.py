@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax_ep import _jax_compat
 from jax_ep._ops import primitive, wire
 from jax_ep._ops.call import Call
+from jax_ep._ops.rounding import rounded
 from jax_ep._ops.wire import Records
 from jax_ep._types import PlanArrays, Route
 
@@ -163,12 +164,12 @@ def _combine_backward_bwd(
     assert g is not None
     wide_rows, wide_g = rows.astype(jnp.float32), g.astype(jnp.float32)
     wide_y = y.astype(jnp.float32)
-    d_g = (row_weights[:, None] * wide_rows + dots[:, None] * wide_y).astype(call.dtype)
+    d_g = rounded(row_weights[:, None] * wide_rows + dots[:, None] * wide_y, call.dtype)
     d_cotangent, _ = combine(
         call, jnp.where(used[:, None], d_g, jnp.zeros((), call.dtype)), None, route
     )
     assert d_cotangent is not None
-    d_y = (dots[:, None] * wide_g).astype(call.dtype)
+    d_y = rounded(dots[:, None] * wide_g, call.dtype)
     d_weights = jnp.where(used, jnp.sum(wide_rows * wide_g, axis=-1), 0.0)
     return d_cotangent, d_y, d_weights, None
 
