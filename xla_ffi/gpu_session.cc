@@ -177,6 +177,10 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
           ToStatus(api_->pairs_per_expert(member->handle, pairs.data()), "counters"));
       std::vector<uint64_t> waits(size_t{kNumWaitPhases} * options().shape.num_ranks);
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->wait_ns(member->handle, waits.data()), "counters"));
+      // The flags of ranks that take no part are this rank's own.
+      for (size_t i = 0; i < waits.size(); ++i) {
+        if (!options().IsActive(static_cast<uint32_t>(i) % options().shape.num_ranks)) waits[i] = 0;
+      }
       uint64_t wait_ns = 0;
       for (auto phase = waits.begin(); phase != waits.end(); phase += options().shape.num_ranks) {
         wait_ns += *std::max_element(phase, phase + options().shape.num_ranks);
@@ -195,7 +199,7 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
 
 std::string GpuSession::CountersJson() const {
   const Result<std::vector<Counters>> all = counters();
-  if (!all.ok()) return "";
+  if (!all.ok() || all->empty()) return "";  // empty: the devices did not answer at the end
   std::vector<RankTotals> ranks;
   for (const Counters& each : *all) {
     ranks.push_back({.id = each.id,
@@ -211,7 +215,7 @@ std::string GpuSession::CountersJson() const {
   }
   return ToJson({.name = options().name,
                  .num_ranks = options().shape.num_ranks,
-                 .failure = FailureText(),
+                 .failure = NewestFailureText(),
                  .ranks = std::move(ranks),
                  .flows = flow_stats()});
 }

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstring>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <string_view>
 #include <thread>
@@ -62,7 +63,13 @@ void CloseInChild() {
 // Thread rule: Add and Remove on any thread.
 class Reporter {
  public:
-  using Groups = std::list<GroupAnswers>;
+  // A group while it is listed. Its answers are asked for under its own lock, which its removal
+  // takes: one that is slow to answer holds up no other.
+  struct Listed {
+    std::mutex asking;
+    GroupAnswers answers;  // without functions once it is removed
+  };
+  using Groups = std::list<std::shared_ptr<Listed>>;
 
   // This process's; lives until the process ends. A forked child does not use its parent's, which
   // somebody may have held when it was copied.
@@ -82,7 +89,8 @@ class Reporter {
     Groups::iterator at;
     {
       const std::lock_guard lock(mutex_);
-      at = groups_.insert(groups_.end(), std::move(group));
+      at = groups_.insert(groups_.end(), std::make_shared<Listed>());
+      (*at)->answers = std::move(group);
     }
     if (groups_.size() == 1) Start();
     return at;
@@ -92,8 +100,13 @@ class Reporter {
     if (getpid() != creator_) return;
     const std::lock_guard life(life_mutex_);
     if (groups_.size() == 1) Stop();
-    const std::lock_guard lock(mutex_);
-    groups_.erase(at);
+    const std::shared_ptr<Listed> group = *at;
+    {
+      const std::lock_guard lock(mutex_);
+      groups_.erase(at);
+    }
+    const std::lock_guard asking(group->asking);
+    group->answers = {};
   }
 
  private:
@@ -166,26 +179,37 @@ class Reporter {
     sigaction(SIGUSR1, &none, nullptr);
   }
 
+  // visit(answers) of each group that is listed.
+  template <typename Visit>
+  void ForEachGroup(Visit&& visit) {
+    const Groups groups = [&] {
+      const std::lock_guard lock(mutex_);
+      return groups_;
+    }();
+    for (const std::shared_ptr<Listed>& group : groups) {
+      const std::lock_guard asking(group->asking);
+      if (group->answers.page != nullptr) visit(group->answers);
+    }
+  }
+
   std::string AllPages() {
-    const std::lock_guard lock(mutex_);
     std::string all;
-    for (const GroupAnswers& group : groups_) {
+    ForEachGroup([&](const GroupAnswers& group) {
       if (!all.empty()) all += kReportSeparator;
       all += group.page();
-    }
+    });
     return all;
   }
 
   std::string AllCounters() {
-    const std::lock_guard lock(mutex_);
     std::string all;
     int num_uncounted = 0;
-    for (const GroupAnswers& group : groups_) {
+    ForEachGroup([&](const GroupAnswers& group) {
       const std::string counters = group.counters();
       num_uncounted += counters.empty();
       if (!all.empty() && !counters.empty()) all += ", ";
       all += counters;
-    }
+    });
     return R"({"version": 1, "groups": [)" + all + R"(], "uncounted": )" +
            std::to_string(num_uncounted) + "}";
   }

@@ -24,8 +24,8 @@ namespace jax_ep {
 inline constexpr char kReportSeparator = '\f';
 inline constexpr std::string_view kCountersRequest = R"({"version": 1, "want": "counters"})";
 
-// What a group answers, on the reporter's thread. Both wait for no peer; counters of GPUs are a
-// copy from the device.
+// What a group answers, on the reporter's thread. Both wait for no peer. On GPUs `counters` waits
+// for a copy from the device, and so does the end of this group's entry, but no other group's.
 struct GroupAnswers {
   std::function<std::string()> page;
   std::function<std::string()> counters;  // JSON, "" where they cannot be had

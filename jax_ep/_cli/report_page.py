@@ -90,7 +90,7 @@ def report_page(pid: int | None, folder: str) -> int:
         if answer["uncounted"]:
             print(
                 f"process {each}: {answer['uncounted']} group(s) are left out: their GPUs did "
-                "not answer (its log may say why)",
+                "not answer",
                 file=sys.stderr,
             )
         _merge(groups, each, answer["groups"])
@@ -192,7 +192,7 @@ def _slowest(waits: dict[str, Any]) -> str:
     share = total[:, peer].sum() / total.sum()
     return (
         f"Most is waited for rank {peer}: {total[:, peer].sum():.2f} s, {share:.0%} of "
-        f"{total.sum():.2f} s in all."
+        f"{total.sum():.2f} s in all. (On GPUs, waits for several ranks at once count for each.)"
     )
 
 
