@@ -93,12 +93,12 @@ class RankStats(_Counts):
         rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
             counts once for each node. CPUs only.
         wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. GPUs wait for
-            all at once: there it is the sum over phases of the longest wait for one rank.
+            all at once: there it is the sum over phases of the largest of wait_by_peer.
         wait_by_peer: the same by phase and by the rank waited for: {phase: [N]}. Phases are "plan",
             "dispatch" (with the routing in ll mode), "combine", and "reuse", the readers of memory
             that is written again. On CPUs a rank waits for others one after the other: who is late
             at the same time as an earlier one is not seen. On GPUs it waits for all at once, and a
-            wait counts when it has taken about 10 us, without these.
+            wait counts when it has taken 64 looks, without these (docs/metrics.md).
         bytes_staged: bytes that were copied before others could read them. GPUs only.
         launches: operations given to the GPU. GPUs only.
     """

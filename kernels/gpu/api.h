@@ -244,8 +244,8 @@ struct GpuApi {
   // As RankCounters has them: [E_l] of the group; read likewise.
   const char* (*pairs_per_expert)(RankHandle* rank, uint64_t* out);
   // [kNumWaitPhases][N]: nanoseconds that the rank has waited for each, by phase; read likewise. Of
-  // waits for the same rank at the same time the longest counts, from its 64th look on (10 us on an
-  // H100).
+  // waits for the same rank at the same time the longest counts, from its 64th look on (9 us on an
+  // H100; more where a kernel looks in its own way first, and at flags in the host's memory).
   const char* (*wait_ns)(RankHandle* rank, uint64_t* out);
   // The device's clock, by a kernel; waits for it. `host_ns`: what `host_clock` says then.
   const char* (*device_clock)(RankHandle* rank, uint64_t (*host_clock)(), uint64_t* device_ns,
