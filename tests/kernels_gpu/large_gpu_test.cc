@@ -85,6 +85,7 @@ class GpuHuge : public GpuLarge {
       kTokens * kTopK;  // a source sends half of its pairs to each rank
   static constexpr uint64_t kRowBytes = kHidden * sizeof(uint16_t);
   static_assert(kRows * kRowBytes > uint64_t{4} << 30);
+  static constexpr float kRowWeight = 2;
 
   // Of every element of a token's row; exact in bf16.
   static float ValueOf(uint64_t source, uint64_t token) {
@@ -99,7 +100,7 @@ class GpuHuge : public GpuLarge {
   void SetUp() override {
     GpuLarge::SetUp();
     if (IsSkipped()) return;
-    constexpr uint64_t kBytesOfARank = uint64_t{12} << 30;
+    constexpr uint64_t kBytesOfARank = uint64_t{17} << 30;
     size_t free_bytes = 0, total_bytes = 0;
     CheckCuda(cudaMemGetInfo(&free_bytes, &total_bytes), "memory");
     const uint64_t needed = kBytesOfARank * (NumDevices() > 1 ? 1 : 2);
@@ -121,7 +122,7 @@ class GpuHuge : public GpuLarge {
     team_ = std::make_unique<GpuTeam>(GpuTeamOptions{.shape = shape,
                                                      .max_sms = 24,
                                                      .timeout_ns = 15'000'000'000,
-                                                     .arena_bytes = uint64_t{7} << 30});
+                                                     .arena_bytes = uint64_t{12} << 30});
     for (uint32_t r = 0; r < 2; ++r) {
       Arrays& a = arrays_.emplace_back();
       // Of each token four pairs for either rank, in an order that changes.
@@ -146,6 +147,9 @@ class GpuHuge : public GpuLarge {
       a.words = DeviceArray<int32_t>::Output(*team_, r, 2);
       a.recv_x = DeviceArray<uint16_t>::Output(*team_, r, kRows * kHidden);
       a.out = DeviceArray<uint16_t>::Output(*team_, r, kTokens * kHidden);
+      a.row_weights = DeviceArray<float>::Input(*team_, r, std::vector<float>(kRows, kRowWeight));
+      a.weighted = DeviceArray<uint16_t>::Output(*team_, r, kRows * kHidden);
+      a.dots = DeviceArray<float>::Output(*team_, r, kRows);
       CheckCuda(cudaDeviceSynchronize(), "upload");
     }
   }
@@ -153,7 +157,8 @@ class GpuHuge : public GpuLarge {
   struct Arrays {
     DeviceArray<int32_t> topk, send_slot, recv_src, group_sizes, group_counts, send_counts,
         recv_counts, words;
-    DeviceArray<uint16_t> x, recv_x, out;
+    DeviceArray<uint16_t> x, recv_x, out, weighted;
+    DeviceArray<float> row_weights, dots;
   };
 
   const char* RunAll(uint32_t r) {
@@ -190,7 +195,16 @@ class GpuHuge : public GpuLarge {
     combine.send_slot = a.send_slot.span();
     combine.recv_src = a.recv_src.span();
     combine.out = reinterpret_cast<std::byte*>(a.out.data());
-    return Api().combine(team_->handle(r), &team_->shape(), &combine, team_->stream(r));
+    if (const char* error =
+            Api().combine(team_->handle(r), &team_->shape(), &combine, team_->stream(r))) {
+      return error;
+    }
+    // As the backward of a weighted combine would, of the rows that have arrived.
+    dispatch.y = combine.y;
+    dispatch.row_weights = a.row_weights.span();
+    dispatch.recv_x = reinterpret_cast<std::byte*>(a.weighted.data());
+    dispatch.recv_dots = a.dots.span();
+    return Api().dispatch(team_->handle(r), &team_->shape(), &dispatch, team_->stream(r));
   }
 
   // Whether the row `number` of the array is `value` throughout.
@@ -220,13 +234,17 @@ TEST_F(GpuHuge, RowsBehind4GiBAreRight) {
   for (uint32_t r = 0; r < 2 && !HasFailure(); ++r) {
     SCOPED_TRACE("rank " + std::to_string(r));
     const std::vector<int32_t> recv_src = arrays_[r].recv_src.Download();
+    const std::vector<float> dots = arrays_[r].dots.Download();
     uint64_t num_rows = 0;
     for (const int32_t src : recv_src) num_rows += src >= 0;
     ASSERT_EQ(num_rows, kRows);
     const auto check = [&](uint64_t row) {
       const auto code = static_cast<uint64_t>(recv_src[row]);
       const uint64_t source = code / (kTokens * kTopK);
-      ExpectRow(arrays_[r].recv_x, row, ValueOf(source, code % (kTokens * kTopK) / kTopK));
+      const float value = ValueOf(source, code % (kTokens * kTopK) / kTopK);
+      ExpectRow(arrays_[r].recv_x, row, value);
+      ExpectRow(arrays_[r].weighted, row, kRowWeight * value);
+      EXPECT_EQ(dots[row], value * value * kHidden) << "row " << row;
     };
     for (uint64_t row = 0; row < kRows && !HasFailure(); row += kStep) check(row);
     for (uint64_t row = kRows - kLast; row < kRows && !HasFailure(); ++row) check(row);
@@ -237,6 +255,7 @@ TEST_F(GpuHuge, RowsBehind4GiBAreRight) {
     }
     EXPECT_TRUE(arrays_[r].recv_x.HasCanary());
     EXPECT_TRUE(arrays_[r].out.HasCanary());
+    EXPECT_TRUE(arrays_[r].weighted.HasCanary());
   }
 }
 
