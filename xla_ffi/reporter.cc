@@ -98,10 +98,10 @@ class Reporter {
 
   void Remove(Groups::iterator at) {
     if (getpid() != creator_) return;
-    const std::lock_guard life(life_mutex_);
-    if (groups_.size() == 1) Stop();
     const std::shared_ptr<Listed> group = *at;
     {
+      const std::lock_guard life(life_mutex_);
+      if (groups_.size() == 1) Stop();
       const std::lock_guard lock(mutex_);
       groups_.erase(at);
     }
