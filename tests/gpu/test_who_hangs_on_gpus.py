@@ -79,10 +79,6 @@ def test_a_late_rank_is_named_while_the_others_wait(mode: str, node_size: int | 
     assert len(after) == 2 and all("nobody is waiting" in line for line in after), text
 
 
-# What the wait is for, by its operation (docs/metrics.md).
-OF_CALL = {"plan": "plan", "dispatch": "dispatch", "combine": "combine"}
-
-
 @functools.cache
 def phases(node_size: int | None) -> subprocess.CompletedProcess[str]:
     return run_two(PHASES, *([] if node_size is None else ["--node-size", node_size]))
@@ -109,7 +105,7 @@ def test_a_rank_that_is_late_for_any_operation_is_named(phase: str, node_size: i
     assert seconds.keys() == {"plan", "dispatch", "combine", "reuse"}, text
     for name, value in seconds.items():
         late_s = STOPPED_S if phase == "stopped" else LATE_S
-        if name == OF_CALL[re.split("[ _]", call)[0]]:
+        if name == re.split("[ _]", call)[0]:  # phases of waits are named as operations
             assert 0.6 * late_s < value < late_s + 2, (name, waited, text)
         else:
             assert value < 0.3 * late_s, (name, waited, text)
