@@ -87,8 +87,13 @@ def by_expert(experts, params, rows, expert_of_row, num_experts):
 
 
 def weighted(rows, gates, pair_of_row):
-    """Each row times the gate of its (token, k)."""
-    return rows * rows_or_zero(gates.reshape(-1), pair_of_row)[:, None].astype(rows.dtype)
+    """Each row times the gate of its (token, k).
+
+    In f32, so that the gates' gradient is summed in it: of 215,000 rows of bf16 XLA for GPUs summed
+    it in bf16, and half of it was lost (jax 0.11.2).
+    """
+    gate_of_row = rows_or_zero(gates.reshape(-1), pair_of_row)[:, None]
+    return (rows.astype(jnp.float32) * gate_of_row.astype(jnp.float32)).astype(rows.dtype)
 
 
 def with_jax_ep(group, experts):

@@ -160,7 +160,7 @@ def test_mode_ht_on_gpus_holds_partials_and_one_stage(native: str) -> None:
         return heap
 
     row = 2 * 7168 + 4 * 8  # with its weights or scalars
-    record_flags = 4 * 4096 // 2 * 8
+    record_flags = 4 * 4096 * 8
     slices = 2 * 4 * 32 * (16 + 256 * 2)  # counts of plans
     tables = 4096 * 8 * (8 * 4 + 4 * 4) + record_flags + slices
     rest = heap_bytes() - (3 * 4096 * row + 4096 * row + tables)

@@ -33,7 +33,7 @@ TEST(GpuHeap, ModeHtHoldsPartialsAndOneStage) {
       const uint64_t partials = (ranks - 1) * tokens * (row + weights);
       const uint64_t stage = tokens * (row + weights);
       const uint64_t pairs = tokens * shape.top_k;
-      const uint64_t flags = ranks * ((tokens + 7) / 8 + (tokens + 1) / 2) * 8;  // chunks, records
+      const uint64_t flags = ranks * ((tokens + 7) / 8 + tokens) * 8;  // chunks, records
       const uint64_t slices = 2 * ranks * MostPlanSlices(ranks) * (16 + shape.num_experts * 2);
       const uint64_t tables = pairs * (8 * ranks + 4 * 4) + flags + slices;
       const uint64_t per_expert = shape.num_experts * (600 + 8 * ranks);
@@ -52,6 +52,25 @@ TEST(GpuHeap, OfFourRanksHas226MiBInModeHtAnd268InBoth) {
   EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 226u);
   shape.ll_tokens = 128;
   EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 268u);
+}
+
+// Every record begins at a line, and the last one is in the stage.
+TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
+  for (uint64_t hidden = 16; hidden <= 7168; hidden += 16) {
+    GroupShape shape = ShapeOf(4, 5);
+    shape.hidden = hidden;
+    const GpuHeapLayout layout = GpuHeapLayout::Make(shape);
+    for (const uint64_t block : {16, 32, 64, 128, 256, 512}) {
+      for (const Fp8Scale scale : {Fp8Scale::kF32, Fp8Scale::kUe8m0}) {
+        const uint64_t record_bytes = RecordBytes(hidden, block, scale);
+        if (hidden % block != 0 || record_bytes > hidden * 2) continue;
+        const uint64_t pitch = RecordPitch(record_bytes);
+        ASSERT_EQ(pitch % 128, 0u) << hidden;
+        ASSERT_GE(pitch, record_bytes) << hidden;
+        ASSERT_LE(layout.stage_rows + 5 * pitch, layout.stage_weights) << hidden;
+      }
+    }
+  }
 }
 
 // Sets of mode ll multiply; what mode ht takes beside them does not.

@@ -19,13 +19,18 @@ inline constexpr uint64_t kChunkTokens = 8;
 // Blocks that may count the pairs of a plan.
 inline constexpr uint64_t kMaxPlanBlocks = 64;
 
-// Tokens of one flag of a dispatch whose rows are quantised.
-inline constexpr uint64_t kRecordTokens = 2;
 // Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
 inline constexpr uint64_t kMostTokenSlices = 8;
 
 // Blocks of rows and arrays begin at multiples of this.
 inline constexpr uint64_t kRowAlignBytes = 256;
+
+// From one record to the next in a stage. NVLink needs twice the packets for a bulk load that
+// begins amid a line (docs/performance.md, "Dispatch in FP8").
+constexpr uint64_t RecordPitch(uint64_t record_bytes) {
+  constexpr uint64_t kLine = 128;
+  return AlignUp(record_bytes, kLine);
+}
 
 // First bytes of a heap. Written by its owner's kernels only.
 struct alignas(64) Control {
@@ -42,7 +47,7 @@ struct alignas(64) Control {
   // Items of each slice of the running dispatch that have been taken, besides the first of each
   // warp; 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
-  uint32_t chunks_taken;    // of the running dispatch whose rows are quantised; 0 between such
+  uint32_t records_taken;   // of the running dispatch whose rows are quantised; 0 between such
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
   // Of operations with an open end (open_end.cuh): blocks of all that came before the one of
   // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
@@ -152,8 +157,8 @@ struct GpuHeapLayout {
   // From here on not kept. Written by peers, by source rank.
   uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
   uint64_t num_chunks = 0;
-  uint64_t record_flags = 0;  // u64 [N][num_record_chunks]: newest dispatch that quantised them
-  uint64_t num_record_chunks = 0;
+  uint64_t record_flags = 0;  // u64 [N][num_record_flags]: newest dispatch that quantised the row
+  uint64_t num_record_flags = 0;
   uint64_t records = 0;  // DispatchRecord [N]
   // Written by this rank's plans: u64 [E_l] (RankCounters).
   uint64_t pairs_per_expert = 0;
@@ -237,8 +242,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.kept_bytes = end;
   layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
   layout.chunk_flags = take(num_ranks * layout.num_chunks * sizeof(uint64_t));
-  layout.num_record_chunks = (ht_tokens + kRecordTokens - 1) / kRecordTokens;
-  layout.record_flags = take(num_ranks * layout.num_record_chunks * sizeof(uint64_t));
+  layout.num_record_flags = ht_tokens;
+  layout.record_flags = take(num_ranks * layout.num_record_flags * sizeof(uint64_t));
   layout.records = take(num_ranks * sizeof(DispatchRecord));
   layout.num_local_experts = shape.experts_per_rank();
   layout.pairs_per_expert = take(layout.num_local_experts * sizeof(uint64_t));
@@ -264,7 +269,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   layout.reduce_scalars = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
 
   layout.plan_list = take(pairs * sizeof(int32_t));
-  layout.stage_rows = take(ht_tokens * shape.hidden * ElemBytes(shape.elem_type));
+  layout.stage_rows = take(ht_tokens * RecordPitch(shape.hidden * ElemBytes(shape.elem_type)));
   layout.stage_weights = take(ht_tokens * shape.top_k * sizeof(float));
 
   layout.pair_ranks = take(pairs * sizeof(int32_t));

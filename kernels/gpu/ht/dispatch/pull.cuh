@@ -334,7 +334,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   }
   if (threadIdx.x == 0) {
     CountUp(&ControlOf(device)->dispatches, 1);
-    ControlOf(device)->chunks_taken = 0;
+    ControlOf(device)->records_taken = 0;
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
     EndOperation(device, sequence);
   }

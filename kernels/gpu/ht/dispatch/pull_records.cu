@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(kThreads) PullRecords(const __grid_constant__ 
   const bool pulls = WarpId() < kPullWarps;
   const bool quantizes = WarpId() > kPullWarps;
   RowQuantizer<typename Rows::Elem> quantizer(params, sequence);
-  if (quantizes) QuantizeFirst(device, quantizer);
+  QuantizeFirst(device, quantizer);
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
                      FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
       CheckRecords(params, &shared_flag)) {
     if (quantizes) {
-      while (quantizer.QuantizeChunks()) continue;
+      quantizer.QuantizeAll();
     } else if (pulls) {
       num_pulled = Pull<Rows>(params, sequence, rows[WarpId()]);
     } else {

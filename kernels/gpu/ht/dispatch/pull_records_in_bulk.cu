@@ -190,13 +190,13 @@ __global__ void __launch_bounds__(kMostThreads)
   const Progress progress(params, positions, num_warps);
   if (threadIdx.x < kMostPullWarps) positions[threadIdx.x] = 0;
   RowQuantizer<typename Rows::Elem> quantizer(params, sequence);
-  if (quantizes) QuantizeFirst(device, quantizer);
+  QuantizeFirst(device, quantizer);
   uint64_t num_pulled = 0;
   if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
                      FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
       CheckRecords(params, &shared_flag)) {
     if (quantizes) {
-      while (quantizer.QuantizeChunks()) continue;
+      quantizer.QuantizeAll();
     } else if (WarpId() >= num_warps) {
       FillWeightsAndPadding(params, WarpId() - num_warps, kPaddingWarps,
                             [&](uint64_t row, uint32_t number, uint32_t total) {

@@ -1,8 +1,8 @@
-// The warps of a pull that quantise this rank's rows into its stage, chunk by chunk, while others
-// pull what peers have quantised. A chunk's flag says at each rank that it can be read.
+// The warps of a pull that quantise this rank's rows into its stage while others pull what peers
+// have quantised. A row's flag says at each rank that its record can be read.
 //
-// Warps take chunks from a counter, so that what somebody waits for is always in the hands of a
-// warp that runs, however few blocks of a grid do.
+// Warps take rows from a counter, so that what somebody waits for is always in the hands of a warp
+// that runs, however few blocks of a grid do.
 #pragma once
 
 #include "kernels/gpu/device/element_units.cuh"
@@ -14,19 +14,20 @@ namespace jax_ep::gpu {
 // The records of a rank, and the flag of one of them by its source, in the heap of `owner`.
 __device__ inline std::byte* RecordOf(const PullParams& params, uint32_t source, uint64_t token) {
   const DeviceRank& device = params.device;
-  return HeapAt<std::byte>(device, source, device.layout.stage_rows) + token * params.wire_bytes;
+  return HeapAt<std::byte>(device, source, device.layout.stage_rows) +
+         token * RecordPitch(params.wire_bytes);
 }
 __device__ inline uint64_t* RecordFlag(const DeviceRank& device, uint32_t owner, uint32_t source,
-                                       uint64_t chunk) {
+                                       uint64_t token) {
   return HeapAt<uint64_t>(device, owner, device.layout.record_flags) +
-         source * device.layout.num_record_chunks + chunk;
+         source * device.layout.num_record_flags + token;
 }
 
 // One thread waits until a record can be read. False: this rank has failed.
 __device__ inline bool WaitRecord(const PullParams& params, uint64_t sequence, uint32_t source,
                                   uint64_t token) {
   const DeviceRank& device = params.device;
-  const uint64_t* flag = RecordFlag(device, device.rank, source, token / kRecordTokens);
+  const uint64_t* flag = RecordFlag(device, device.rank, source, token);
   return WaitFlag(device, flag, source, Operation::kDispatch,
                   FlagValue(sequence, Operation::kDispatch, device.program));
 }
@@ -39,43 +40,52 @@ class RowQuantizer {
   __device__ RowQuantizer(const PullParams& params, uint64_t sequence)
       : params_(params), sequence_(sequence) {}
 
-  // Starts to take chunks.
+  // One row, which is ready soon.
+  __device__ void QuantizeOne() {
+    Take(1);
+    QuantizeTaken(0);
+  }
+  // Until all rows are in somebody's hands.
+  __device__ void QuantizeAll() {
+    // A release takes microseconds while the wire is busy; others wait for a row meanwhile.
+    constexpr uint32_t kAtOnce = 2;
+    Take(kAtOnce);
+    while (QuantizeTaken(kAtOnce)) continue;
+  }
+
+ private:
+  // Starts to take rows.
   __device__ void Take(uint32_t count) {
     num_taken_ = count;
-    if (LaneId() == 0) taken_ = atomicAdd(&ControlOf(params_.device)->chunks_taken, count);
+    if (LaneId() == 0) taken_ = atomicAdd(&ControlOf(params_.device)->records_taken, count);
   }
-  // Quantises the chunks that were taken and takes the next ones. False: there were none left.
-  __device__ bool QuantizeChunks() {
+  // Quantises the rows that were taken and takes `num_next` more. False: there were none left.
+  __device__ bool QuantizeTaken(uint32_t num_next) {
     const DeviceRank& device = params_.device;
-    const uint32_t first = FromLane(taken_, 0);
-    const uint64_t begin = first * kRecordTokens;
+    const uint64_t begin = FromLane(taken_, 0);
     if (begin >= params_.num_tokens) return false;
-    const uint64_t end = min(begin + num_taken_ * kRecordTokens, params_.num_tokens);
-    Take(kChunksAtOnce);
-    for (uint64_t token = begin; token < end; ++token) QuantizeRow(token, end);
+    const uint64_t end = min(begin + num_taken_, params_.num_tokens);
+    if (num_next > 0) Take(num_next);
+    for (uint64_t token = begin; token < end; ++token) QuantizeRow(token, end, num_next > 0);
     SyncWarp();
-    // One release, whose wait for the stores is that of all chunks.
+    // One release, whose wait for the stores is that of all rows.
     const uint64_t value = FlagValue(sequence_, Operation::kDispatch, device.program);
-    const auto chunks = static_cast<uint32_t>((end - begin + kRecordTokens - 1) / kRecordTokens);
-    for (uint32_t i = LaneId(); i < device.shape.num_ranks * chunks; i += kWarpSize) {
-      const uint32_t peer = i / chunks;
-      StoreReleaseSys(RecordFlag(device, peer, SenderTo(device, peer), first + i % chunks), value);
+    const auto count = static_cast<uint32_t>(end - begin);
+    for (uint32_t i = LaneId(); i < device.shape.num_ranks * count; i += kWarpSize) {
+      const uint32_t peer = i / count;
+      StoreReleaseSys(RecordFlag(device, peer, SenderTo(device, peer), begin + i % count), value);
     }
     return true;
   }
 
- private:
-  // A release takes microseconds while the wire is busy, and others wait for a chunk meanwhile.
-  static constexpr uint32_t kChunksAtOnce = 2;
-
-  // The rows from there to `end` are quantised next.
-  __device__ void QuantizeRow(uint64_t token, uint64_t end) {
+  // The rows from there to `end` are quantised next, then those that were taken, if any were.
+  __device__ void QuantizeRow(uint64_t token, uint64_t end, bool has_taken) {
     const uint64_t row_bytes = params_.format.hidden() * sizeof(typename Elem::Storage);
     const std::byte* row = params_.x + token * row_bytes;
     if (token + 1 < end) PrefetchRow(row + row_bytes, row_bytes);
     // Lane 0 knows by now, or soon, what was taken: a row late, so that nobody waits for it.
-    if (token + 1 == end) {
-      const uint64_t next = FromLane(taken_, 0) * kRecordTokens;
+    if (token + 1 == end && has_taken) {
+      const uint64_t next = FromLane(taken_, 0);
       if (next < params_.num_tokens) PrefetchRow(params_.x + next * row_bytes, row_bytes);
     }
     std::byte* record = RecordOf(params_, params_.device.rank, token);
@@ -93,16 +103,14 @@ class RowQuantizer {
 
   const PullParams& params_;
   uint64_t sequence_;
-  uint32_t taken_ = 0;  // in lane 0: the first of the chunks
+  uint32_t taken_ = 0;  // in lane 0: the first of the rows
   uint32_t num_taken_ = 0;
 };
 
-// One warp, before the block waits for its peers: they wait for these. One chunk, which is ready
-// soon.
+// All warps of a block, before it waits for its peers: they wait for these.
 template <typename Elem>
 __device__ inline void QuantizeFirst(const DeviceRank& device, RowQuantizer<Elem>& quantizer) {
-  quantizer.Take(1);
-  if (FromLane(static_cast<uint32_t>(HasFailed(device)), 0) == 0) quantizer.QuantizeChunks();
+  if (FromLane(static_cast<uint32_t>(HasFailed(device)), 0) == 0) quantizer.QuantizeOne();
 }
 
 }  // namespace jax_ep::gpu
