@@ -138,30 +138,34 @@ def overlap(report, path):
 def layers(results, path):
     """Whole layers: the experts' products below, all other time above; long bars are cut off.
 
-    Bars of one run stand side by side: products differ between runs, so compare within a run.
+    Each run has a scale of its own: products differ between runs, so compare within a run.
     """
-    bars = [
-        (
-            f"{name}\n{result['routing']} T={result['tokens']}\n{result['sms'] or '24 to 64'} SMs",
-            result["gemms_us"],
-            us,
-        )
-        for result in sorted(results, key=lambda result: (result["routing"], result["sms"]))
-        for name, us in result["us"].items()
-    ]
-    if not bars:
+    if not results:
         return
     plt = pyplot()
-    figure, axes = plt.subplots(figsize=(2 + 1.1 * len(bars), 4.5), layout="constrained")
-    top = CUT_OFF * min(us for _, _, us in bars) / 1e3
-    for x, (_, gemms, us) in enumerate(bars):
-        axes.bar(x, gemms / 1e3, color="lightgrey")
-        axes.bar(x, (us - gemms) / 1e3, bottom=gemms / 1e3, color="tab:red")
-        axes.text(x, min(us / 1e3, top), f"{us / 1e3:.1f}", ha="center", va="bottom", fontsize=8)
-    axes.set_xticks(range(len(bars)), [label for label, _, _ in bars], fontsize=7)
-    axes.set_ylim(0, 1.05 * top)
-    axes.set_ylabel("value_and_grad, ms")
-    axes.set_title("the experts' products alone (grey) and the rest (red)", fontsize=9)
+    ordered = sorted(results, key=lambda result: (result["routing"], result["sms"]))
+    widths = [len(result["us"]) for result in ordered]
+    figure, panels = plt.subplots(
+        ncols=len(results),
+        width_ratios=widths,
+        squeeze=False,
+        figsize=(2 + 1.2 * sum(widths), 4.5),
+        layout="constrained",
+    )
+    for axes, result in zip(panels[0], ordered, strict=True):
+        gemms = result["gemms_us"] / 1e3
+        top = CUT_OFF * min(result["us"].values()) / 1e3
+        for x, us in enumerate(result["us"].values()):
+            axes.bar(x, gemms, color="lightgrey")
+            axes.bar(x, us / 1e3 - gemms, bottom=gemms, color="tab:red")
+            label = f"{us / 1e3:.1f}"
+            axes.text(x, min(us / 1e3, top), label, ha="center", va="bottom", fontsize=8)
+        axes.set_xticks(range(len(result["us"])), list(result["us"]), fontsize=7)
+        axes.set_ylim(0, 1.05 * top)
+        sms = result["sms"] or "24 to 64"
+        axes.set_title(f"{result['routing']}, {result['tokens']:,} tokens, {sms} SMs", fontsize=9)
+    panels[0][0].set_ylabel("value_and_grad, ms")
+    figure.suptitle("the experts' products alone (grey) and the rest (red)", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
