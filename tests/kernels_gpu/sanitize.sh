@@ -15,7 +15,7 @@ set -euo pipefail
 build=$1
 logs=${2:-$build/sanitizer-logs}
 read -r -a tools <<<"${TOOLS:-memcheck racecheck synccheck initcheck}"
-read -r -a tests <<<"${TESTS:-exchange_gpu_test push_gpu_test}"
+read -r -a tests <<<"${TESTS:-exchange_gpu_test push_gpu_test wire_gpu_test}"
 export JAX_EP_TEST_SEEDS=${SEEDS:-3} JAX_EP_TEST_SMALL_RANKS=${RANKS:-2}
 num_gpus=$(nvidia-smi --list-gpus | grep -c '^GPU')
 if ((num_gpus == 0)); then
