@@ -48,6 +48,8 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
             exchange.uncount()  # the next call is for this group, too
             raise
     hello = _hello(group)
+    if not group.config.elastic and not exchange.alone:
+        exchange.when_late(lambda: _refuse_if_elastic(exchange, hello))
     greetings = _greet(group, exchange, hello)
     hosts = {process: record["host"] for process, record in greetings.items()}
     teams = _mesh.teams(group.mesh, group.axes)
@@ -128,6 +130,18 @@ def _start_again(
     return NativeSession(session, blueprint.name, group, layout, blueprint.transport, elastic)
 
 
+def _refuse_if_elastic(exchange: bootstrap.Exchange, hello: dict[str, Any]) -> None:
+    """For a process that was started again: the others may have an elastic group, and not come."""
+    store = exchange.group_store()
+    if store is None or (record := store.get("group")) is None:
+        return
+    exchange.uncount()  # the next call is for that group
+    try:
+        _check_alike(exchange.label, hello, record["alike"], "the group was created")
+    except ValueError as error:
+        raise bootstrap.BootstrapError(str(error)) from None
+
+
 # What all processes call create_group with alike.
 _ALIKE = ("version", "mesh", "devices", "axis", "config")
 
@@ -182,7 +196,7 @@ def _check_alike(label: str, own: Any, other: Any, caller: str, me: int | None =
 
 def _differing(text: str, other: str) -> tuple[str, str]:
     """Of two configs the fields that differ; other texts as they are."""
-    fields, others = (re.split(r", (?=\w+=)", each) for each in (text, other))
+    fields, others = (re.split(r", (?=\w+=)", each.removesuffix(")")) for each in (text, other))
     if len(fields) != len(others) or len(fields) == 1:
         return text, other
     differ = [both for both in zip(fields, others, strict=True) if both[0] != both[1]]

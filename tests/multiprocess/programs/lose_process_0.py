@@ -4,6 +4,7 @@ Usage: lose_process_0.py TRANSPORT. Process 0 kills itself in its first life. Ea
 what it has agreed on and after how many seconds; any wrong number ends it.
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -35,6 +36,16 @@ config = jax_ep.Config(
     peer_timeout_s=PEER_TIMEOUT_S,
     timeout_s=60.0,
 )
+is_second_life = me == 0 and bool(store.key_value_dir_get("zero"))
+if is_second_life:  # the others have an elastic group, and do not meet it in any other
+    began = time.time()
+    try:
+        jax_ep.create_group(mesh, "ep", dataclasses.replace(config, elastic=False))
+    except jax_ep.BootstrapError as error:
+        assert "created with config elastic=True, this process with elastic=False" in str(error)
+    else:
+        raise AssertionError("a group that is not elastic")
+    print("refused", f"{time.time() - began:.2f}", flush=True)
 group = jax_ep.create_group(mesh, "ep", config)
 
 
@@ -70,7 +81,6 @@ def check(active):
     assert np.array_equal(got, x[mine] * scale[:, None].astype(np.float32)), (got, active)
 
 
-is_second_life = me == 0 and bool(store.key_value_dir_get("zero"))
 if me == 0 and not is_second_life:
     check(group.active)
     store.key_value_set("zero/killed_at", str(time.time()))
