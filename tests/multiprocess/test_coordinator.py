@@ -229,15 +229,15 @@ def test_a_signal_to_all_leaves_the_coordinator_to_those_that_finish(script):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("transport", ["shm", "ofi"])
-def test_an_elastic_group_goes_on_without_process_0_and_takes_it_back(transport):
+@pytest.mark.parametrize(("transport", "wire"), [("shm", ""), ("ofi", "fp8")])
+def test_an_elastic_group_goes_on_without_process_0_and_takes_it_back(transport, wire):
     from jax_ep import _core
 
     if transport not in {name for name, is_usable, _ in _core.transports() if is_usable}:
         pytest.skip(f"no transport {transport} here")
     options = ("-n", "4", "--keep-going", "--restarts", "1", "--coordinator")
     program = PROGRAMS / "lose_process_0.py"
-    done = launch(program, *options, arguments=(transport,), JAX_EP_SOCKET_IFNAME="lo")
+    done = launch(program, *options, arguments=(transport, wire), JAX_EP_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stdout + done.stderr
     alone = [line.split() for line in done.stdout.splitlines() if "alone" in line]
     assert len(alone) == 3

@@ -1,7 +1,8 @@
 """An elastic group that loses process 0, goes on, and takes it back; needs --coordinator.
 
-Usage: lose_process_0.py TRANSPORT. Process 0 kills itself in its first life. Each process prints
-what it has agreed on and after how many seconds; any wrong number ends it.
+Usage: lose_process_0.py TRANSPORT [fp8]. fp8: rows travel quantised. Process 0 kills itself in its
+first life. Each process prints what it has agreed on and after how many seconds; any wrong number
+ends it.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jax_ep
 from jax_ep._jax_compat import distributed_client
 
-T, H = 4, 8
+T, H = 4, 16
 PEER_TIMEOUT_S = 3.0
 me, ranks = jax.process_index(), jax.device_count()
 store = distributed_client()
@@ -33,6 +34,7 @@ config = jax_ep.Config(
     elastic=True,
     node_size=1,
     transport=sys.argv[1],
+    wire=jax_ep.FP8(block=H, scale="ue8m0") if "fp8" in sys.argv else None,
     peer_timeout_s=PEER_TIMEOUT_S,
     timeout_s=60.0,
 )
@@ -67,7 +69,9 @@ def place(array, spec):
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-x = np.arange(ranks * T * H, dtype=np.float32).reshape(-1, H)
+# What FP8 keeps exactly: four bits, and a power of two for each row.
+x = np.arange(ranks * T * H, dtype=np.float32).reshape(-1, H) % 15 + 1
+x *= 2.0 ** np.arange(len(x), dtype=np.float32)[:, None]
 ids = np.stack([np.arange(ranks * T), np.arange(ranks * T) + 1], 1).astype(np.int32) % ranks
 
 
