@@ -1,13 +1,11 @@
 // Set-up of an endpoint and the order of one round.
 #include "proxy/endpoint.h"
 
-#include <errno.h>
-#include <string.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <utility>
 
+#include "proxy/base/random.h"
 #include "proxy/blame.h"
 #include "proxy/peer_blob.h"
 
@@ -125,9 +123,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
 
 Status Endpoint::DrawSecrets() {
   SipKey key;
-  if (getrandom(key.data(), sizeof(key), 0) != sizeof(key)) {
-    return Internal(Where() + ": getrandom: " + strerror(errno));
-  }
+  JAX_EP_RETURN_IF_ERROR(DrawRandom(Where(), &key));
   for (Peer& peer : peers_) peer.own_secret = SecretOf(key, peer.rank);
   secret_key_ = key;
   return Status::Ok();

@@ -1,14 +1,12 @@
 #include "proxy/proxy.h"
 
-#include <errno.h>
-#include <string.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <bit>
 #include <new>
 #include <utility>
 
+#include "proxy/base/random.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/endpoint.h"
 #include "proxy/leads.h"
@@ -73,9 +71,7 @@ Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch*
   JAX_EP_ASSIGN_OR_RETURN(SharedMemory bell_memory,
                           SharedMemory::Create(sizeof(Doorbell), /*shareable=*/true));
   uint64_t id = 0;  // random, so that nobody has to hand out numbers
-  if (getrandom(&id, sizeof(id), 0) != sizeof(id)) {
-    return Internal("group " + options.group_name + ": proxy: getrandom: " + strerror(errno));
-  }
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("group " + options.group_name + ": proxy", &id));
   auto impl = std::make_unique<Impl>(std::move(options), id, std::move(bell_memory), failure);
   return std::unique_ptr<Proxy>(new Proxy(std::move(impl)));
 }

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,6 +13,7 @@
 #include <utility>
 
 #include "proxy/base/blob.h"
+#include "proxy/base/random.h"
 
 namespace jax_ep {
 namespace {
@@ -180,9 +180,7 @@ Result<SharedMemory> SharedMemory::Create(size_t num_bytes, bool shareable) {
   void* address = Map(memory.mapped_bytes_, MAP_SHARED, memory.fd_);
   if (address == nullptr) return TooLittleMemory(num_bytes, "mmap says " + ErrnoText(errno));
   memory.bytes_ = {static_cast<std::byte*>(address), num_bytes};
-  if (getrandom(&memory.token_, sizeof(memory.token_), 0) != sizeof(memory.token_)) {
-    return Internal("shared memory: getrandom says " + ErrnoText(errno));
-  }
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("shared memory", &memory.token_));
   const Trailer trailer{.magic = kBlobMagic, .token = memory.token_};
   std::memcpy(memory.bytes_.data() + memory.mapped_bytes_ - PageBytes(), &trailer, sizeof(trailer));
   return memory;

@@ -3,13 +3,13 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include "proxy/base/deadline.h"
+#include "proxy/base/random.h"
 
 namespace jax_ep {
 namespace {
@@ -28,9 +28,9 @@ constexpr uint64_t kSelfImmediate = 0x53454c46696d6d73;
 
 // A key that nobody can guess: whoever connects to our endpoint without having read it in the
 // bootstrap's store can write nothing and signal nothing.
-uint64_t RandomKey(size_t num_bytes) {
+Result<uint64_t> RandomKey(size_t num_bytes) {
   uint64_t key = 0;
-  if (getrandom(&key, sizeof(key), 0) != sizeof(key)) return 0;
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("ofi", &key));
   return num_bytes >= sizeof(key) ? key : key & ((uint64_t{1} << (8 * num_bytes)) - 1);
 }
 
@@ -221,8 +221,9 @@ Result<OfiLocal> OfiRail::Register(std::span<std::byte> bytes, int device) {
   fid_mr* region = nullptr;
   int rc = 0;
   for (int attempt = 0; attempt < kKeyAttempts; ++attempt) {
-    attr.requested_key =
-        (mode & FI_MR_PROV_KEY) != 0 ? 0 : RandomKey(info_->domain_attr->mr_key_size);
+    if ((mode & FI_MR_PROV_KEY) == 0) {
+      JAX_EP_ASSIGN_OR_RETURN(attr.requested_key, RandomKey(info_->domain_attr->mr_key_size));
+    }
     rc = fi_mr_regattr(domain_.get(), &attr, 0, &region);
     if (rc != -FI_ENOKEY) break;
   }

@@ -4,7 +4,6 @@
 #include <poll.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <utility>
@@ -12,6 +11,7 @@
 #include "proxy/base/blob.h"
 #include "proxy/base/descriptor.h"
 #include "proxy/base/log.h"
+#include "proxy/base/random.h"
 #include "proxy/base/thread.h"
 #include "proxy/transport/side_channel.h"
 #include "proxy/transport/side_socket.h"
@@ -50,9 +50,7 @@ Result<std::unique_ptr<SideListener>> SideListener::Create(const std::string& ad
   side->address_ = address;
   side->handler_ = std::move(handler);
   side->token_.resize(kSideTokenBytes);
-  if (getrandom(side->token_.data(), kSideTokenBytes, 0) != static_cast<ssize_t>(kSideTokenBytes)) {
-    return Internal(Errno("getrandom"));
-  }
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("side channel", std::as_writable_bytes(std::span(side->token_))));
   socklen_t size = 0;
   JAX_EP_ASSIGN_OR_RETURN(const sockaddr_storage name, ParseAddress(address, 0, &size));
   side->listener_ = socket(name.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);

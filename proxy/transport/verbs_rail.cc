@@ -4,9 +4,10 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <string.h>
-#include <sys/random.h>
 
 #include <algorithm>
+
+#include "proxy/base/random.h"
 
 namespace jax_ep {
 namespace {
@@ -140,8 +141,8 @@ Result<ibv_qp*> VerbsRail::CreateQp() {
 }
 
 VerbsAddress VerbsRail::AddressOf(const ibv_qp& qp) const {
-  uint32_t sequence = 0;
-  if (getrandom(&sequence, sizeof(sequence), 0) != sizeof(sequence)) sequence = qp.qp_num;
+  uint32_t sequence = 0;  // no secret; another than that of an older queue pair of this number
+  if (!DrawRandom("verbs", &sequence).ok()) sequence = qp.qp_num;
   const ibv_mtu mtu = env_.verbs_mtu != 0 ? MtuOf(env_.verbs_mtu) : port_attr_.active_mtu;
   return {.qp_number = qp.qp_num,
           .sequence = sequence & kSequenceMask,

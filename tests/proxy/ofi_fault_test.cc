@@ -1,10 +1,25 @@
 // ofi over a libfabric that fails on demand.
+#include <errno.h>
 #include <gtest/gtest.h>
 #include <rdma/fi_errno.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <memory>
 
 #include "tests/proxy/fake_fabric.h"
+
+namespace {
+bool has_random = true;
+}
+
+// A kernel, or a sandbox, that gives no random bytes.
+extern "C" ssize_t getrandom(void* bytes, size_t num_bytes, unsigned flags) {
+  if (has_random) return syscall(SYS_getrandom, bytes, num_bytes, flags);
+  errno = ENOSYS;
+  return -1;
+}
 
 namespace jax_ep {
 namespace {
@@ -69,6 +84,17 @@ TEST_F(OfiFaults, a_small_write_that_is_refused_is_an_error_with_the_peers_name)
   EXPECT_EQ(refused.code(), StatusCode::kInternal);
   EXPECT_NE(refused.message().find("writing to rank 3 of team 1"), std::string::npos)
       << refused.message();
+}
+
+// The key is what keeps strangers out of the memory.
+TEST_F(OfiFaults, no_memory_is_registered_under_a_key_that_can_be_guessed) {
+  std::byte memory[64] = {};
+  ASSERT_TRUE(transport->Register({.bytes = memory}).ok());
+  has_random = false;
+  const Status refused = transport->Register({.bytes = memory}).status();
+  has_random = true;
+  EXPECT_EQ(refused.code(), StatusCode::kInternal);
+  EXPECT_EQ(refused.message(), "ofi: getrandom: Function not implemented");
 }
 
 }  // namespace
