@@ -70,6 +70,31 @@ def begin(store: GroupStore, members: Mapping[int, Member]) -> None:
     store.put("decided/0", _as_record(Decision(0, members)))
 
 
+def clear(store: GroupStore) -> None:
+    """Removes what a group of that name has left at its `end`; before anybody begins another."""
+    if store.get("ended") is not None:
+        store.delete("decided")
+        store.delete("ended")
+
+
+def end(store: GroupStore, last: Decision) -> None:
+    """Removes what the group keeps: its last member has closed it.
+
+    But for the last decision, unless it is that of creation: who was left out may live, and is to
+    find it.
+    """
+    if last.number == 0:
+        store.delete_all()
+        return
+    store.put("ended", last.number, overwrite=True)
+    for name in ("group", "closed", "pulse", "request", "admitted"):
+        store.delete(name)
+    for number in store.folder("decided"):
+        store.delete(str(number))
+        if number != last.number:
+            store.delete(f"decided/{number}")
+
+
 def request(store: GroupStore, me: int, member: Member) -> None:
     """For a process that was started again: asks to be admitted."""
     store.put(f"request/{me}", dataclasses.asdict(member), overwrite=True)

@@ -79,7 +79,7 @@ class Elastic:
             last = agreement.newest(self._store) or self._decision
             is_member = last.has(self._me, self._life)  # one that was left out is none
             if is_member and self._store.count("closed") >= len(last.members):
-                self._store.delete_all()
+                agreement.end(self._store, last)
 
     @property
     def _member(self) -> Member:
@@ -242,7 +242,8 @@ class Elastic:
             usable = fewer
 
     def _refuse_if_left_out(self, decision: Decision) -> None:
-        if decision.number == 0 or decision.has(self._me, self._life):
+        is_unknown = not decision.members  # to one that was started again
+        if is_unknown or decision.has(self._me, self._life):
             return
         raise LeftOutError(
             f"{self._label}: process {self._me} was left out when the others agreed (decision "

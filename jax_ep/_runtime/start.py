@@ -14,7 +14,7 @@ from typing import Any
 
 from jax_ep import _config, _extension, _mesh
 from jax_ep._group import Group
-from jax_ep._runtime import bootstrap, cpu, gpu, topology
+from jax_ep._runtime import agreement, bootstrap, cpu, gpu, topology
 from jax_ep._runtime.agreement import Member
 from jax_ep._runtime.blueprint import Blueprint
 from jax_ep._runtime.elastic import Elastic
@@ -47,6 +47,8 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         except BaseException:
             exchange.uncount()  # the next call is for this group, too
             raise
+    if store is not None and exchange.me == min(exchange.processes):
+        agreement.clear(store)  # before anybody is greeted
     hello = _hello(group)
     if not group.config.elastic and not exchange.alone:
         exchange.when_late(lambda: _refuse_if_elastic(exchange, hello))

@@ -6,13 +6,16 @@ import contextlib
 import random
 import threading
 import time
+import types
 from collections.abc import Collection
 from typing import Any
 
 import pytest
 
+import jax_ep
 from jax_ep._runtime import agreement
 from jax_ep._runtime.agreement import Decision, Member
+from jax_ep._runtime.elastic import Elastic, LeftOutError
 from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.pulse import Pulse
 from jax_ep._runtime.seal import SealError
@@ -41,6 +44,11 @@ class Client:
     def key_value_dir_get_bytes(self, folder: str) -> list[tuple[str, bytes]]:
         with self.lock:
             return [item for item in self.stored.items() if item[0].startswith(folder)]
+
+    def key_value_increment(self, key: str, by: int) -> int:
+        with self.lock:
+            self.stored[key] = str(int(self.stored.get(key, b"0")) + by).encode()
+            return int(self.stored[key])
 
     def key_value_delete(self, key: str) -> None:
         with self.lock:
@@ -227,6 +235,61 @@ def test_who_stands_still_until_its_round_is_forgotten_reads_the_newest() -> Non
         agreement.forget(world.store, decision.number)
     late = world.decide(2, old, within_s=20)
     assert late == decision and not late.has(2, "life2")
+
+
+def _elastic(world: World, process: int) -> Elastic:
+    group: Any = types.SimpleNamespace(
+        num_ranks=len(world.members),
+        config=jax_ep.Config(num_experts=8, top_k=1, hidden=8, max_tokens=1),
+    )
+    blueprint: Any = types.SimpleNamespace(name="g", process_of=int)
+    elastic = Elastic(world.store, group, process, blueprint, f"life{process}")
+    elastic.begin(world.members, {"kept": "for those that come back"})
+    return elastic
+
+
+def _agree(elastic: Elastic) -> Any:
+    return elastic.agree(time.monotonic() + 5, (), lambda: None)
+
+
+def test_who_was_left_out_learns_it_also_when_the_others_have_closed_the_group() -> None:
+    world = World(3)
+    members = [_elastic(world, process) for process in range(3)]
+    world.gone = {1001}  # it is stopped, and looks so
+    last = world.together([0, 2])
+    for process in (0, 2):
+        members[process].close()
+    assert agreement.newest(world.store) == last  # nothing else of the group is left
+    stored = world.store.store._client.stored
+    kept = {key for key in stored if "pulse" not in key}
+    assert kept == {"group/decided/1", "group/ended"}
+    with pytest.raises(LeftOutError, match="process 1 was left out"):
+        _agree(members[1])
+    members[1].close()
+    assert agreement.newest(world.store) == last
+
+
+def test_who_was_left_out_is_none_of_a_later_group_of_that_number() -> None:
+    world = World(3)
+    members = [_elastic(world, process) for process in range(3)]
+    world.gone = {1001}
+    world.together([0, 2])
+    for process in (0, 2):
+        members[process].close()
+    agreement.clear(world.store)  # all others have been started again
+    later = {p: Member(f"later{p}", 2000 + p, "host") for p in range(3)}
+    agreement.begin(world.store, later)
+    assert agreement.newest(world.store) == Decision(0, later)
+    with pytest.raises(LeftOutError, match="process 1 was left out"):
+        _agree(members[1])
+
+
+def test_a_group_of_which_nobody_was_left_out_leaves_nothing() -> None:
+    world = World(2)
+    members = [_elastic(world, process) for process in range(2)]
+    for member in members:
+        member.close()
+    assert not {key for key in world.store.store._client.stored if "pulse" not in key}
 
 
 def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
