@@ -82,11 +82,30 @@ def finish(call: Call, arrays: PlanArrays, result: jax.Array) -> jax.Array:
 
 
 def _poison(call: Call, arrays: PlanArrays, values: Any) -> Any:
-    """With overflow="poison", NaN everywhere if any rank dropped; times 1 keeps the bits."""
+    """With overflow="poison", NaN everywhere if any rank dropped, also in gradients; else as is."""
     if call.group.config.overflow != "poison":
         return values
-    factor = jnp.where(arrays.overflow > 0, jnp.float32(jnp.nan), jnp.float32(1))
-    return jax.tree.map(lambda value: value * factor.astype(value.dtype), values)
+    has_dropped = arrays.overflow > 0
+    return jax.tree.map(lambda value: _nan_if(has_dropped, value), values)
+
+
+@jax.custom_jvp
+def _nan_if(is_nan: jax.Array, value: jax.Array) -> jax.Array:
+    """Chosen as bits: in float arithmetic XLA for CPUs loses subnormals and NaNs of bf16."""
+    nan = jnp.full((), jnp.nan, value.dtype)
+    chosen = jnp.where(is_nan, _bits_of(nan), _bits_of(value))
+    return jax.lax.bitcast_convert_type(chosen, value.dtype)
+
+
+@_nan_if.defjvp
+def _nan_if_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    is_nan, value = primals
+    factor = jnp.where(is_nan, jnp.float32(jnp.nan), jnp.float32(1))
+    return _nan_if(is_nan, value), tangents[1] * factor.astype(value.dtype)
+
+
+def _bits_of(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, f"uint{8 * array.dtype.itemsize}")
 
 
 def poison_bytes(call: Call, arrays: PlanArrays, data: jax.Array) -> jax.Array:
@@ -100,6 +119,6 @@ def _poison_float8(call: Call, arrays: PlanArrays, part: jax.Array) -> jax.Array
     """`poison_bytes` of values or scales."""
     if call.group.config.overflow != "poison":
         return part
-    bits = jax.lax.bitcast_convert_type(part, f"uint{8 * part.dtype.itemsize}")
+    bits = _bits_of(part)
     ones = ~jnp.zeros((), bits.dtype)
     return jax.lax.bitcast_convert_type(jnp.where(arrays.overflow > 0, ones, bits), part.dtype)

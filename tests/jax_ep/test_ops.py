@@ -189,8 +189,9 @@ def test_f32_partials_give_equal_bits_for_every_node_size(implementation: str) -
         assert_same_bits(result, results[0])
 
 
-def test_moves_keep_every_bit_of_a_row(implementation: str) -> None:
-    case = Case(ranks=2, tokens=4, top_k=1, experts=2, dtype="bfloat16")
+@pytest.mark.parametrize("overflow", ["drop", "poison"])
+def test_moves_keep_every_bit_of_a_row(implementation: str, overflow: Any) -> None:
+    case = Case(ranks=2, tokens=4, top_k=1, experts=2, dtype="bfloat16", overflow=overflow)
     group = group_of(case, implementation)
     pattern = np.arange(2 * 4 * 8, dtype=np.uint16) * 1021  # NaN payloads, -0.0, subnormals
     x = pattern.reshape(2, 4, 8).view(jnp.bfloat16)
