@@ -196,6 +196,8 @@ def _parser() -> argparse.ArgumentParser:
         help="instead of a script: a module, as Python's own -m takes it, and its arguments",
     )
     launcher.add_argument("script", nargs=argparse.REMAINDER, help="script.py and its arguments")
+    for command in (launcher, selftest):  # errors of what is read later, beside their usage
+        command.set_defaults(error=command.error)
     return parser
 
 
@@ -232,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
                 first_process=options.first_process,
             )
         except ValueError as error:
-            parser.error(str(error))
+            options.error(str(error))
         return launch(launch_options)
     if options.command == "info":
         if options.nics:
@@ -245,7 +247,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "selftest":
         from jax_ep._cli.selftest import selftest
 
-        return selftest(options.json)
+        try:
+            return selftest(options.json)
+        except ValueError as error:
+            options.error(str(error))
     if options.command == "report":
         from jax_ep._cli.report import report
 

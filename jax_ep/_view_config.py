@@ -39,6 +39,13 @@ def shrink(most: Config, config: Config, num_ranks: int, sizes: ViewSizes) -> Co
             )
     if any(name in given for name in _CAPACITY):
         given = dict.fromkeys(_CAPACITY) | given  # at most one of the two is given
+    hidden = given.get("hidden", config.hidden)
+    if config.wire is not None and (wrong := config.wire.misfit(hidden, config.dtype)):
+        raise ValueError(
+            f"jax_ep.Group.view: got hidden={hidden} in a group with wire={config.wire}, expected "
+            f"{wrong}; a view has its group's wire, so create the group with it, or choose a "
+            "hidden that it fits"
+        )
     view = dataclasses.replace(config, **given)
     slots, room = _config.physical_experts(view), _config.physical_experts(most)
     experts = "num_experts" if view.physical_experts is None else "physical_experts"

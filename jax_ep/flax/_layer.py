@@ -175,6 +175,7 @@ class Layer:
         mesh = _jax_compat.context_mesh() if manual else self.group.mesh
         token_axes = self.placement.token_axes(self.group)
         spec = self.placement.token_spec(self.group)
+        _check_split(x, spec, mesh.shape)
         x_spec = P(*spec, *(None,) * (x.ndim - len(spec)))
         specs = {name: self._spec(name) for name in weights}
         given = (dict(weights), x, mask, experts_at, active)
@@ -366,6 +367,17 @@ class Layer:
         if axes:
             num_dropped = lax.psum(num_dropped, axes)
         return MoEStats(balance, load, num_dropped)
+
+
+def _check_split(x: jax.Array, spec: P, sizes: Mapping[str, int]) -> None:
+    for axis, entry in enumerate(spec):
+        parts = math.prod(sizes[name] for name in axes_of(entry))
+        if axis < x.ndim and x.shape[axis] % parts:
+            raise ValueError(
+                f"jax_ep.flax.MoE: got x of shape {list(x.shape)}, expected a multiple of {parts} "
+                f"in axis {axis}, as it is split over {axes_of(entry)}; pad the tokens, and pass a "
+                "mask that is False there"
+            )
 
 
 def _check_mask(mask: Any, x: jax.Array) -> None:

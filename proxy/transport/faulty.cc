@@ -2,6 +2,8 @@
 // the bytes that come late. Speed is no aim here: it may allocate and lock.
 #include "proxy/transport/faulty.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -11,6 +13,7 @@
 
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
+#include "proxy/base/random.h"
 #include "proxy/transport/faulty_writes.h"
 #include "proxy/transport/late_payload.h"
 
@@ -21,6 +24,15 @@ constexpr uint64_t kAddressMagic = 0x3159544c55414641;
 constexpr uint64_t kKeyMagic = 0x3259544c55414641;
 constexpr size_t kMaxHeld = 256;   // writes under way; more answer kResourceExhausted
 constexpr uint64_t kMaxStorm = 8;  // length of an AGAIN storm
+
+// Of this process: others number their boxes alike. On hosts with other pids, too.
+uint64_t ProcessToken() {
+  static const uint64_t drawn = [] {
+    uint64_t bits = 0;
+    return DrawRandom("faulty", &bits).ok() ? bits : 0;
+  }();
+  return drawn + static_cast<uint64_t>(getpid());  // of a forked child, another
+}
 
 class FaultyTransport : public Transport {
  public:
@@ -47,12 +59,18 @@ class FaultyTransport : public Transport {
   const TransportCaps& Caps() const override { return caps_; }
 
   std::string LocalAddress() const override {
-    return BlobWriter().U64(kAddressMagic).U64(box_id_).Text(inner_->LocalAddress()).Take();
+    return BlobWriter()
+        .U64(kAddressMagic)
+        .U64(ProcessToken())
+        .U64(box_id_)
+        .Text(inner_->LocalAddress())
+        .Take();
   }
 
   Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
     BlobReader reader(address);
     const uint64_t magic = reader.U64();
+    const uint64_t process = reader.U64();
     const uint64_t box_id = reader.U64();
     const std::string_view inner_address = reader.Text();
     if (!reader.finished() || magic != kAddressMagic) {
@@ -60,7 +78,7 @@ class FaultyTransport : public Transport {
     }
     Peer peer;
     if (spec_.payload_late != 0) {
-      peer.box = LateBoxes::Get().Find(box_id);
+      if (process == ProcessToken()) peer.box = LateBoxes::Get().Find(box_id);
       if (peer.box == nullptr) {
         return InvalidArgument("faulty: payload_late works between ranks of one process only");
       }

@@ -41,6 +41,20 @@ class TestHelp:
         assert ended.value.code == 2
         assert "COMMAND" in capsys.readouterr().err
 
+    def test_an_option_of_launch_is_explained_by_its_usage(self, capsys):
+        with pytest.raises(SystemExit) as ended:
+            command_line.main(["launch", "-n", "0", "script.py"])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert "usage: python -m jax_ep launch -n N" in said and "-n: got 0" in said
+
+    def test_a_file_that_cannot_be_written_is_named_before_anything_runs(self, capsys):
+        with pytest.raises(SystemExit) as ended:
+            command_line.main(["selftest", "--json", "/nowhere/results.json"])
+        assert ended.value.code == 2
+        said = capsys.readouterr().err
+        assert "--json: got /nowhere/results.json, expected a file that can be written" in said
+
     def test_a_missing_extra_is_named_with_its_installation(self, capsys):
         with pytest.raises(SystemExit) as ended:
             extras.require("no_such_package_of_jax_ep.part")

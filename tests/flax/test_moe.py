@@ -342,6 +342,7 @@ class TestMistakesAreNamed:
             return lambda: moe_of(config, group, placement=ep_flax.Placement(**placement))
 
         self.check("got MoEConfig.num_experts=16 with a group of num_experts=8", make(QWEN3))
+        self.check("got a Config, expected a jax_ep.flax.MoEConfig", make(group.config))
         self.check("Placement.fsdp='nowhere'", make(fsdp="nowhere"))
         self.check("Placement.tp='ep'", make(tp="ep"))
         self.check("Placement.fsdp='tp'", make(fsdp="tp", tp="tp"))
@@ -354,6 +355,8 @@ class TestMistakesAreNamed:
         group = group_of(MIXTRAL, mesh_of((4,)))
         moe = moe_of(MIXTRAL, group)
         self.check("got x of shape .8, 7., expected", lambda: moe(jnp.zeros((8, 7))))
+        uneven = jnp.zeros((7, MIXTRAL.hidden))
+        self.check("x of shape .7, 16., .* a multiple of 4 in axis 0", lambda: moe(uneven))
         self.check("expected one with a bias", lambda: moe.update_bias(jnp.zeros(8, jnp.int32)))
 
 

@@ -18,6 +18,7 @@ from harness import (
     group_of,
     inputs_of,
     keep,
+    mesh_of,
     per_rank,
     put,
     run,
@@ -217,6 +218,14 @@ def test_sizes_without_room_are_refused(
         gc.collect(0)  # what was begun must not look like a group that was dropped
     finally:
         gc.enable()
+
+
+def test_rows_that_the_groups_wire_does_not_fit_are_refused() -> None:
+    config = dataclasses.replace(WHOLE.config(), hidden=64, wire=jax_ep.FP8(block=32))
+    group = jax_ep.create_group(mesh_of(4), "ep", config, "xla")
+    keep(group)
+    with pytest.raises(ValueError, match=r"view: got hidden=16 .* divides hidden=16.* hidden that"):
+        group.view(hidden=16)
 
 
 @pytest.mark.parametrize(

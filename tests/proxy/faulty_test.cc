@@ -2,6 +2,9 @@
 // really does what its keys say.
 #include "proxy/transport/faulty.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "tests/proxy/transport_conformance.h"
 
 namespace jax_ep {
@@ -98,6 +101,33 @@ TEST(Faulty, without_reordering_keeps_the_order) {
   const std::vector<uint32_t> arrived = Traffic("seed=1,delay=5,again=20", 200);
   EXPECT_EQ(arrived.size(), 200u);
   EXPECT_TRUE(std::is_sorted(arrived.begin(), arrived.end()));
+}
+
+// Numbers of boxes are alike in all processes.
+TEST(Faulty, late_payload_is_refused_between_processes) {
+  const TransportOptions options{.faulty_spec = "payload_late=1"};
+  int pipe_fds[2];
+  ASSERT_EQ(pipe(pipe_fds), 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto made = MakeTransport("loopback", options);
+    const std::string address = made.ok() ? (*made)->LocalAddress() : "";
+    const bool is_sent = write(pipe_fds[1], address.data(), address.size()) > 0;
+    _exit(is_sent ? 0 : 1);
+  }
+  char address[512];
+  const ssize_t length = read(pipe_fds[0], address, sizeof(address));
+  int how = 0;
+  ASSERT_EQ(waitpid(child, &how, 0), child);
+  close(pipe_fds[0]);
+  close(pipe_fds[1]);
+  ASSERT_EQ(how, 0);
+  ASSERT_GT(length, 0);
+  const auto made = MakeTransport("loopback", options);
+  ASSERT_TRUE(made.ok());
+  const Status refused =
+      (*made)->Connect({address, static_cast<size_t>(length)}, Deadline::After({})).status();
+  EXPECT_EQ(refused.message(), "faulty: payload_late works between ranks of one process only");
 }
 
 TEST(Faulty, a_dead_endpoint_says_nothing_more) {
