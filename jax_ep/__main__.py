@@ -247,10 +247,15 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "selftest":
         from jax_ep._cli.selftest import selftest
 
-        try:
-            return selftest(options.json)
-        except ValueError as error:
-            options.error(str(error))
+        if options.json is not None:
+            try:
+                open(options.json, "a", encoding="utf-8").close()
+            except OSError as error:
+                options.error(
+                    f"--json: got {options.json}, expected a file that can be written "
+                    f"({error.strerror})"
+                )
+        return selftest(options.json)
     if options.command == "report":
         from jax_ep._cli.report import report
 

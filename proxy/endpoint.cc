@@ -1,7 +1,6 @@
 // Set-up of an endpoint and the order of one round.
 #include "proxy/endpoint.h"
 
-
 #include <algorithm>
 #include <utility>
 

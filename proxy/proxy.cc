@@ -1,6 +1,5 @@
 #include "proxy/proxy.h"
 
-
 #include <algorithm>
 #include <bit>
 #include <new>

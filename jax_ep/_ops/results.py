@@ -82,7 +82,10 @@ def finish(call: Call, arrays: PlanArrays, result: jax.Array) -> jax.Array:
 
 
 def _poison(call: Call, arrays: PlanArrays, values: Any) -> Any:
-    """With overflow="poison", NaN everywhere if any rank dropped, also in gradients; else as is."""
+    """With overflow="poison", NaN everywhere if any rank dropped, also in gradients.
+
+    Else the values as they are; gradients times 1.
+    """
     if call.group.config.overflow != "poison":
         return values
     has_dropped = arrays.overflow > 0

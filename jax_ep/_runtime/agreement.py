@@ -70,21 +70,13 @@ def begin(store: GroupStore, members: Mapping[int, Member]) -> None:
     store.put("decided/0", _as_record(Decision(0, members)))
 
 
-def clear(store: GroupStore) -> None:
-    """Removes what a group of that name has left at its `end`; before anybody begins another."""
-    if store.get("ended") is not None:
-        store.delete("decided")
-        store.delete("ended")
+def close(store: GroupStore, last: Decision) -> None:
+    """A member of that decision, the newest, has closed the group; whoever is the last ends it.
 
-
-def end(store: GroupStore, last: Decision) -> None:
-    """Removes what the group keeps: its last member has closed it.
-
-    But for the last decision, unless it is that of creation: who was left out may live, and is to
-    find it.
+    Then all that the group keeps is removed but for this decision, which a process that was left
+    out may still look for, and the word that it has ended, for processes that are started again.
     """
-    if last.number == 0:
-        store.delete_all()
+    if store.count(f"closed/{last.number}") < len(last.members):
         return
     store.put("ended", last.number, overwrite=True)
     for name in ("group", "closed", "pulse", "request", "admitted"):
@@ -93,6 +85,11 @@ def end(store: GroupStore, last: Decision) -> None:
         store.delete(str(number))
         if number != last.number:
             store.delete(f"decided/{number}")
+
+
+def has_ended(store: GroupStore) -> bool:
+    """Whether all members have closed the group."""
+    return store.get("ended") is not None
 
 
 def request(store: GroupStore, me: int, member: Member) -> None:

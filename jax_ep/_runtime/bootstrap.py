@@ -156,7 +156,6 @@ class Exchange:
         self._round = 0
         self._pids: dict[int, int] = {}
         self._is_silent: Callable[[int], bool] = lambda _: False
-        self._refuse_when_late: Callable[[], None] = lambda: None
         self._secret = b""
         self._store = None
 
@@ -201,10 +200,6 @@ class Exchange:
     def listen(self, is_silent: Callable[[int], bool]) -> None:
         """From now on a process of which that is true ends every wait."""
         self._is_silent = is_silent
-
-    def when_late(self, refuse: Callable[[], None]) -> None:
-        """`refuse` is called once, in a wait of more than a second; it may raise BootstrapError."""
-        self._refuse_when_late = refuse
 
     @property
     def pids(self) -> dict[int, int]:
@@ -272,8 +267,6 @@ class Exchange:
                 return bytes(outcome)
             if lost is not None:
                 raise lost
-            refuse, self._refuse_when_late = self._refuse_when_late, lambda: None
-            refuse()
             if time.monotonic() >= deadline:
                 break
             if time.monotonic() >= next_look:

@@ -77,9 +77,8 @@ class Elastic:
         self._is_closed = True
         with contextlib.suppress(Exception):  # the store may be gone
             last = agreement.newest(self._store) or self._decision
-            is_member = last.has(self._me, self._life)  # one that was left out is none
-            if is_member and self._store.count("closed") >= len(last.members):
-                agreement.end(self._store, last)
+            if last.has(self._me, self._life):  # not one that was left out
+                agreement.close(self._store, last)
 
     @property
     def _member(self) -> Member:
@@ -90,7 +89,8 @@ class Elastic:
         self._decision = Decision(0, members)
         if self._store is not None and self._me == min(members):
             agreement.begin(self._store, members)
-            self._store.put("group", record)
+            if not agreement.has_ended(self._store):  # without this one, which stood still
+                self._store.put("group", record)
         self._begin_pulse()
 
     def agree(self, deadline: float, suspects: Collection[int], before: Callable[[], None]) -> Any:
@@ -245,6 +245,8 @@ class Elastic:
         is_unknown = not decision.members  # to one that was started again
         if is_unknown or decision.has(self._me, self._life):
             return
+        if self._pulse is not None:  # another life of this process may count by now
+            self._pulse.close()
         raise LeftOutError(
             f"{self._label}: process {self._me} was left out when the others agreed (decision "
             f"{decision.number}): it was silent or late, or its node lost a rank; close the group, "

@@ -45,10 +45,6 @@ class GroupStore:
         """Adds one to a counter; its new value."""
         return self.store.count(f"{self.prefix}/{name}")
 
-    def delete_all(self) -> None:
-        """Everything."""
-        self.store.remove(self.prefix)
-
     def delete(self, name: str) -> None:
         """The record, or all below it."""
         self.store.remove(f"{self.prefix}/{name}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 import time
 from typing import Any
@@ -40,18 +39,10 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
     exchange.peer_timeout_s = _config.peer_timeout_s(group.config)
-    store = exchange.group_store() if group.config.elastic else None
-    if store is not None and (record := store.get("group")) is not None:
-        try:
-            return _start_again(group, exchange, store, record)
-        except BaseException:
-            exchange.uncount()  # the next call is for this group, too
-            raise
-    if store is not None and exchange.me == min(exchange.processes):
-        agreement.clear(store)  # before anybody is greeted
+    store = exchange.group_store()
+    if store is not None and (again := _find_again(group, exchange, store)) is not None:
+        return again
     hello = _hello(group)
-    if not group.config.elastic and not exchange.alone:
-        exchange.when_late(lambda: _refuse_if_elastic(exchange, hello))
     greetings = _greet(group, exchange, hello)
     hosts = {process: record["host"] for process, record in greetings.items()}
     teams = _mesh.teams(group.mesh, group.axes)
@@ -100,6 +91,30 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         raise
 
 
+def _find_again(
+    group: Group, exchange: bootstrap.Exchange, store: GroupStore
+) -> NativeSession | None:
+    """The session of a process that was started again, if the others have an elastic group.
+
+    Raises:
+        jax_ep.BootstrapError: they had one, and have closed it.
+        Others: as _start_again.
+    """
+    if group.config.elastic and agreement.has_ended(store):
+        raise bootstrap.BootstrapError(
+            f"{exchange.label}: process {exchange.me} was started again, and the others have "
+            "closed the group; start the whole job again"
+        )
+    record = store.get("group")
+    if record is None:
+        return None
+    try:
+        return _start_again(group, exchange, store, record)
+    except BaseException:
+        exchange.uncount()  # the next call is for this group, too
+        raise
+
+
 def _start_again(
     group: Group, exchange: bootstrap.Exchange, store: GroupStore, record: dict[str, Any]
 ) -> NativeSession:
@@ -130,18 +145,6 @@ def _start_again(
     elastic = Elastic(store, group, me, blueprint, hello["life"])
     session = elastic.join(time.monotonic() + group.config.timeout_s)
     return NativeSession(session, blueprint.name, group, layout, blueprint.transport, elastic)
-
-
-def _refuse_if_elastic(exchange: bootstrap.Exchange, hello: dict[str, Any]) -> None:
-    """For a process that was started again: the others may have an elastic group, and not come."""
-    store = exchange.group_store()
-    if store is None or (record := store.get("group")) is None:
-        return
-    exchange.uncount()  # the next call is for that group
-    try:
-        _check_alike(exchange.label, hello, record["alike"], "the group was created")
-    except ValueError as error:
-        raise bootstrap.BootstrapError(str(error)) from None
 
 
 # What all processes call create_group with alike.
@@ -198,8 +201,23 @@ def _check_alike(label: str, own: Any, other: Any, caller: str, me: int | None =
 
 def _differing(text: str, other: str) -> tuple[str, str]:
     """Of two configs the fields that differ; other texts as they are."""
-    fields, others = (re.split(r", (?=\w+=)", each.removesuffix(")")) for each in (text, other))
+    fields, others = _fields(text), _fields(other)
     if len(fields) != len(others) or len(fields) == 1:
         return text, other
     differ = [both for both in zip(fields, others, strict=True) if both[0] != both[1]]
     return ", ".join(a for a, _ in differ), ", ".join(b for _, b in differ)
+
+
+def _fields(text: str) -> list[str]:
+    """Of a dataclass's repr each "name=value", whose value may be such a repr; else the text."""
+    _, _, inner = text.removesuffix(")").partition("(")
+    if not text.endswith(")") or not inner:
+        return [text]
+    fields, depth = [""], 0
+    for character in inner:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            fields.append("")
+        else:
+            fields[-1] += character
+    return [field.strip() for field in fields]

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include "proxy/base/status.h"
 
@@ -24,6 +25,7 @@ inline Status DrawRandom(const std::string& who, std::span<std::byte> bytes) {
   return Internal(who + ": getrandom: " + strerror(errno));
 }
 template <typename T>
+  requires std::is_trivially_copyable_v<T>
 Status DrawRandom(const std::string& who, T* value) {
   return DrawRandom(who, std::as_writable_bytes(std::span(value, 1)));
 }

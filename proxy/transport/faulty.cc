@@ -2,8 +2,6 @@
 // the bytes that come late. Speed is no aim here: it may allocate and lock.
 #include "proxy/transport/faulty.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <mutex>
@@ -25,26 +23,17 @@ constexpr uint64_t kKeyMagic = 0x3259544c55414641;
 constexpr size_t kMaxHeld = 256;   // writes under way; more answer kResourceExhausted
 constexpr uint64_t kMaxStorm = 8;  // length of an AGAIN storm
 
-// Of this process: others number their boxes alike. On hosts with other pids, too.
-uint64_t ProcessToken() {
-  static const uint64_t drawn = [] {
-    uint64_t bits = 0;
-    return DrawRandom("faulty", &bits).ok() ? bits : 0;
-  }();
-  return drawn + static_cast<uint64_t>(getpid());  // of a forked child, another
-}
-
 class FaultyTransport : public Transport {
  public:
   FaultyTransport(std::unique_ptr<Transport> inner, const FaultySpec& spec,
-                  const TransportOptions& options)
+                  const TransportOptions& options, uint64_t token)
       : inner_(std::move(inner)),
         spec_(spec),
         dice_(spec.seed * kMaxRanks + options.rank),
         writes_(spec, inner_.get(), &dice_, [this](const WriteRequest& late) { PutLate(late); }),
         is_mortal_(spec.die_after > 0 &&
                    (spec.die_rank == UINT64_MAX || spec.die_rank == options.rank)),
-        box_(std::make_shared<LateBox>()),
+        box_(std::make_shared<LateBox>(token)),
         box_id_(LateBoxes::Get().Add(box_)) {
     caps_ = inner_->Caps();
     caps_.cheap_wake = false;  // like the networks that this stands for: who waits, helps
@@ -61,7 +50,7 @@ class FaultyTransport : public Transport {
   std::string LocalAddress() const override {
     return BlobWriter()
         .U64(kAddressMagic)
-        .U64(ProcessToken())
+        .U64(box_->token)
         .U64(box_id_)
         .Text(inner_->LocalAddress())
         .Take();
@@ -70,7 +59,7 @@ class FaultyTransport : public Transport {
   Result<uint32_t> Connect(std::string_view address, Deadline deadline) override {
     BlobReader reader(address);
     const uint64_t magic = reader.U64();
-    const uint64_t process = reader.U64();
+    const uint64_t token = reader.U64();
     const uint64_t box_id = reader.U64();
     const std::string_view inner_address = reader.Text();
     if (!reader.finished() || magic != kAddressMagic) {
@@ -78,8 +67,8 @@ class FaultyTransport : public Transport {
     }
     Peer peer;
     if (spec_.payload_late != 0) {
-      if (process == ProcessToken()) peer.box = LateBoxes::Get().Find(box_id);
-      if (peer.box == nullptr) {
+      peer.box = LateBoxes::Get().Find(box_id);
+      if (peer.box == nullptr || peer.box->token != token) {
         return InvalidArgument("faulty: payload_late works between ranks of one process only");
       }
     }
@@ -255,8 +244,10 @@ Result<std::unique_ptr<Transport>> MakeFaultyTransport(std::unique_ptr<Transport
   if (spec.split > 0 && !inner->Caps().delivery_complete) {
     return InvalidArgument("faulty: split needs a transport whose kSent means delivered");
   }
+  uint64_t token = 0;
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("faulty", &token));
   return std::unique_ptr<Transport>(
-      std::make_unique<FaultyTransport>(std::move(inner), spec, options));
+      std::make_unique<FaultyTransport>(std::move(inner), spec, options, token));
 }
 
 }  // namespace jax_ep

@@ -19,6 +19,9 @@ struct LateBox {
     uint32_t region;
     uint64_t offset;
   };
+  explicit LateBox(uint64_t drawn) : token(drawn) {}
+
+  const uint64_t token;  // random: boxes are numbered alike in all processes
   std::mutex mutex;
   std::vector<Late> late;                     // guarded by mutex
   std::vector<std::span<std::byte>> regions;  // guarded by mutex

@@ -50,7 +50,8 @@ Result<std::unique_ptr<SideListener>> SideListener::Create(const std::string& ad
   side->address_ = address;
   side->handler_ = std::move(handler);
   side->token_.resize(kSideTokenBytes);
-  JAX_EP_RETURN_IF_ERROR(DrawRandom("side channel", std::as_writable_bytes(std::span(side->token_))));
+  JAX_EP_RETURN_IF_ERROR(
+      DrawRandom("side channel", std::as_writable_bytes(std::span(side->token_))));
   socklen_t size = 0;
   JAX_EP_ASSIGN_OR_RETURN(const sockaddr_storage name, ParseAddress(address, 0, &size));
   side->listener_ = socket(name.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);

@@ -141,7 +141,7 @@ Result<ibv_qp*> VerbsRail::CreateQp() {
 }
 
 VerbsAddress VerbsRail::AddressOf(const ibv_qp& qp) const {
-  uint32_t sequence = 0;  // no secret; another than that of an older queue pair of this number
+  uint32_t sequence = 0;  // no secret; seldom that of an older queue pair of this number
   if (!DrawRandom("verbs", &sequence).ok()) sequence = qp.qp_num;
   const ibv_mtu mtu = env_.verbs_mtu != 0 ? MtuOf(env_.verbs_mtu) : port_attr_.active_mtu;
   return {.qp_number = qp.qp_num,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jax_ep
-from jax_ep._runtime import agreement
+from jax_ep._runtime import agreement, start
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.elastic import Elastic, LeftOutError
 from jax_ep._runtime.group_store import GroupStore
@@ -269,27 +269,31 @@ def test_who_was_left_out_learns_it_also_when_the_others_have_closed_the_group()
     assert agreement.newest(world.store) == last
 
 
-def test_who_was_left_out_is_none_of_a_later_group_of_that_number() -> None:
+def test_who_closed_before_the_others_agreed_does_not_count_with_them() -> None:
     world = World(3)
     members = [_elastic(world, process) for process in range(3)]
-    world.gone = {1001}
-    world.together([0, 2])
-    for process in (0, 2):
-        members[process].close()
-    agreement.clear(world.store)  # all others have been started again
-    later = {p: Member(f"later{p}", 2000 + p, "host") for p in range(3)}
-    agreement.begin(world.store, later)
-    assert agreement.newest(world.store) == Decision(0, later)
-    with pytest.raises(LeftOutError, match="process 1 was left out"):
-        _agree(members[1])
+    members[0].close()  # the group has failed, and this process gives up
+    world.gone = {1000}
+    last = world.together([1, 2])
+    members[1].close()
+    assert not agreement.has_ended(world.store)  # process 2 has it yet
+    assert agreement.newest(world.store) == last
+    members[2].close()
+    assert agreement.has_ended(world.store)
 
 
-def test_a_group_of_which_nobody_was_left_out_leaves_nothing() -> None:
+def test_a_closed_group_leaves_what_those_need_that_come_late() -> None:
     world = World(2)
     members = [_elastic(world, process) for process in range(2)]
     for member in members:
         member.close()
-    assert not {key for key in world.store.store._client.stored if "pulse" not in key}
+    kept = {key for key in world.store.store._client.stored if "pulse" not in key}
+    assert kept == {"group/decided/0", "group/ended"}
+    config = jax_ep.Config(num_experts=8, top_k=1, hidden=8, max_tokens=1, elastic=True)
+    group: Any = types.SimpleNamespace(config=config)
+    exchange: Any = types.SimpleNamespace(label="group g", me=1)
+    with pytest.raises(jax_ep.BootstrapError, match="the others have closed the group; start"):
+        start._find_again(group, exchange, world.store)
 
 
 def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:

@@ -15,6 +15,7 @@ from harness import Case, group_of, inputs_of, keep, mesh_of, per_rank, put, run
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
+from jax_ep._runtime import start
 
 CASE = Case(ranks=2, tokens=4)
 VALID = {"num_experts": 8, "top_k": 2, "hidden": 8, "max_tokens": 16}
@@ -403,3 +404,17 @@ def test_running_a_lowering_only_group_raises(native: str) -> None:
 def test_receive_rows_of_what_is_no_call(arguments: tuple[Any, ...]) -> None:
     with pytest.raises(ValueError, match=r"Group.recv_rows: got num_tokens=.* expected an int"):
         group_of(Case(ranks=2), "xla").recv_rows(*arguments)
+
+
+def test_of_two_configs_the_fields_that_differ_are_named() -> None:
+    config = jax_ep.Config(
+        num_experts=8, top_k=1, hidden=64, max_tokens=1, wire=jax_ep.FP8(block=32)
+    )
+    other = dataclasses.replace(config, wire=jax_ep.FP8(block=16), wire_backward=True)
+    said = start._differing(repr(config), repr(other))
+    assert said == (
+        "wire=FP8(block=32, scale='float32'), wire_backward=False",
+        "wire=FP8(block=16, scale='float32'), wire_backward=True",
+    )
+    for text in ("[('ep', 4)]", "4", "['ep', 'tp']"):
+        assert start._differing(text, "[1]") == (text, "[1]")

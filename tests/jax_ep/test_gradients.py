@@ -232,6 +232,33 @@ def test_cotangents_have_the_callers_dtypes(dtype: str, implementation: str) -> 
     np.testing.assert_allclose(d_w.astype(np.float64), expected_w, rtol=0.02, atol=0.1)
 
 
+def test_after_an_overflow_poison_is_in_gradients_too(implementation: str) -> None:
+    case = Case(tokens=16, recv_rows=16, overflow="poison")
+    group = group_of(case, implementation)
+    inputs = inputs_of(case)
+
+    def gradients(x: Array, ids: Array, weights: Array) -> Any:
+        def dispatched(x: Array) -> tuple[Array, Array]:
+            recv = jax_ep.dispatch(group, x, ids, weights)
+            return jnp.sum(recv.x), recv.plan.send_slot
+
+        d_x, slots = jax.grad(dispatched, has_aux=True)(x)
+        recv = jax_ep.dispatch(group, x, ids, weights)
+        d_y = jax.grad(lambda y: jnp.sum(jax_ep.combine(group, y, recv)))(jnp.ones_like(recv.x))
+        return d_x, slots, d_y, recv.plan.overflow
+
+    step = per_rank(group, gradients)
+    crowded = np.zeros_like(inputs.ids)  # rank 0 gets everything, and drops most
+    for ids, is_full in ((crowded, True), (np.full_like(crowded, -1), False)):
+        values = jax.device_get(step(*put(group, (inputs.x, ids, inputs.weights))))
+        d_x, slots, d_y, overflow = values
+        assert np.all(overflow == is_full)
+        is_kept = (slots >= 0).any(axis=2)
+        assert is_kept.any() == is_full
+        assert np.array_equal(np.isnan(d_x).all(axis=2), is_kept)
+        assert np.isnan(d_y[0]).all() == is_full
+
+
 def test_forward_mode_raises_jaxs_own_error(implementation: str) -> None:
     group = group_of(SMALL, implementation)
     inputs = inputs_of(SMALL)

@@ -179,6 +179,10 @@ int Main(int argc, char** argv) {
       return 2;
     }
   }
+  if (machine.form >= static_cast<int>(std::size(kForms))) {
+    std::fprintf(stderr, "form: got %d, expected 0, 1 or 2\n", machine.form);
+    return 2;
+  }
   std::printf("%s, %u ranks, sms %u\n", machine.use_tma ? "bulk copies" : "plain",
               machine.num_ranks, machine.sms);
   if (has_ht || !has_ll) {

@@ -60,6 +60,7 @@ TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
     GroupShape shape = ShapeOf(4, 5);
     shape.hidden = hidden;
     const GpuHeapLayout layout = GpuHeapLayout::Make(shape);
+    ASSERT_EQ(layout.stage_rows % 128, 0u) << hidden;
     for (const uint64_t block : {16, 32, 64, 128, 256, 512}) {
       for (const Fp8Scale scale : {Fp8Scale::kF32, Fp8Scale::kUe8m0}) {
         const uint64_t record_bytes = RecordBytes(hidden, block, scale);

@@ -115,12 +115,12 @@ TEST(Faulty, late_payload_is_refused_between_processes) {
     const bool is_sent = write(pipe_fds[1], address.data(), address.size()) > 0;
     _exit(is_sent ? 0 : 1);
   }
+  close(pipe_fds[1]);  // else a child that dies would leave the read waiting
   char address[512];
   const ssize_t length = read(pipe_fds[0], address, sizeof(address));
   int how = 0;
   ASSERT_EQ(waitpid(child, &how, 0), child);
   close(pipe_fds[0]);
-  close(pipe_fds[1]);
   ASSERT_EQ(how, 0);
   ASSERT_GT(length, 0);
   const auto made = MakeTransport("loopback", options);

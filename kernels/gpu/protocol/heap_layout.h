@@ -25,8 +25,8 @@ inline constexpr uint64_t kMostTokenSlices = 8;
 // Blocks of rows and arrays begin at multiples of this.
 inline constexpr uint64_t kRowAlignBytes = 256;
 
-// From one record to the next in a stage. NVLink needs twice the packets for a bulk load that
-// begins amid a line (docs/performance.md, "Dispatch in FP8").
+// From one record to the next in a stage. A bulk load that begins amid a line takes more bytes on
+// NVLink's links (docs/performance.md, "Dispatch in FP8").
 constexpr uint64_t RecordPitch(uint64_t record_bytes) {
   constexpr uint64_t kLine = 128;
   return AlignUp(record_bytes, kLine);
@@ -183,7 +183,7 @@ struct GpuHeapLayout {
   // Read by peers.
   uint64_t plan_list = 0;      // i32 [T * K]
   HeapArea plan_entries;       // [2]: PairEntry [T * K]; groups of one node
-  uint64_t stage_rows = 0;     // [T, H], or records [T]
+  uint64_t stage_rows = 0;     // [T, H], or records [T], one each RecordPitch
   uint64_t stage_weights = 0;  // f32 [T * K]
   // Private.
   uint64_t pair_ranks = 0;     // i32 [T * K]: pairs of the same expert before it in its block
