@@ -281,6 +281,11 @@ def _as_seconds(name: str, value: object) -> float:
     return number
 
 
+def is_limit(value: object) -> bool:
+    """Whether that is a time to wait for, in seconds."""
+    return 0 <= _as_float(value) <= MAX_TIMEOUT_S
+
+
 def _as_float(value: object) -> float:
     """`value` as Python's float; NaN if it is no real number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):

@@ -410,7 +410,7 @@ class Group:
             i32[N], 1 for each rank that takes part, equal on all of them.
 
         Raises:
-            ValueError: the group is not elastic.
+            ValueError: the group is not elastic, or timeout_s is no time.
             RuntimeError: the others have left this process out, or the group is closed.
             TimeoutError: executions of this process did not end, or no connections could be made.
 
@@ -421,7 +421,7 @@ class Group:
             ...     group_of_four.agree().tolist()
             [1, 1, 1, 1]
         """
-        self._require_elastic("agree")
+        self._require_elastic("agree", timeout_s)
         if self._native is None:  # XLA's collectives need all ranks
             return self.active
         mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(timeout_s)
@@ -438,8 +438,9 @@ class Group:
             timeout_s: how long to wait for its `create_group`. None: Config.timeout_s.
 
         Raises:
-            ValueError: the group is not elastic, or the rank takes part.
-            TimeoutError: the process has not called `create_group`.
+            ValueError: the group is not elastic, the rank takes part, or timeout_s is no time.
+            RuntimeError: the others have left this process out, or the group is closed.
+            TimeoutError: the process has not called `create_group` of this group.
 
         Example:
             After the process of rank 2 was started again, on every survivor::
@@ -447,7 +448,7 @@ class Group:
                 group.readmit(2)
                 active = group.agree()
         """
-        self._require_elastic("readmit")
+        self._require_elastic("readmit", timeout_s)
         if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks or self.active[rank]:
             raise ValueError(
                 f"jax_ep.Group.readmit: got rank {rank!r}, expected one that does not take part; "
@@ -456,11 +457,16 @@ class Group:
         assert self._native is not None
         self._native.readmit(rank, timeout_s)
 
-    def _require_elastic(self, what: str) -> None:
+    def _require_elastic(self, what: str, timeout_s: float | None) -> None:
         if not self.config.elastic:
             raise ValueError(
                 f"jax_ep.Group.{what}: got a group of Config.elastic=False, expected "
                 "Config(elastic=True); create the group with it"
+            )
+        if timeout_s is not None and not _config.is_limit(timeout_s):
+            raise ValueError(
+                f"jax_ep.Group.{what}: got timeout_s={timeout_s!r}, expected seconds from 0 to "
+                f"{_config.MAX_TIMEOUT_S:g}; leave it out for Config.timeout_s"
             )
 
     def stats(self) -> GroupStats:

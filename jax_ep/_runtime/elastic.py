@@ -208,7 +208,8 @@ class Elastic:
             if time.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{self._label}: readmit: process {process}, of rank {rank}, has not called "
-                    "create_group in time; start it again"
+                    "create_group of this group in time; start it again, or if it waits in that of "
+                    "another group, agree on that one first"
                 )
             time.sleep(_REQUEST_POLL_S)
 

@@ -146,6 +146,8 @@ class NativeSession:
     def readmit(self, rank: int, timeout_s: float | None) -> None:
         """As `Group.readmit`."""
         assert self._elastic is not None
+        if self.closed or self._left_out:
+            raise RuntimeError(self._trouble())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._elastic.readmit(rank, time.monotonic() + limit_s)
 

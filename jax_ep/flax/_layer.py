@@ -79,6 +79,7 @@ class Layer:
     def weights(self) -> dict[str, Weight]:
         """Every parameter that this layer has, with its global shape."""
         config = self.config
+        self._check_types()
         self.placement.check(config, self.group)
         self._check_precision()
         present = ["router", "w_up", "w_down"]
@@ -86,6 +87,19 @@ class Layer:
         if config.shared_width:
             present += ["shared_up", "shared_down"] + ["shared_gate"] * config.gated
         return {name: Weight(self._shape(name), self._spec(name)) for name in present}
+
+    def _check_types(self) -> None:
+        kinds = {
+            "config": ("a jax_ep.flax.MoEConfig", MoEConfig),
+            "group": ("what jax_ep.create_group returns", jax_ep.Group),
+            "placement": ("a jax_ep.flax.Placement", Placement),
+        }
+        for name, (expected, kind) in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise ValueError(
+                    f"jax_ep.flax.MoE: got {name} of type {type(value).__name__}, expected "
+                    f"{expected}; pass that (docs/flax.md)"
+                )
 
     def _check_precision(self) -> None:
         if self.precision is None:

@@ -80,9 +80,10 @@ class MoE(nnx.Module):
         self.placement = placement
         self.expert_fn = expert_fn
         self.precision = precision
-        mesh = {"mesh": group.mesh} if isinstance(group.mesh, Mesh) else {}
         layer = self._layer()
-        for name, weight in layer.weights().items():
+        weights = layer.weights()
+        mesh = {"mesh": group.mesh} if isinstance(group.mesh, Mesh) else {}
+        for name, weight in weights.items():
             metadata: dict[str, Any] = {"out_sharding": tuple(weight.spec), **mesh}
             if name == "router_bias":
                 bias = jnp.zeros(weight.shape, jnp.float32)

@@ -272,6 +272,13 @@ def test_a_group_that_is_not_elastic_says_so() -> None:
     np.testing.assert_array_equal(group.active, [1, 1, 1, 1])
 
 
+@pytest.mark.parametrize("timeout_s", [-1, "x", float("nan"), True])
+def test_what_is_no_time_to_wait_is_refused(group: jax_ep.Group, timeout_s: Any) -> None:
+    for call in (group.agree, lambda limit: group.readmit(0, limit)):
+        with pytest.raises(ValueError, match=r"got timeout_s=.*, expected seconds from 0 to"):
+            call(timeout_s)
+
+
 def test_several_teams_are_refused() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("dp", "ep"))
     config = dataclasses.replace(CASE.config(), elastic=True)
