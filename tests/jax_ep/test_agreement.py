@@ -19,6 +19,7 @@ from jax_ep._runtime.elastic import Elastic, LeftOutError
 from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.pulse import Pulse
 from jax_ep._runtime.seal import SealError
+from jax_ep._runtime.session import NativeSession
 from jax_ep._runtime.store import Store
 
 
@@ -357,3 +358,12 @@ def test_records_are_under_the_jobs_secret() -> None:
     with pytest.raises(SealError):
         agreement.newest(stranger)
     assert b"life0" not in b"".join(world.store.store._client.stored.values())
+
+
+def test_a_closed_group_takes_nobody_back() -> None:
+    """At once: nobody comes who could be waited for."""
+    session: Any = types.SimpleNamespace(
+        closed=True, _left_out="", _elastic=object(), _trouble=lambda: "group g is closed"
+    )
+    with pytest.raises(RuntimeError, match="group g is closed"):
+        NativeSession.readmit(session, 1, 60.0)
