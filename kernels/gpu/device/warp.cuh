@@ -58,10 +58,6 @@ __device__ inline T FromLaneXor(T value, uint32_t mask) {
 __device__ inline uint32_t CountLanes(LaneMask mask) {
   return static_cast<uint32_t>(__builtin_popcountll(mask));
 }
-// Of the lanes that are here, which need not be all.
-__device__ inline bool IsFirstOfActiveLanes() {
-  return threadIdx.x % kWarpSize == static_cast<uint32_t>(__builtin_ctzll(Ballot(true)));
-}
 // Lanes that hold the same value as this one. One round per different value.
 __device__ inline LaneMask LanesWithSame(int32_t value) {
   LaneMask same = 0;
@@ -98,14 +94,21 @@ __device__ inline T FromLaneXor(T value, uint32_t mask) {
   return __shfl_xor_sync(kAllLanes, value, static_cast<int>(mask));
 }
 __device__ inline uint32_t CountLanes(LaneMask mask) { return static_cast<uint32_t>(__popc(mask)); }
-__device__ inline bool IsFirstOfActiveLanes() {
-  return threadIdx.x % kWarpSize ==
-         static_cast<uint32_t>(__ffs(static_cast<int>(__activemask()))) - 1;
-}
 __device__ inline LaneMask LanesWithSame(int32_t value) {
   return __match_any_sync(kAllLanes, value);
 }
 #endif
+
+// Of the lanes that are here with this value, which need not all be: whether it is the first.
+__device__ inline bool IsFirstLaneWith(uint32_t value) {
+#if JAX_EP_HIP
+  const LaneMask same = LanesWithSame(static_cast<int32_t>(value));
+  return threadIdx.x % kWarpSize == static_cast<uint32_t>(__builtin_ctzll(same));
+#else
+  const LaneMask same = __match_any_sync(__activemask(), value);
+  return threadIdx.x % kWarpSize == static_cast<uint32_t>(__ffs(static_cast<int>(same))) - 1;
+#endif
+}
 
 __device__ inline uint32_t LaneId() { return threadIdx.x % kWarpSize; }
 __device__ inline uint32_t WarpId() { return threadIdx.x / kWarpSize; }
