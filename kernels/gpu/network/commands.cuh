@@ -30,7 +30,11 @@ __device__ inline uint32_t RailRank(const DeviceRank& device, uint32_t node) {
   return node * device.shape.node_size + LocalRankOf(device);
 }
 
-// Where `peer`, of another node, keeps what comes from this rank.
+// Where `peer`, of another node, keeps what comes from this node over a rail, and from this rank.
+__device__ inline uint32_t OwnNodeAt(const DeviceRank& device, uint32_t peer) {
+  const GroupShape& shape = device.shape;
+  return OtherNode(shape.num_nodes(), peer / shape.node_size, NodeOf(device));
+}
 __device__ inline uint32_t OwnIndexAt(const DeviceRank& device, uint32_t peer) {
   return RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
 }

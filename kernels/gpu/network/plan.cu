@@ -1,9 +1,11 @@
 // A plan between nodes. Two exchanges, each between two kernels of the plan (ht/plan/plan.cu):
-// counts before PlaceOwnPairs, lists before FillRecvSrc. What other nodes' ranks have sent is
-// copied to where node-mates would have stored it, and their flags are set.
+// counts before PlaceOwnPairs, lists before FillRecvSrc. A rank sends both over its rail, once to
+// each other node, into the stage of its rail mate there. Every rank of that node reads them from
+// that stage, copies them to where node-mates would have stored them, and sets their flags.
 //
 // Both signal on Channel::kPlan: plan e brings signals 2e - 1 and 2e. Two sets are enough: who
-// sends counts of plan e + 2 has met this rank's counts of e + 1, which follow its last read of e.
+// sends counts of plan e + 2 has met the counts of e + 1 of all ranks that read its stage, which
+// follow their last reads of e.
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
@@ -45,22 +47,24 @@ __device__ inline void BlockCopyInts(int32_t* to, const int32_t* from, uint32_t 
 }
 
 // All threads of the block; `is_ok` is shared. Takes what each other node's rank has sent as soon
-// as it is there: copy(source, its position among all of those).
+// as it is there: copy(source, what it has put into `area` of its rail mate's stage).
 template <typename Copy>
-__device__ void TakeFromRemotes(const DeviceRank& device, uint64_t signal, uint64_t flags_offset,
-                                uint32_t* is_ok, Copy&& copy) {
+__device__ void TakeFromRemotes(const DeviceRank& device, uint64_t signal, const HeapArea& area,
+                                uint64_t flags_offset, uint32_t* is_ok, Copy&& copy) {
   const uint64_t value = FlagValue(SequenceOf(device), Operation::kPlan, device.program);
+  const uint64_t parity = (NetStateOf(device)->plans + 1) % 2;
   for (uint32_t number = 0; number < NumRemotes(device); ++number) {
     const uint32_t source = RemoteRank(device, number);
+    const uint32_t rail = source % device.shape.node_size;
     if (threadIdx.x == 0) {
-      *is_ok =
-          WaitSignals(device, LocalRankOf(device), Channel::kPlan, source, Operation::kPlan, signal)
-              ? 1
-              : 0;
+      *is_ok = WaitSignals(device, rail, Channel::kPlan, source, Operation::kPlan, signal) ? 1 : 0;
     }
     SyncBlock();
     if (*is_ok == 0) return;
-    copy(source, RemoteIndex(device.shape, NodeOf(device), source));
+    const uint32_t node = source / device.shape.node_size;
+    copy(source, reinterpret_cast<const int32_t*>(
+                     device.network->stages[rail] +
+                     area.At(parity, OtherNode(device.shape.num_nodes(), NodeOf(device), node))));
     SyncBlock();
     if (threadIdx.x == 0) OwnHeapAt<uint64_t>(device, flags_offset)[source] = value;
   }
@@ -75,40 +79,44 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t epoch = NetStateOf(device)->plans + 1;
   const uint64_t parity = epoch % 2;
   const auto count = static_cast<uint32_t>(layout.counts_bytes / sizeof(int32_t));
-  std::byte* stage = OwnStage(device);
-  BlockCopyInts(reinterpret_cast<int32_t*>(stage + layout.counts_send.At(parity)),
+  BlockCopyInts(reinterpret_cast<int32_t*>(OwnStage(device) + layout.counts_send.At(parity)),
                 OwnHeapAt<int32_t>(device, CountsOf(device, sequence, device.rank)), count);
   SyncBlock();
   if (WarpId() == 0) {
-    WarpPushToAllRemotes(device, Operation::kPlan, [&](uint32_t peer) {
+    WarpPushToRail(device, Operation::kPlan, [&](uint32_t peer) {
       return Command{.op = Op::kWriteSignal,
                      .dst_rank = peer,
                      .length_bytes = layout.counts_bytes,
                      .local_offset = layout.counts_send.At(parity),
-                     .remote_offset = layout.counts_recv.At(parity, OwnIndexAt(device, peer)),
+                     .remote_offset = layout.counts_recv.At(parity, OwnNodeAt(device, peer)),
                      .channel = Channel::kPlan,
                      .epoch = 2 * epoch - 1};
     });
   }
-  TakeFromRemotes(device, 2 * epoch - 1, device.layout.entry_flags, &is_ok,
-                  [&](uint32_t source, uint32_t index) {
-                    const std::byte* from = stage + layout.counts_recv.At(parity, index);
+  // A mate that is not in this plan is to blame itself, not the ranks on its rail.
+  if (!BlockWaitMates(device, device.layout.entry_flags, Operation::kPlan,
+                      FlagValue(sequence, Operation::kPlan, device.program), &is_ok)) {
+    return;
+  }
+  TakeFromRemotes(device, 2 * epoch - 1, layout.counts_recv, device.layout.entry_flags, &is_ok,
+                  [&](uint32_t source, const int32_t* from) {
                     BlockCopyInts(OwnHeapAt<int32_t>(device, CountsOf(device, sequence, source)),
-                                  reinterpret_cast<const int32_t*>(from), count);
+                                  from, count);
                   });
 }
 
-// One warp. The part of a source's list that names rows of `rank`.
+// One warp. The part of a source's list that names rows of the ranks [first, end).
 struct ListPart {
   uint32_t begin, end;
 };
-__device__ inline ListPart PartFor(const ListParams& params, const int32_t* counts, uint32_t rank) {
+__device__ inline ListPart PartFor(const ListParams& params, const int32_t* counts, uint32_t first,
+                                   uint32_t end) {
   if (!params.is_sorted) return {0, params.num_pairs};
   const uint32_t experts = params.device.shape.experts_per_rank();
   int32_t before = 0;
   int32_t own = 0;
-  for (uint32_t expert = LaneId(); expert < (rank + 1) * experts; expert += kWarpSize) {
-    (expert < rank * experts ? before : own) += counts[expert];
+  for (uint32_t expert = LaneId(); expert < end * experts; expert += kWarpSize) {
+    (expert < first * experts ? before : own) += counts[expert];
   }
   before = WarpSum(before);
   own = WarpSum(own);
@@ -119,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     ExchangeLists(const __grid_constant__ ListParams params) {
   __shared__ uint32_t shared_flag;
   __shared__ ListPart part;
-  __shared__ ListPart parts[kMaxNodeRanks];
+  __shared__ ListPart parts[kMaxNodeRanks];  // by node
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
   const uint64_t sequence = SequenceOf(device);
@@ -135,39 +143,39 @@ __global__ void __launch_bounds__(kThreads)
   // Whole units of the wire: the words beside a part are the same for everyone.
   constexpr uint32_t kUnit = kWireUnitBytes / sizeof(int32_t);
   const int32_t* own_counts = CountsOfSource(device, sequence, device.rank);
-  for (uint32_t number = WarpId(); number < NumRemotes(device); number += kWarps) {
-    const uint32_t peer = RemoteRank(device, number);
-    const ListPart wanted = PartFor(params, own_counts, peer);
-    if (LaneId() == 0) parts[peer] = wanted;
+  const uint32_t node_size = device.shape.node_size;
+  for (uint32_t node = WarpId(); node < device.shape.num_nodes(); node += kWarps) {
+    const ListPart wanted = PartFor(params, own_counts, node * node_size, (node + 1) * node_size);
+    if (LaneId() == 0) parts[node] = wanted;
   }
   SyncBlock();
   if (WarpId() == 0) {
-    WarpPushToAllRemotes(device, Operation::kPlan, [&](uint32_t peer) {
-      const ListPart sent = parts[peer];
+    WarpPushToRail(device, Operation::kPlan, [&](uint32_t peer) {
+      const ListPart sent = parts[peer / node_size];
       const uint64_t begin = sent.begin / kUnit * kWireUnitBytes;
       const uint64_t end = (sent.end + kUnit - 1) / kUnit * kWireUnitBytes;
       return Command{.op = sent.end > sent.begin ? Op::kWriteSignal : Op::kSignal,
                      .dst_rank = peer,
                      .length_bytes = sent.end > sent.begin ? end - begin : 0,
                      .local_offset = layout.list_send.At(parity) + begin,
-                     .remote_offset = layout.list_recv.At(parity, OwnIndexAt(device, peer)) + begin,
+                     .remote_offset = layout.list_recv.At(parity, OwnNodeAt(device, peer)) + begin,
                      .channel = Channel::kPlan,
                      .epoch = 2 * epoch};
     });
   }
   TakeFromRemotes(
-      device, 2 * epoch, device.layout.list_flags, &shared_flag,
-      [&](uint32_t source, uint32_t index) {
+      device, 2 * epoch, layout.list_recv, device.layout.list_flags, &shared_flag,
+      [&](uint32_t source, const int32_t* from) {
         if (WarpId() == 0) {
-          const ListPart taken =
-              PartFor(params, CountsOfSource(device, sequence, source), device.rank);
+          const ListPart taken = PartFor(params, CountsOfSource(device, sequence, source),
+                                         device.rank, device.rank + 1);
           if (LaneId() == 0) part = taken;
         }
         SyncBlock();
-        const std::byte* from = stage + layout.list_recv.At(parity, index);
+        const uint32_t index = RemoteIndex(device.shape, NodeOf(device), source);
         BlockCopyInts(
             OwnHeapAt<int32_t>(device, device.layout.remote_lists.At(0, index)) + part.begin,
-            reinterpret_cast<const int32_t*>(from) + part.begin, part.end - part.begin);
+            from + part.begin, part.end - part.begin);
       });
   if (threadIdx.x == 0) NetStateOf(device)->plans = epoch;
 }

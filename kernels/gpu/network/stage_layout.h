@@ -28,14 +28,14 @@ static_assert(sizeof(CallRecord) == kWireUnitBytes);
 struct NetLayout {
   uint64_t total_bytes = 0;
   uint64_t flags = 0;  // u64 [kNumChannels][N]: signals (counted channels: epochs) from that rank
-  // Plan, by parity of the plan's number. "[R]": by RemoteIndex of the other rank.
+  // Plan, by parity of the plan's number. "[O]": by OtherNode of the other node.
   HeapArea counts_send;  // [2]: PlanHeader, i32 [E]
-  HeapArea counts_recv;  // [2][R]
+  HeapArea counts_recv;  // [2][O]: the same, of the rail's rank there
   HeapArea list_send;    // [2]: i32 [T * K], the plan list of this rank
-  HeapArea list_recv;    // [2][R]: the part of it that names rows of this rank, at the same place
+  HeapArea list_recv;    // [2][O]: the part of it that names rows of this node, at the same place
   uint64_t counts_bytes = 0;
   uint64_t list_bytes = 0;
-  // HT dispatch, by parity. "[O]": by OtherNode of the other node.
+  // HT dispatch, by parity.
   HeapArea rows_send;  // [2]: rows [T, H] without padding, CallRecord, weights [T * K]
   HeapArea rows_recv;  // [2][O]: the same, of the rail's rank there; only rows with a pair here
   uint64_t rows_call = 0, rows_weights = 0;
@@ -44,8 +44,8 @@ struct NetLayout {
   HeapArea sums_recv;  // [2][O]
   uint64_t sums_pitch = 0;
   uint64_t sums_scalars = 0, sums_call = 0;
-  // LL, by slot set. A record is followed by a u64 tag, the StartFlag of its call, because a count
-  // says how many records have come and not which.
+  // LL, by slot set. "[R]": by RemoteIndex of the other rank. A record is followed by a u64 tag,
+  // the StartFlag of its call, because a count says how many records have come and not which.
   HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
   HeapArea ll_rows_recv;  // [depth][R]: the same
   uint64_t ll_ids = 0, ll_weights = 0, ll_head_bytes = 0;
@@ -89,9 +89,9 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
                   shape.top_k * sizeof(int32_t),
               kWireUnitBytes);
   layout.counts_send = take(kParities, 1, layout.counts_bytes);
-  layout.counts_recv = take(kParities, num_remote, layout.counts_bytes);
+  layout.counts_recv = take(kParities, num_others, layout.counts_bytes);
   layout.list_send = take(kParities, 1, layout.list_bytes);
-  layout.list_recv = take(kParities, num_remote, layout.list_bytes);
+  layout.list_recv = take(kParities, num_others, layout.list_bytes);
 
   layout.rows_call = AlignUp(tokens * row_bytes, kRowAlignBytes);
   layout.rows_weights = layout.rows_call + sizeof(CallRecord);
