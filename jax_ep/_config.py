@@ -35,7 +35,7 @@ DEFAULT_PEER_TIMEOUT_S = 15.0
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _ELEM_TYPES = {"float32": 0, "bfloat16": 1, "float16": 2}  # kernels/layout.h ElemType
-TRANSPORTS = ("auto", "loopback", "shm", "ofi", "verbs")
+TRANSPORTS = ("auto", "loopback", "shm", "cuda", "ofi", "verbs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ class Config:
         wire: what rows of a dispatch travel as: None (dtype), or an `FP8`, whose block divides
             hidden. Gradients are those of None (docs/fp8.md).
         wire_backward: with a wire, cotangents that combine's gradient dispatches travel so, too.
-        transport: "auto", "loopback", "shm", "ofi" or "verbs".
+        transport: what moves rows between nodes: "auto", "loopback", "shm", "cuda", "ofi" or
+            "verbs" (docs/transports.md).
         node_size: ranks per node; None: those that share a host.
         timeout_s: bound on waiting for a live but late rank, in seconds from 0.1 to 1e9.
         peer_timeout_s: silence after which a process counts as gone, in seconds, at most timeout_s.

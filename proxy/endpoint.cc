@@ -61,9 +61,11 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
   std::unique_ptr<Endpoint> endpoint(
       new Endpoint(proxy, options, std::move(transport), std::move(ring), signs));
   if (endpoint->uses_secrets_) JAX_EP_RETURN_IF_ERROR(endpoint->DrawSecrets());
-  JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_,
-                          endpoint->transport_->Register(MemoryRegion{
-                              .bytes = options.heap, .export_blob = options.heap_export}));
+  JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_, endpoint->transport_->Register(MemoryRegion{
+                                                      .bytes = options.heap,
+                                                      .export_blob = options.heap_export,
+                                                      .device = options.heap_device,
+                                                      .dmabuf_fd = options.heap_dmabuf_fd}));
   return endpoint;
 }
 

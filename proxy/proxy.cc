@@ -87,7 +87,8 @@ Result<int> Proxy::AddEndpoint(EndpointOptions options) {
                                            .bell = impl_->bell,
                                            .bell_export = impl_->bell_memory.Export(),
                                            .faulty_spec = impl_->options.faulty_spec,
-                                           .place = options.place};
+                                           .place = options.place,
+                                           .copies = options.copies};
   JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
                           impl_->options.transport_factory
                               ? impl_->options.transport_factory(transport_options)

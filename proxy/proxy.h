@@ -58,8 +58,11 @@ struct EndpointOptions {
   std::vector<uint32_t> peers = {};  // ranks of other nodes, any order, without duplicates
   uint32_t ll_slots = 0;             // largest slot + 1 of the counted channels; 0: none is used
   std::span<std::byte> heap = {};    // outlives the proxy
-  std::string heap_export = {};      // SharedMemory::Export of the heap; needed by shm
-  // Address of flag[channel][source] in the heap; nullptr where that pair has none. Called for
+  std::string heap_export = {};      // MemoryRegion::export_blob; needed by shm and cuda
+  int heap_device = -1;              // MemoryRegion::device
+  int heap_dmabuf_fd = -1;           // MemoryRegion::dmabuf_fd
+  DeviceCopies* copies = nullptr;    // TransportOptions::copies
+  // Address of flag[channel][source], in host memory; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals
   // count on from: 0 in fresh memory; tests start near wrap-around.
   std::function<std::atomic<uint64_t>*(Channel channel, uint32_t source)> flag = {};

@@ -19,6 +19,7 @@ PROXY = [
     "proxy.cc",
     "sequencer.cc",
     "transport/choose_nics.cc",
+    "transport/cuda.cc",
     "transport/faulty.cc",
     "transport/faulty_spec.cc",
     "transport/faulty_writes.cc",

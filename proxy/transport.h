@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "proxy/base/deadline.h"
+#include "proxy/base/device_copies.h"
 #include "proxy/base/doorbell.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/status.h"
@@ -29,7 +30,8 @@ struct TransportCaps {
 // Memory to be read and written by peers.
 struct MemoryRegion {
   std::span<std::byte> bytes = {};
-  // SharedMemory::Export of exactly these bytes; "" if there is none. shm needs it.
+  // What shm and cuda find exactly these bytes by: SharedMemory::Export of host memory, a name that
+  // DeviceCopies::Find of peers knows of a GPU's; "" if there is none.
   std::string export_blob = {};
   int device = -1;     // -1: host memory
   int dmabuf_fd = -1;  // of device memory, where the platform exports it and verbs is to use it
@@ -143,6 +145,7 @@ struct TransportOptions {
   // Spec of the faulty wrapper; "" for none.
   std::string faulty_spec = {};
   RankPlace place = {};
+  DeviceCopies* copies = nullptr;  // of a rank on a GPU; outlives the transport
 };
 
 }  // namespace jax_ep

@@ -38,7 +38,8 @@ struct GpuSession::Member {
   SharedMemory control;                    // a ControlBlock, for heartbeats between processes
   std::vector<gpu::PeerMemory> peers;      // [node_size]
   std::vector<gpu::DeviceRange> imported;  // mappings of other processes' memory
-  std::vector<SharedMemory> controls;      // of mates in other processes
+  std::vector<std::byte*> stages;      // [N], as this device addresses them; empty: not its kind
+  std::vector<SharedMemory> controls;  // of mates in other processes
   std::vector<MonitorOptions::Peer> watched;
   gpu::RankHandle* handle = nullptr;
   std::atomic<uint64_t> launches{0};  // relaxed: a statistic

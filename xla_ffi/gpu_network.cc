@@ -7,6 +7,7 @@
 #include "proxy/base/env.h"
 #include "proxy/base/topology.h"
 #include "proxy/command_ring.h"
+#include "xla_ffi/gpu_copies.h"
 #include "xla_ffi/members.h"
 
 namespace jax_ep {
@@ -23,6 +24,11 @@ std::vector<int> NearCpus(std::string_view pci_address) {
   return cpus;
 }
 
+// What transports know a rank's stage by, in device memory.
+std::string StageName(uint32_t team, uint32_t rank) {
+  return std::to_string(team) + "/" + std::to_string(rank);
+}
+
 }  // namespace
 
 Status ToStatus(const char* error, const std::string& what) {
@@ -32,14 +38,20 @@ Status ToStatus(const char* error, const std::string& what) {
 
 struct GpuNetwork::Member {
   LocalRank id;
-  SharedMemory stage;
-  std::vector<SharedMemory> imported;  // mates' stages of other processes
+  SharedMemory pinned_stage;   // unless the stage is the GPU's memory
+  std::span<std::byte> stage;  // what proxies move
+  SharedMemory signal_memory;
+  std::vector<SharedMemory> imported;  // mates' stages and signals of other processes
   std::vector<std::byte*> stages;      // [node_size] of the node
+  std::vector<std::byte*> signals;     // likewise
   std::vector<SharedMemory> ring_memory;
   std::vector<std::byte*> rings;
+  // One for each proxy, if the transport makes copies of the GPU's memory; outlive the proxies.
+  std::vector<std::unique_ptr<GpuCopies>> copies;
   std::vector<std::unique_ptr<Proxy>> proxies;  // one endpoint each, number 0
 
   int device() const { return static_cast<int>(id.device_ordinal); }
+  bool has_device_stage() const { return pinned_stage.bytes().empty(); }
 };
 
 GpuNetwork::GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api)
@@ -50,6 +62,10 @@ GpuNetwork::~GpuNetwork() {
   static_cast<void>(Release());
 }
 
+bool GpuNetwork::HasDeviceStages(const SessionOptions& options) {
+  return options.shape.num_nodes() > 1 && options.transport == "cuda";
+}
+
 Status GpuNetwork::Pin(std::span<std::byte> memory) {
   JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->pin(memory.data(), memory.size()),
                                   "group " + options_.name + ": pinning " +
@@ -58,27 +74,50 @@ Status GpuNetwork::Pin(std::span<std::byte> memory) {
   return Status::Ok();
 }
 
-Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(const SessionOptions& options,
-                                                       const gpu::GpuApi& api,
-                                                       FailureLatch* failure) {
+Result<SharedMemory> GpuNetwork::MakePinned(uint64_t bytes, bool shareable) {
+  JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, SharedMemory::Create(bytes, shareable));
+  JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
+  return memory;
+}
+
+Result<SharedMemory> GpuNetwork::ImportPinned(const std::string& who, const std::string& blob,
+                                              uint64_t bytes) {
+  JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, Of(who, SharedMemory::Import(blob)));
+  if (memory.bytes().size() < bytes) {
+    return InvalidArgument(who + " is smaller than this group's layout");
+  }
+  JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
+  return memory;
+}
+
+Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(
+    const SessionOptions& options, const gpu::GpuApi& api,
+    const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure) {
   JAX_EP_RETURN_IF_ERROR(CheckReach(options, api.stage_bytes(&options.shape)));
   std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api));
   JAX_EP_ASSIGN_OR_RETURN(network->env_, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(network->tracer_, OpenTracer(options, network->env_));
-  for (const LocalRank& local : options.local_ranks) {
-    JAX_EP_RETURN_IF_ERROR(network->AddMember(local, failure));
+  for (size_t i = 0; i < options.local_ranks.size(); ++i) {
+    const auto stage = device_stages.empty() ? std::span<std::byte>() : device_stages[i];
+    JAX_EP_RETURN_IF_ERROR(network->AddMember(options.local_ranks[i], stage, failure));
   }
   return network;
 }
 
-Status GpuNetwork::AddMember(const LocalRank& local, FailureLatch* failure) {
+Status GpuNetwork::AddMember(const LocalRank& local, std::span<std::byte> device_stage,
+                             FailureLatch* failure) {
   auto member = std::make_unique<Member>();
   member->id = local;
   JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->use_device(member->device()), "network"));
-  JAX_EP_ASSIGN_OR_RETURN(member->stage,
-                          SharedMemory::Create(api_.stage_bytes(&options_.shape),
-                                               /*shareable=*/!IsOneProcess(options_)));
-  JAX_EP_RETURN_IF_ERROR(Pin(member->stage.bytes()));
+  const bool shareable = !IsOneProcess(options_);
+  member->stage = device_stage;
+  if (device_stage.empty()) {
+    JAX_EP_ASSIGN_OR_RETURN(member->pinned_stage,
+                            MakePinned(api_.stage_bytes(&options_.shape), shareable));
+    member->stage = member->pinned_stage.bytes();
+  }
+  JAX_EP_ASSIGN_OR_RETURN(member->signal_memory,
+                          MakePinned(api_.signal_bytes(&options_.shape), shareable));
   Member& added = *members_.emplace_back(std::move(member));
   return AddProxies(added, failure);
 }
@@ -92,32 +131,39 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
       ToStatus(api_.memory->pci_address(member.device(), pci_address.data(), pci_address.size()),
                "network"));
   place.device_pci = pci_address.data();
-  std::byte* stage = member.stage.bytes().data();
+  std::byte* const signals = member.signal_memory.bytes().data();
   for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
     ProxyOptions proxy_options = ProxyOptionsFor(options_, env_);
     proxy_options.cpus = NearCpus(place.device_pci);
     JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
                             Proxy::Create(std::move(proxy_options), failure));
-    JAX_EP_ASSIGN_OR_RETURN(
-        SharedMemory memory,
-        SharedMemory::Create(CommandRing::BytesFor(env_.ring_slots), /*shareable=*/false));
-    JAX_EP_RETURN_IF_ERROR(Pin(memory.bytes()));
+    JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, MakePinned(CommandRing::BytesFor(env_.ring_slots),
+                                                            /*shareable=*/false));
     EndpointOptions endpoint{
         .rank = member.id.rank,
         .team = options_.IdOf(member.id.team),
         .num_ranks = shape.num_ranks,
         .ll_slots = static_cast<uint32_t>(shape.ll_tokens) + 1,
-        .heap = member.stage.bytes(),
-        .heap_export = IsOneProcess(options_) ? std::string() : member.stage.Export(),
+        .heap = member.stage,
         .flag =
-            [this, stage](Channel channel, uint32_t source) {
+            [this, signals](Channel channel, uint32_t source) {
               return reinterpret_cast<std::atomic<uint64_t>*>(
-                  stage + api_.stage_flag(&options_.shape, channel, source));
+                  signals + api_.signal_offset(&options_.shape, channel, source));
             },
         .ring_slots = env_.ring_slots,
         .ring_memory = memory.bytes(),
         .place = place,
         .trace = AddTrack(tracer_.get(), options_, member.id, TrackKind::kProxy)};
+    if (member.has_device_stage()) {
+      endpoint.heap_device = member.device();
+      endpoint.heap_export = StageName(member.id.team, member.id.rank);
+      JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<GpuCopies> copies,
+                              GpuCopies::Open(*api_.memory, member.device()));
+      endpoint.copies = copies.get();
+      member.copies.push_back(std::move(copies));
+    } else if (!IsOneProcess(options_)) {
+      endpoint.heap_export = member.pinned_stage.Export();
+    }
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
       if (gpu::RingServes(ring, env_.proxy_threads, node, peer / shape.node_size)) {
         endpoint.peers.push_back(peer);
@@ -134,22 +180,27 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
 std::string GpuNetwork::LocalBlob(size_t index) const {
   const Member& member = *members_[index];
   BlobWriter blob;
-  blob.Text(member.stage.Export());
+  blob.Text(member.has_device_stage() ? std::string() : member.pinned_stage.Export());
+  blob.Text(member.signal_memory.Export());
   blob.U64(member.proxies.size());
   for (const auto& proxy : member.proxies) blob.Text(proxy->LocalBlob(0));
   return blob.Take();
 }
 
-Status GpuNetwork::Connect(const Blobs& blobs) {
+Status GpuNetwork::Connect(const Blobs& blobs,
+                           const std::vector<std::vector<std::byte*>>& device_stages) {
   Blobs all = blobs;
   for (size_t i = 0; i < members_.size(); ++i) {
     all[{members_[i]->id.team, members_[i]->id.rank}] = LocalBlob(i);
   }
-  for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, all));
+  for (size_t i = 0; i < members_.size(); ++i) {
+    JAX_EP_RETURN_IF_ERROR(ConnectMember(*members_[i], all, device_stages[i]));
+  }
   return Status::Ok();
 }
 
-Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
+Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs,
+                                 const std::vector<std::byte*>& device_stages) {
   const GroupShape& shape = options_.shape;
   const uint32_t node = member.id.rank / shape.node_size;
   const Deadline deadline = Deadline::After(options_.timeout);
@@ -160,7 +211,8 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
     const uint32_t peer_node = peer / shape.node_size;
     const Member* const mate = FindMember(members_, member.id.team, peer);
     if (peer_node == node && mate != nullptr) {
-      member.stages.push_back(mate->stage.bytes().data());
+      member.stages.push_back(mate->stage.data());
+      member.signals.push_back(mate->signal_memory.bytes().data());
       continue;
     }
     const auto found = blobs.find({member.id.team, peer});
@@ -169,6 +221,7 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
     }
     BlobReader reader(found->second);
     const std::string stage_export(reader.Text());
+    const std::string signal_export(reader.Text());
     const uint64_t num_endpoints = reader.U64();
     std::vector<std::string> endpoints;
     for (uint64_t i = 0; i < num_endpoints && reader.ok(); ++i) {
@@ -180,14 +233,25 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs) {
                              "; set JAX_EP_PROXY_THREADS alike on all processes");
     }
     if (peer_node == node) {
-      JAX_EP_ASSIGN_OR_RETURN(SharedMemory stage, Of(who, SharedMemory::Import(stage_export)));
-      if (stage.bytes().size() < api_.stage_bytes(&shape)) {
-        return InvalidArgument(who + " is smaller than this group's layout");
+      if (member.has_device_stage()) {
+        member.stages.push_back(device_stages[peer]);
+      } else {
+        JAX_EP_ASSIGN_OR_RETURN(SharedMemory stage,
+                                ImportPinned(who, stage_export, api_.stage_bytes(&shape)));
+        member.stages.push_back(stage.bytes().data());
+        member.imported.push_back(std::move(stage));
       }
-      JAX_EP_RETURN_IF_ERROR(Pin(stage.bytes()));
-      member.stages.push_back(stage.bytes().data());
-      member.imported.push_back(std::move(stage));
+      JAX_EP_ASSIGN_OR_RETURN(SharedMemory signals,
+                              ImportPinned(who, signal_export, api_.signal_bytes(&shape)));
+      member.signals.push_back(signals.bytes().data());
+      member.imported.push_back(std::move(signals));
       continue;
+    }
+    if (member.has_device_stage()) {
+      for (const auto& copies : member.copies) {
+        copies->Map(StageName(member.id.team, peer),
+                    {device_stages[peer], api_.stage_bytes(&shape)});
+      }
     }
     for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
       if (!gpu::RingServes(ring, env_.proxy_threads, node, peer_node)) continue;
@@ -207,6 +271,8 @@ Status GpuNetwork::Start() {
 gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
   const Member& member = *members_[index];
   return {.stages = member.stages.data(),
+          .has_device_stages = member.has_device_stage(),
+          .signals = member.signals.data(),
           .rings = member.rings.data(),
           .num_rings = env_.proxy_threads};
 }
@@ -217,8 +283,15 @@ void GpuNetwork::Stop() {
   }
 }
 
+Status GpuNetwork::EndCopies() {
+  for (const auto& member : members_) {
+    for (const auto& copies : member->copies) JAX_EP_RETURN_IF_ERROR(copies->Close());
+  }
+  return Status::Ok();
+}
+
 Status GpuNetwork::Release() {
-  Status status;
+  Status status = EndCopies();
   for (std::byte* memory : pinned_) {
     if (const char* error = api_.memory->unpin(memory); error != nullptr && status.ok()) {
       status = ToStatus(error, "group " + options_.name + ": unpinning");
@@ -236,8 +309,10 @@ void GpuNetwork::Leak() {
   members_.clear();
 }
 
-uint64_t GpuNetwork::stage_bytes() const {
-  return members_.size() * api_.stage_bytes(&options_.shape);
+uint64_t GpuNetwork::pinned_stage_bytes() const {
+  uint64_t bytes = 0;
+  for (const auto& member : members_) bytes += member->pinned_stage.bytes().size();
+  return bytes;
 }
 
 std::vector<FlowStats> GpuNetwork::flow_stats() const {

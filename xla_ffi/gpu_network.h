@@ -1,5 +1,6 @@
-// The way of a GpuSession's ranks to other nodes: pinned stages that GPUs and proxies share,
-// command rings whose producers are kernels, and the proxies. Groups of one node have none.
+// The way of a GpuSession's ranks to other nodes: stages that kernels fill and proxies move,
+// signals and command rings that both share in pinned memory, and the proxies. Groups of one node
+// have none.
 #pragma once
 
 #include <cstdint>
@@ -26,30 +27,39 @@ Status ToStatus(const char* error, const std::string& what);
 // device.
 class GpuNetwork {
  public:
+  // Whether stages of this group are its GPUs' memory, which the session then has.
+  static bool HasDeviceStages(const SessionOptions& options);
+
   // Stages, rings and endpoints of the local ranks. Each rank has JAX_EP_PROXY_THREADS proxies, on
-  // CPUs of its GPU's NUMA node where the machine tells it. `failure` outlives the network.
-  static Result<std::unique_ptr<GpuNetwork>> Create(const SessionOptions& options,
-                                                    const gpu::GpuApi& api, FailureLatch* failure);
+  // CPUs of its GPU's NUMA node where the machine tells it. `device_stages`: of the local ranks;
+  // empty: they are made here, of pinned host memory. `failure` outlives the network.
+  static Result<std::unique_ptr<GpuNetwork>> Create(
+      const SessionOptions& options, const gpu::GpuApi& api,
+      const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure);
   ~GpuNetwork();  // Stop, Release
   GpuNetwork(const GpuNetwork&) = delete;
   GpuNetwork& operator=(const GpuNetwork&) = delete;
 
   // What other processes need of local rank `index`; opaque.
   std::string LocalBlob(size_t index) const;
-  // `blobs` has that of every rank of other processes, by (team, rank).
-  Status Connect(const std::map<std::pair<uint32_t, uint32_t>, std::string>& blobs);
+  // `blobs` has that of every rank of other processes, by (team, rank). `device_stages`: of each
+  // local rank, the stages of its team by rank, as its device addresses them; empty without such.
+  Status Connect(const std::map<std::pair<uint32_t, uint32_t>, std::string>& blobs,
+                 const std::vector<std::vector<std::byte*>>& device_stages);
   Status Start();
   // For RankConfig; its arrays live as long as the network.
   gpu::NetworkConfig ConfigOf(size_t index) const;
 
   // Sends what is queued and joins the proxies. No kernel pushes any more. Idempotent.
   void Stop();
+  // Waits for the copies that stopped proxies have left under way. Idempotent.
+  Status EndCopies();
   // Gives the memory back; no kernel and no proxy uses it any more. Idempotent.
   Status Release();
   // Keeps the memory for ever: a device that cannot be waited for may still use it.
   void Leak();
 
-  uint64_t stage_bytes() const;  // pinned, of this process's ranks together
+  uint64_t pinned_stage_bytes() const;  // of this process's ranks together
   std::vector<FlowStats> flow_stats() const;
   std::string DumpState() const;
   std::string DumpOpenFlows(const FlowFilter& is_awaited) const;  // as Proxy has it
@@ -59,9 +69,14 @@ class GpuNetwork {
   using Blobs = std::map<std::pair<uint32_t, uint32_t>, std::string>;
 
   GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api);
-  Status AddMember(const LocalRank& local, FailureLatch* failure);
+  Status AddMember(const LocalRank& local, std::span<std::byte> device_stage,
+                   FailureLatch* failure);
   Status AddProxies(Member& member, FailureLatch* failure);
-  Status ConnectMember(Member& member, const Blobs& blobs);
+  Status ConnectMember(Member& member, const Blobs& blobs,
+                       const std::vector<std::byte*>& device_stages);
+  Result<SharedMemory> MakePinned(uint64_t bytes, bool shareable);
+  Result<SharedMemory> ImportPinned(const std::string& who, const std::string& blob,
+                                    uint64_t bytes);
   Status Pin(std::span<std::byte> memory);
 
   const SessionOptions options_;

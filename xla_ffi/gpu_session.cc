@@ -27,7 +27,7 @@ GpuSession::~GpuSession() {
 
 Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options.session));
-  const GroupShape& shape = options.session.shape;
+  const GroupShape shape = options.session.shape;
   if (shape.num_ranks > gpu::kMaxNodeRanks) {
     return Unimplemented("group " + options.session.name + ": got " +
                          std::to_string(shape.num_ranks) + " ranks, this version takes " +
@@ -44,8 +44,14 @@ Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
       JAX_EP_RETURN_IF_ERROR(session->AllocateMember(i));
     }
     if (session->options().shape.num_nodes() == 1) return Status::Ok();
-    JAX_EP_ASSIGN_OR_RETURN(session->network_,
-                            GpuNetwork::Create(session->options(), *api, session->failure_.get()));
+    std::vector<std::span<std::byte>> stages;
+    if (GpuNetwork::HasDeviceStages(session->options())) {
+      for (const auto& member : session->members_) {
+        stages.emplace_back(session->StageIn(member->heap.base), api->stage_bytes(&shape));
+      }
+    }
+    JAX_EP_ASSIGN_OR_RETURN(session->network_, GpuNetwork::Create(session->options(), *api, stages,
+                                                                  session->failure_.get()));
     return Status::Ok();
   }));
   return session;
@@ -136,7 +142,7 @@ uint64_t GpuSession::heap_bytes() const {
 }
 
 uint64_t GpuSession::HeapBytes() const {
-  uint64_t bytes = network_ == nullptr ? 0 : network_->stage_bytes();
+  uint64_t bytes = network_ == nullptr ? 0 : network_->pinned_stage_bytes();
   for (const auto& member : members_) bytes += member->heap.bytes;
   return bytes;
 }

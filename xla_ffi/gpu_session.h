@@ -123,6 +123,9 @@ class GpuSession {
   Status ConnectMember(Member& member,
                        const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records);
   std::vector<int> Devices() const;
+  // Of each rank's heap: with its stage behind it, if that is device memory, or without.
+  uint64_t WholeHeapBytes() const;
+  std::byte* StageIn(std::byte* heap) const;
   uint64_t ActiveRanks() const;  // a bit each
   Status DrainDevices() const;
   Result<std::vector<Counters>> ReadCounters() const;  // under a lease

@@ -57,6 +57,7 @@ void GpuSession::Free() {
     // First all of them: kernels of one rank reach the memory of the others. From then on programs
     // that XLA captured touch the kept bytes of the heaps alone. (Those of elastic groups are not
     // captured, and each agreement ends a session.)
+    if (network_ != nullptr) JAX_EP_RETURN_IF_ERROR(network_->EndCopies());
     bool has_run = false;
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member->device()), "close"));

@@ -9,6 +9,19 @@
 
 namespace jax_ep {
 
+// Of device memory that is mapped: so the stage lies in one allocation, behind the kept bytes.
+constexpr uint64_t kStageAlignBytes = uint64_t{2} << 20;
+
+std::byte* GpuSession::StageIn(std::byte* heap) const {
+  return heap + AlignUp(api_->heap_bytes(&options().shape), kStageAlignBytes);
+}
+
+uint64_t GpuSession::WholeHeapBytes() const {
+  const uint64_t heap_bytes = api_->heap_bytes(&options().shape);
+  if (!GpuNetwork::HasDeviceStages(options())) return heap_bytes;
+  return AlignUp(heap_bytes, kStageAlignBytes) + api_->stage_bytes(&options().shape);
+}
+
 Status GpuSession::AllocateMember(size_t index) {
   const gpu::DeviceMemoryApi& memory = *api_->memory;
   const GroupShape& shape = options().shape;
@@ -28,7 +41,7 @@ Status GpuSession::AllocateMember(size_t index) {
                              "; expected peer access inside a node; use implementation='xla'");
     }
   }
-  const uint64_t bytes = api_->heap_bytes(&shape);
+  const uint64_t bytes = WholeHeapBytes();
   const auto num_devices = static_cast<int>(devices.size());
   if (const char* error = memory.allocate(member.device(), bytes, api_->kept_bytes(&shape),
                                           devices.data(), num_devices, &member.heap)) {
@@ -123,7 +136,10 @@ Status GpuSession::Connect(const std::map<uint32_t, std::string>& blobs,
   return OnOwnThread([&]() -> Status {
     JAX_EP_RETURN_IF_ERROR(DrainDevices());
     for (const auto& member : members_) JAX_EP_RETURN_IF_ERROR(ConnectMember(*member, records));
-    return network_ == nullptr ? Status::Ok() : network_->Connect(network_blobs);
+    if (network_ == nullptr) return Status::Ok();
+    std::vector<std::vector<std::byte*>> stages;
+    for (const auto& member : members_) stages.push_back(member->stages);
+    return network_->Connect(network_blobs, stages);
   });
 }
 
@@ -131,11 +147,27 @@ Status GpuSession::ConnectMember(
     Member& member, const std::map<std::pair<uint32_t, uint32_t>, PeerRecord>& records) {
   const gpu::DeviceMemoryApi& memory = *api_->memory;
   const GroupShape& shape = options().shape;
-  const uint64_t heap_bytes = api_->heap_bytes(&shape);
   const uint32_t node_begin = member.id.rank / shape.node_size * shape.node_size;
   const int device = member.device();
   JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(device), "connect"));
   member.peers.assign(shape.node_size, {});
+  const auto import_heap = [&](uint32_t peer, const std::string& who) -> Result<std::byte*> {
+    const auto found = records.find({member.id.team, peer});
+    if (found == records.end() || found->second.heap_fds[0] < 0) {
+      return InvalidArgument(who + " was not published by its process");
+    }
+    const PeerRecord& record = found->second;
+    if (record.heap_bytes < WholeHeapBytes()) {
+      return InvalidArgument(who + " is smaller than this group's layout");
+    }
+    gpu::DeviceRange heap;
+    JAX_EP_RETURN_IF_ERROR(
+        ToStatus(memory.import_fds(record.heap_fds, record.heap_bytes, record.kept_bytes, &device,
+                                   1, /*writable=*/true, &heap),
+                 who));
+    member.imported.push_back(heap);
+    return heap.base;
+  };
   for (uint32_t local = 0; local < shape.node_size; ++local) {
     const uint32_t peer = node_begin + local;
     const std::string who =
@@ -146,20 +178,9 @@ Status GpuSession::ConnectMember(
       continue;
     }
     if (!options().IsActive(peer)) continue;
-    const auto found = records.find({member.id.team, peer});
-    if (found == records.end() || found->second.heap_fds[0] < 0) {
-      return InvalidArgument(who + " was not published by its process");
-    }
-    const PeerRecord& record = found->second;
-    if (record.heap_bytes < heap_bytes) {
-      return InvalidArgument(who + " is smaller than this group's layout");
-    }
-    gpu::DeviceRange heap, arena;
-    JAX_EP_RETURN_IF_ERROR(
-        ToStatus(memory.import_fds(record.heap_fds, record.heap_bytes, record.kept_bytes, &device,
-                                   1, /*writable=*/true, &heap),
-                 who));
-    member.imported.push_back(heap);
+    JAX_EP_ASSIGN_OR_RETURN(std::byte* const heap, import_heap(peer, who));
+    const PeerRecord& record = records.at({member.id.team, peer});
+    gpu::DeviceRange arena;
     if (record.arena_bytes != 0) {
       const char* error = record.arena_fd < 0
                               ? "it was not passed"
@@ -179,7 +200,20 @@ Status GpuSession::ConnectMember(
                               .pid = record.pid,
                               .control = reinterpret_cast<ControlBlock*>(control.bytes().data())});
     member.controls.push_back(std::move(control));
-    member.peers[local] = {.heap = heap.base, .arena = arena.base, .arena_bytes = arena.bytes};
+    member.peers[local] = {.heap = heap, .arena = arena.base, .arena_bytes = arena.bytes};
+  }
+  if (!GpuNetwork::HasDeviceStages(options())) return Status::Ok();
+  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
+    std::byte* heap = nullptr;
+    if (peer / shape.node_size == node_begin / shape.node_size) {
+      heap = member.peers[peer - node_begin].heap;
+    } else if (const Member* const other = FindMember(members_, member.id.team, peer)) {
+      heap = other->heap.base;
+    } else {
+      JAX_EP_ASSIGN_OR_RETURN(heap, import_heap(peer, "group " + options().name + ": memory of " +
+                                                          options().NameOf(member.id.team, peer)));
+    }
+    member.stages.push_back(StageIn(heap));
   }
   return Status::Ok();
 }

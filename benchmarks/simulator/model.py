@@ -79,8 +79,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
         received = _Rows(*(_received_over_rail(traffic, counts) for counts in (rows, writes)))
     else:
         received = _Rows(rows.sum(0), writes.sum(0))
-    others = traffic.ranks - traffic.node_size
-    flows = traffic.nodes - 1 if over_rails else others
+    flows = traffic.nodes - 1 if over_rails else traffic.ranks - traffic.node_size
     start = np.random.default_rng(options.seed).uniform(0, options.late_us, traffic.ranks)
 
     def exchange(
@@ -120,12 +119,13 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     # Partials of a node first, then, for each token, one row of each node.
     summed = local * costs.combine_us_per_byte
     back = exchange(received, sent, received.number, summed, zero)
-    # On GPUs counts and pairs go to each rank of other nodes, whatever the rails are.
+    # Counts and pairs go to each other node once, over the rail.
+    rails = traffic.nodes - 1
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
-    plan_bytes = others * 4 * (options.experts + 1) + 4 * traffic.pairs.sum(1).max()
+    plan_bytes = rails * 4 * (options.experts + 1) + 4 * traffic.pairs.sum(1).max()
     plan = (
         costs.plan_us
-        + max(2 * others * post_us, plan_bytes / network.bytes_per_us)
+        + max(2 * rails * post_us, plan_bytes / network.bytes_per_us)
         + network.latency_us
         + costs.signal_us
     )

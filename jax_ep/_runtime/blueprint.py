@@ -60,7 +60,9 @@ class Blueprint:
         options = self.options(group, exchange.me, active, generation)
         if group.platform == "cpu":
             return cpu.start(_extension.load().Session(options), exchange)
-        return gpu.start(options, exchange, self.layout.devices, self.layout.mates)
+        # Over "cuda" all processes, which share a host, map each other's memory.
+        mates = set(self.hosts) if self.transport == "cuda" else self.layout.mates
+        return gpu.start(options, exchange, self.layout.devices, mates)
 
     def options(self, group: Group, me: int, active: Any = None, generation: int = 0) -> Any:
         """The `_core.SessionOptions` of process `me`.

@@ -79,7 +79,8 @@ def start(
 ) -> Any:
     """A started `_core.GpuSession` for this process's `devices`; collective over the processes.
 
-    `mates` are the processes that share a node with this one.
+    `mates` are the processes whose memory this one maps: those that share a node with it, or all
+    of its host.
 
     Raises:
         ValueError: XLA_FLAGS or an environment variable does not fit, or GPUs of one node cannot

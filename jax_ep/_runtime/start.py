@@ -58,6 +58,7 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         num_nodes=group.num_ranks // node_size,
         one_process=exchange.alone,
         one_host=len({host for team in team_hosts for host in team}) == 1,
+        on_gpu=on_gpu,
         available=available,
     )
     threads = 1 if on_gpu else cpu.threads_per_rank(greetings, hosts[exchange.me], teams)

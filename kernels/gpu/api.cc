@@ -14,8 +14,11 @@ uint64_t HeapBytes(const GroupShape* shape) { return GpuHeapLayout::Make(*shape)
 uint64_t KeptBytes(const GroupShape* shape) { return GpuHeapLayout::Make(*shape).kept_bytes; }
 
 uint64_t StageBytes(const GroupShape* shape) { return NetLayout::Make(*shape).total_bytes; }
-uint64_t StageFlag(const GroupShape* shape, Channel channel, uint32_t source) {
-  return NetLayout::Make(*shape).FlagAt(shape->num_ranks, channel, source);
+uint64_t SignalBytes(const GroupShape* shape) {
+  return shape->num_nodes() == 1 ? 0 : NumSignals(shape->num_ranks) * sizeof(uint64_t);
+}
+uint64_t SignalOffset(const GroupShape* shape, Channel channel, uint32_t source) {
+  return SignalIndex(shape->num_ranks, channel, source) * sizeof(uint64_t);
 }
 
 }  // namespace
@@ -28,7 +31,8 @@ extern "C" __attribute__((visibility("default"))) const jax_ep::gpu::GpuApi* jax
       .heap_bytes = &HeapBytes,
       .kept_bytes = &KeptBytes,
       .stage_bytes = &StageBytes,
-      .stage_flag = &StageFlag,
+      .signal_bytes = &SignalBytes,
+      .signal_offset = &SignalOffset,
       .create = &CreateRank,
       .destroy = &DestroyRank,
       .check_position = &RunCheckPosition,

@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 11;
+inline constexpr uint32_t kAbiVersion = 12;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -141,12 +141,15 @@ constexpr bool RingServes(uint32_t ring, uint32_t num_rings, uint32_t node, uint
          (RingOfNode(num_rings, other) == ring || RingOfNode(num_rings, node) == ring);
 }
 
-// The way to other nodes: stages in pinned host memory that all GPUs of the node map, and the rings
-// of this rank's proxies.
+// The way to other nodes: stages that all GPUs of the node map, signals, and the rings of this
+// rank's proxies. Signals and rings are pinned host memory, zero-initialised; so are the stages, or
+// each is memory of its rank's GPU.
 struct NetworkConfig {
-  std::byte* const* stages = nullptr;  // [node_size] GpuApi.stage_bytes each, zero-initialised
-  std::byte* const* rings = nullptr;   // [num_rings] made by CommandRing::Create
-  uint32_t num_rings = 0;              // 1 to kMaxNetworkRings
+  std::byte* const* stages = nullptr;   // [node_size] GpuApi.stage_bytes each
+  bool has_device_stages = false;       // `stages` are as this rank's device addresses them
+  std::byte* const* signals = nullptr;  // [node_size] GpuApi.signal_bytes each
+  std::byte* const* rings = nullptr;    // [num_rings] made by CommandRing::Create
+  uint32_t num_rings = 0;               // 1 to kMaxNetworkRings
 };
 
 struct RankConfig {
@@ -196,10 +199,11 @@ struct GpuApi {
   uint64_t (*heap_bytes)(const GroupShape* shape);
   // The first bytes of a heap that outlive its rank, see destroy.
   uint64_t (*kept_bytes)(const GroupShape* shape);
-  // Bytes of one rank's network stage, 0 in a group of one node, and where in it the proxy counts
-  // the signals of a channel from `source` (u64).
+  // Bytes of one rank's network stage and of its signals, 0 in a group of one node, and where among
+  // these the proxy counts those of a channel from `source` (u64).
   uint64_t (*stage_bytes)(const GroupShape* shape);
-  uint64_t (*stage_flag)(const GroupShape* shape, Channel channel, uint32_t source);
+  uint64_t (*signal_bytes)(const GroupShape* shape);
+  uint64_t (*signal_offset)(const GroupShape* shape, Channel channel, uint32_t source);
   // Copies the tables to the device, loads and warms every kernel there. Synchronous. The heaps
   // must outlive the handle.
   const char* (*create)(const RankConfig* config, RankHandle** out);

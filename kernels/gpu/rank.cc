@@ -46,7 +46,9 @@ const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
     return static_cast<std::byte*>(mapped);
   };
   for (uint32_t local = 0; local < shape.node_size; ++local) {
-    table.stages[local] = map(network.stages[local]);
+    std::byte* stage = network.stages[local];
+    table.stages[local] = network.has_device_stages ? stage : map(stage);
+    table.signals[local] = reinterpret_cast<uint64_t*>(map(network.signals[local]));
   }
   for (uint32_t i = 0; i < network.num_rings; ++i) {
     const auto* ring = reinterpret_cast<const RingMemory*>(network.rings[i]);

@@ -22,6 +22,7 @@ KERNELS_GPU = [
     "ht/plan/plan.cu",
     "lanes/pull_rows.cu",
     "launch.cc",
+    "memory/copy_stream.cc",
     "memory/device_memory.cc",
     "network/dispatch.cu",
     "network/plan.cu",

@@ -68,8 +68,6 @@ class CopyingTransport : public Transport {
   }
 
  protected:
-  static constexpr uint32_t kDefaultInboxSlots = 8192;
-
   // `name` begins every error. The memory of `inbox` outlives this object.
   CopyingTransport(std::string name, Inbox inbox)
       : name_(std::move(name)), bounds_(name_, kMaxCommandBytes), inbox_(inbox) {}

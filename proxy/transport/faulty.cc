@@ -78,6 +78,9 @@ class FaultyTransport : public Transport {
   }
 
   Result<LocalRegion> Register(const MemoryRegion& region) override {
+    if (region.device >= 0 && spec_.payload_late != 0) {
+      return InvalidArgument("faulty: payload_late does not work with the memory of a GPU");
+    }
     Result<LocalRegion> registered = inner_->Register(region);
     if (!registered.ok()) return registered;
     regions_.push_back(region.bytes);

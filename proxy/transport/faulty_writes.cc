@@ -31,7 +31,7 @@ Status FaultyWrites::Drive() {
   for (Sent& sent : sent_) sent.polls -= sent.polls > 0 ? 1 : 0;
   bool is_full = false;
   for (size_t i = 0; i < duplicates_.size() && !is_full;) {
-    if (duplicates_[i].polls > 0) {
+    if (duplicates_[i].polls > 0 || !HasLeft(duplicates_[i])) {
       ++i;
       continue;
     }
@@ -91,7 +91,8 @@ Status FaultyWrites::Release(size_t index, bool* is_full) {
     for (size_t i = 0; i < duplicates_.size() && !*is_full;) {
       if (IsSameFlow(duplicates_[i].request, held.request) &&
           duplicates_[i].num_overtaken >= kMaxOvertaken) {
-        JAX_EP_RETURN_IF_ERROR(PostDuplicate(i, is_full));
+        *is_full = !HasLeft(duplicates_[i]);
+        if (!*is_full) JAX_EP_RETURN_IF_ERROR(PostDuplicate(i, is_full));
       } else {
         ++i;
       }
@@ -110,8 +111,9 @@ Status FaultyWrites::Release(size_t index, bool* is_full) {
     }
     if (dice_->Chance(spec_.duplicate)) {
       request.length_bytes = 0;
-      duplicates_.push_back(
-          Duplicate{.request = request, .polls = dice_->Below(kMaxDuplicateDelay)});
+      duplicates_.push_back(Duplicate{.request = request,
+                                      .original = next_inner_token_ - 1,
+                                      .polls = dice_->Below(kMaxDuplicateDelay)});
     }
   }
   return Status::Ok();

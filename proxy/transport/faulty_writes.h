@@ -68,6 +68,7 @@ class FaultyWrites {
   };
   struct Duplicate {
     WriteRequest request;
+    uint64_t original;  // its inner token
     uint64_t polls;
     int num_overtaken = 0;
   };
@@ -81,6 +82,10 @@ class FaultyWrites {
     uint64_t value;  // the caller's token, or the split's number
   };
 
+  // A duplicate has no bytes, so it must not come before those of its original.
+  bool HasLeft(const Duplicate& duplicate) const {
+    return !inner_writes_.contains(duplicate.original);
+  }
   size_t Choose();
   void Forget(size_t index);
   Status Release(size_t index, bool* is_full);

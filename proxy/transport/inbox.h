@@ -21,6 +21,8 @@ struct InboxHeader {
   alignas(64) std::atomic<uint64_t> closed;  // 1: the receiver has gone
 };
 
+inline constexpr uint32_t kDefaultInboxSlots = 8192;
+
 constexpr size_t InboxBytes(uint32_t num_slots) {
   return sizeof(InboxHeader) + num_slots * sizeof(std::atomic<uint64_t>);
 }

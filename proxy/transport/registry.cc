@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "proxy/transport/cuda.h"
 #include "proxy/transport/faulty.h"
 #include "proxy/transport/loopback.h"
 #include "proxy/transport/ofi.h"
@@ -21,6 +22,7 @@ struct Entry {
 constexpr Entry kEntries[] = {
     {"loopback", &MakeLoopbackTransport, "memory copies inside one process", nullptr},
     {"shm", &MakeShmTransport, "memory copies between processes of one host", nullptr},
+    {"cuda", &MakeCudaTransport, "copy engines between the GPUs of one host, for ranks on GPUs", nullptr},
     {"ofi", &MakeOfiTransport, "libfabric", &ProbeOfi},
     {"verbs", &MakeVerbsTransport, "ibverbs", &ProbeVerbs},
 };

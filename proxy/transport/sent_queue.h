@@ -14,6 +14,8 @@ class SentQueue {
  public:
   SentQueue() : tokens_(kMaxEntries) {}
 
+  static constexpr uint64_t kMaxEntries = 1024;  // power of two
+
   bool full() const { return pushed_ - popped_ == kMaxEntries; }
   void Push(uint64_t token) { tokens_[pushed_++ % kMaxEntries] = token; }
 
@@ -28,8 +30,6 @@ class SentQueue {
   }
 
  private:
-  static constexpr uint64_t kMaxEntries = 1024;  // power of two
-
   std::vector<uint64_t> tokens_;
   uint64_t pushed_ = 0;
   uint64_t popped_ = 0;

@@ -10,54 +10,27 @@
 #include "proxy/base/blob.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/transport/copying.h"
-#include "proxy/transport/inbox.h"
+#include "proxy/transport/shared_inbox.h"
 
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kAddressMagic = 0x314d48534c504541;
 constexpr uint64_t kKeyMagic = 0x3259454b4c504541;
 
 class ShmTransport : public CopyingTransport {
  public:
-  static Result<std::unique_ptr<Transport>> Create(const TransportOptions& options) {
-    const uint32_t num_slots = options.inbox_slots == 0 ? kDefaultInboxSlots : options.inbox_slots;
-    JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory,
-                            SharedMemory::Create(InboxBytes(num_slots), /*shareable=*/true));
-    const Inbox inbox = Inbox::Create(memory.bytes(), num_slots);
-    return std::unique_ptr<Transport>(
-        new ShmTransport(options.bell_export, std::move(memory), inbox));
-  }
+  explicit ShmTransport(SharedInbox own)
+      : CopyingTransport("shm", own.inbox()), own_(std::move(own)) {}
 
   ~ShmTransport() override { CloseInbox(); }
 
-  std::string LocalAddress() const override {
-    return BlobWriter().U64(kAddressMagic).Text(memory_.Export()).Text(bell_export_).Take();
-  }
+  std::string LocalAddress() const override { return own_.Address(); }
 
   Result<uint32_t> Connect(std::string_view address, Deadline /*deadline*/) override {
-    BlobReader reader(address);
-    const uint64_t magic = reader.U64();
-    const std::string_view inbox_export = reader.Text();
-    const std::string_view bell_export = reader.Text();
-    if (!reader.finished() || magic != kAddressMagic) {
-      return InvalidArgument("shm: not a shm address (" + std::to_string(address.size()) +
-                             " bytes)");
-    }
-    Mapped mapped;
-    JAX_EP_ASSIGN_OR_RETURN(mapped.inbox, SharedMemory::Import(inbox_export));
-    const std::optional<Inbox> inbox = Inbox::Open(mapped.inbox.bytes());
-    if (!inbox) return InvalidArgument("shm: the peer's inbox has an impossible size");
-    Doorbell* bell = nullptr;
-    if (!bell_export.empty()) {
-      JAX_EP_ASSIGN_OR_RETURN(mapped.bell, SharedMemory::Import(bell_export));
-      if (mapped.bell.bytes().size() < sizeof(Doorbell)) {
-        return InvalidArgument("shm: the peer's bell has an impossible size");
-      }
-      bell = reinterpret_cast<Doorbell*>(mapped.bell.bytes().data());
-    }
-    mapped_.push_back(std::move(mapped));
-    return AddPeer(*inbox, bell);
+    Peer peer;
+    JAX_EP_ASSIGN_OR_RETURN(peer.mapped, own_.Open(address));
+    peers_.push_back(std::move(peer));
+    return AddPeer(peers_.back().mapped.inbox, peers_.back().mapped.bell);
   }
 
   Result<LocalRegion> Register(const MemoryRegion& region) override {
@@ -80,32 +53,25 @@ class ShmTransport : public CopyingTransport {
       return InvalidArgument("shm: not a region key of shm");
     }
     JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, SharedMemory::Import(export_blob));
-    mapped_[peer].regions.push_back(std::move(memory));
-    return AddRemote(peer, mapped_[peer].regions.back().bytes());
+    peers_[peer].regions.push_back(std::move(memory));
+    return AddRemote(peer, peers_[peer].regions.back().bytes());
   }
 
  private:
-  // Of one peer.
-  struct Mapped {
-    SharedMemory inbox;
-    SharedMemory bell;
+  struct Peer {
+    SharedInbox::Mapped mapped;
     std::vector<SharedMemory> regions;
   };
 
-  ShmTransport(std::string bell_export, SharedMemory memory, Inbox inbox)
-      : CopyingTransport("shm", inbox),
-        bell_export_(std::move(bell_export)),
-        memory_(std::move(memory)) {}
-
-  const std::string bell_export_;
-  SharedMemory memory_;         // of the inbox
-  std::vector<Mapped> mapped_;  // by peer
+  SharedInbox own_;
+  std::vector<Peer> peers_;
 };
 
 }  // namespace
 
 Result<std::unique_ptr<Transport>> MakeShmTransport(const TransportOptions& options) {
-  return ShmTransport::Create(options);
+  JAX_EP_ASSIGN_OR_RETURN(SharedInbox own, SharedInbox::Create("shm", options));
+  return std::unique_ptr<Transport>(std::make_unique<ShmTransport>(std::move(own)));
 }
 
 }  // namespace jax_ep

@@ -19,12 +19,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multiprocess]
 
 
 @pytest.mark.parametrize("mode", ["ht", "ll"])
-@pytest.mark.parametrize("node_size", [None, 1])
-def test_a_killed_process_is_named_and_the_others_go_on(mode: str, node_size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("node_size", "transport"), [(None, "auto"), (1, "shm"), (1, "cuda")], ids=str
+)
+def test_a_killed_process_is_named_and_the_others_go_on(
+    mode: str, node_size: int | None, transport: str
+) -> None:
     if jax.default_backend() != "gpu" or len(jax.devices()) < 2:
         pytest.skip("needs 2 GPUs and `pytest -m gpu`")
     command = [sys.executable, "-m", "jax_ep", "launch", "-n", "2", "--gpus-per-process", "1"]
     command += [str(PROGRAM), "--mode", mode, "--peer-timeout", str(PEER_TIMEOUT_S)]
+    command += ["--transport", transport]
     if node_size is not None:
         command += ["--node-size", str(node_size)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)

@@ -1,4 +1,4 @@
-"""GPUs of one host as several virtual nodes: the bits of one node, over loopback and shm."""
+"""GPUs of one host as several virtual nodes: the bits of one node, over loopback, shm and cuda."""
 
 from __future__ import annotations
 
@@ -45,28 +45,33 @@ def bits(processes: int, node_size: int, transport: str = "auto") -> Cases:
     return {name: (moves, sums) for name, moves, sums in lines}
 
 
+@pytest.mark.parametrize("transport", ["loopback", "cuda"])
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_nodes_of_one_process_give_the_bits_of_one_node(nodes: int) -> None:
+def test_nodes_of_one_process_give_the_bits_of_one_node(nodes: int, transport: str) -> None:
     if num_gpus() % nodes:
         pytest.skip(f"{nodes} nodes need a multiple of {nodes} GPUs, found {num_gpus()}")
-    assert bits(1, num_gpus() // nodes, "loopback") == bits(1, num_gpus())
+    assert bits(1, num_gpus() // nodes, transport) == bits(1, num_gpus())
 
 
+@pytest.mark.parametrize("transport", ["shm", "cuda"])
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_nodes_of_a_process_each_give_the_bits_of_one_node(nodes: int) -> None:
+def test_nodes_of_a_process_each_give_the_bits_of_one_node(nodes: int, transport: str) -> None:
     if num_gpus() % nodes:
         pytest.skip(f"{nodes} nodes need a multiple of {nodes} GPUs, found {num_gpus()}")
-    assert bits(nodes, num_gpus() // nodes, "shm") == bits(1, num_gpus())
+    assert bits(nodes, num_gpus() // nodes, transport) == bits(1, num_gpus())
 
 
-def test_a_node_of_several_processes_gives_the_bits_of_one_node() -> None:
+@pytest.mark.parametrize("transport", ["shm", "cuda"])
+def test_a_node_of_several_processes_gives_the_bits_of_one_node(transport: str) -> None:
     if num_gpus() < 4:
         pytest.skip(f"2 nodes of 2 processes need 4 GPUs, found {num_gpus()}")
-    assert bits(num_gpus(), num_gpus() // 2, "shm") == bits(1, num_gpus())
+    assert bits(num_gpus(), num_gpus() // 2, transport) == bits(1, num_gpus())
 
 
-def test_faulty_networks_give_the_bits_of_a_quiet_one() -> None:
-    text = run(1, "faulty_bits.py", "--first", 0, "--last", 2, "--node-size", num_gpus() // 2)
+@pytest.mark.parametrize("transport", ["loopback", "cuda"])
+def test_faulty_networks_give_the_bits_of_a_quiet_one(transport: str) -> None:
+    where = ["--node-size", num_gpus() // 2, "--transport", transport]
+    text = run(1, "faulty_bits.py", "--first", 0, "--last", 2, *where)
     seen = re.search(r"seeds 3 disorder (\d+)", text)
     assert seen is not None, text
     assert int(seen[1]) > 0

@@ -156,7 +156,7 @@ RoundTrips MeasureRoundTrips() {
   FailureLatch failure;
   std::vector<std::unique_ptr<RankOnDevice>> ranks;
   std::vector<std::unique_ptr<Proxy>> proxies;
-  std::byte* stage = nullptr;  // of rank 1 after the loop
+  uint64_t* signals = nullptr;  // of rank 1 after the loop
   const NetLayout layout = [] {
     GroupShape shape;
     shape.num_ranks = 2;
@@ -166,7 +166,8 @@ RoundTrips MeasureRoundTrips() {
     return NetLayout::Make(shape);
   }();
   for (uint32_t rank = 0; rank < 2; ++rank) {
-    stage = Pinned(layout.total_bytes);
+    std::byte* stage = Pinned(layout.total_bytes);
+    signals = reinterpret_cast<uint64_t*>(Pinned(NumSignals(2) * sizeof(uint64_t)));
     std::byte* ring = Pinned(CommandRing::BytesFor(kRingSlots));
     proxies.push_back(std::move(
         Proxy::Create({.group_name = "bench", .transport = "loopback"}, &failure).value()));
@@ -176,9 +177,9 @@ RoundTrips MeasureRoundTrips() {
                             .peers = {1 - rank},
                             .heap = {stage, layout.total_bytes},
                             .flag =
-                                [stage, layout](Channel channel, uint32_t source) {
+                                [signals](Channel channel, uint32_t source) {
                                   return reinterpret_cast<std::atomic<uint64_t>*>(
-                                      stage + layout.FlagAt(2, channel, source));
+                                      signals + SignalIndex(2, channel, source));
                                 },
                             .ring_slots = kRingSlots,
                             .ring_memory = {ring, CommandRing::BytesFor(kRingSlots)}})
@@ -191,8 +192,7 @@ RoundTrips MeasureRoundTrips() {
   }
   for (const auto& proxy : proxies) Must(proxy->Start());
   auto* times = OnDevice<uint64_t>(kRoundTrips * sizeof(uint64_t));
-  const auto* flag =
-      reinterpret_cast<const uint64_t*>(stage + layout.FlagAt(2, Channel::kDispatch, 0));
+  const uint64_t* flag = signals + SignalIndex(2, Channel::kDispatch, 0);
   for (uint32_t run = 0; run < 2; ++run) {  // the first warms up
     LaunchSignalAndWait(ranks[0]->device, flag, 1 + run * kRoundTrips, kRoundTrips, times);
     CheckCuda(cudaDeviceSynchronize(), "signals");

@@ -8,7 +8,8 @@
 //   and as many rows as the fullest rank needs
 //
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
-// then what a host stage can carry, measured in the same run.
+// then what a host stage can carry, measured in the same run. With cuda=1 over that transport, with
+// stages in the GPUs' memory; the bound is the copy engines' rate.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -35,7 +36,7 @@ struct Options {
       {"align", {16}},    {"rows", {0}},         {"iterations", {20}}, {"launches", {9}},
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
       {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
-      {"ranks", {0}},     {"layout", {0}},       {"zipf", {0}}};
+      {"cuda", {0}},      {"ranks", {0}},        {"layout", {0}},      {"zipf", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -96,7 +97,8 @@ class Bench {
                        .ring_slots = static_cast<uint32_t>(slots),
                        .arena_bytes = arena,
                        .num_rings = static_cast<uint32_t>(options["rings"]),
-                       .network_slots = 4096});
+                       .network_slots = 4096,
+                       .has_device_stages = options["cuda"] != 0});
     for (uint32_t r = 0; r < shape_.num_ranks; ++r) buffers_.push_back(MakeBuffers(r));
   }
 
@@ -376,7 +378,11 @@ int Main(int argc, char** argv) {
               wire / combine / 1e3, backward);
           const double network = static_cast<double>(bench.network_rows()) * row_bytes;
           HostStageRates host{};
-          if (bench.shape().num_nodes() > 1) {
+          if (options["cuda"] != 0) {
+            const double bound = network / ceiling / 1e3;
+            std::printf("copy engines: bound %.0f us: dispatch %.2f, combine %.2f of it\n", bound,
+                        bound / dispatch, bound / combine);
+          } else if (bench.shape().num_nodes() > 1) {
             const uint32_t blocks = sms != 0 ? static_cast<uint32_t>(sms) : gpu::kFewestSms;
             host = MeasureHostStage(blocks, static_cast<uint32_t>(options["rings"]));
             const double bound = network / host.least() / 1e3;
@@ -388,7 +394,7 @@ int Main(int argc, char** argv) {
           }
           std::fprintf(
               json,
-              "%s\n{\"nodes\": %u, \"rings\": %ld, \"host_stores_gb_per_s\": %.1f, "
+              "%s\n{\"nodes\": %u, \"cuda\": %ld, \"rings\": %ld, \"host_stores_gb_per_s\": %.1f, "
               "\"host_loads_gb_per_s\": %.1f, \"host_copies_gb_per_s\": %.1f, \"tma\": %ld, "
               "\"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
               "\"layout\": %ld, \"zipf\": %ld, "
@@ -396,12 +402,12 @@ int Main(int argc, char** argv) {
               "\"remote_rows\": %ld, \"network_bytes\": %.0f, \"copies\": %ld, \"plan_us\": %.2f, "
               "\"dispatch_us\": %.2f, "
               "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f}",
-              separator, bench.shape().num_nodes(), options["rings"], host.kernel_stores,
-              host.kernel_loads, host.copies, tma, sms, piece, slots, bench.shape().num_ranks,
-              options["layout"], options["zipf"], options["tokens"], bench.shape().hidden,
-              bench.shape().top_k, bench.shape().num_experts, bench.recv_rows(),
-              bench.remote_rows(), network, bench.copies(), plan, dispatch, both, combine,
-              backward);
+              separator, bench.shape().num_nodes(), options["cuda"], options["rings"],
+              host.kernel_stores, host.kernel_loads, host.copies, tma, sms, piece, slots,
+              bench.shape().num_ranks, options["layout"], options["zipf"], options["tokens"],
+              bench.shape().hidden, bench.shape().top_k, bench.shape().num_experts,
+              bench.recv_rows(), bench.remote_rows(), network, bench.copies(), plan, dispatch, both,
+              combine, backward);
           separator = ",";
         }
       }

@@ -1,11 +1,11 @@
 // Times mode ll on all GPUs of one process, without JAX: plan and dispatch in one call, combine,
 // and both halves of each. Graphs of many calls; median over launches of the slowest rank.
 //
-//   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [tokens...]
+//   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [nodes=N] [cuda] [tokens...]
 //
 // DeepSeek-V3 shape, layout expert_batched or rank_major, padding undefined. plain: without bulk
 // copies; ranks: several per GPU, whose blocks (8/3 of M; without it all SMs but 32) must all fit
-// on it.
+// on it. nodes: so many virtual ones, over loopback, or with `cuda` over that transport.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -26,12 +26,15 @@ struct Machine {
   uint32_t sms = 0;  // by need
   bool use_tma = true;
   Layout layout = Layout::kExpertBatched;
+  uint32_t num_nodes = 1;
+  bool has_device_stages = false;
 };
 
 void Run(int64_t num_tokens, const Machine& machine) {
   const bool use_tma = machine.use_tma;
   Scenario s;
-  s.shape.num_ranks = s.shape.node_size = machine.num_ranks;
+  s.shape.num_ranks = machine.num_ranks;
+  s.shape.node_size = machine.num_ranks / machine.num_nodes;
   s.shape.num_experts = 256;
   s.shape.top_k = 8;
   s.shape.hidden = 7168;
@@ -47,7 +50,9 @@ void Run(int64_t num_tokens, const Machine& machine) {
   GpuTeam team({.shape = s.shape,
                 .use_tma = use_tma,
                 .max_sms = machine.sms,
-                .arena_bytes = 2 * rows_bytes + (uint64_t{64} << 20)});
+                .arena_bytes = 2 * rows_bytes + (uint64_t{64} << 20),
+                .network_slots = 4096,
+                .has_device_stages = machine.has_device_stages});
   std::mt19937 random(5);
   const auto topk = DrawTopk(s.shape, num_tokens, Draw::kUniform, random);
   std::vector<DeviceArrays> arrays;
@@ -168,6 +173,10 @@ int main(int argc, char** argv) {
       machine.layout = jax_ep::Layout::kRankMajor;
     } else if (text.starts_with("ranks=")) {
       machine.num_ranks = value_of("ranks=");
+    } else if (text.starts_with("nodes=")) {
+      machine.num_nodes = value_of("nodes=");
+    } else if (text == "cuda") {
+      machine.has_device_stages = true;
     } else if (text.starts_with("sms=")) {
       machine.sms = value_of("sms=");
     } else {

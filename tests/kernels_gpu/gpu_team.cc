@@ -98,7 +98,12 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
   }
   const GroupShape& shape = options_.shape;
   if (shape.num_nodes() > 1) {
-    network_ = std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.network_slots);
+    std::vector<int> devices;
+    for (const RankState& rank : ranks_) {
+      if (options_.has_device_stages) devices.push_back(rank.device);
+    }
+    network_ =
+        std::make_unique<GpuNetwork>(shape, options_.num_rings, options_.network_slots, devices);
   }
   for (uint32_t r = 0; r < num_ranks(); ++r) {
     if (!is_active(r)) peers[r] = {};

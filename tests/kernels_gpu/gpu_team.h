@@ -56,6 +56,7 @@ struct GpuTeamOptions {
   // Of a shape with several nodes.
   uint32_t num_rings = 1;
   uint32_t network_slots = 64;  // of a ring; few: producers meet a full one
+  bool has_device_stages = false;
 };
 
 class GpuNetwork;  // between nodes: gpu_network.h

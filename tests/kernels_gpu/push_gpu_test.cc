@@ -48,6 +48,7 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     options.arena_bytes = uint64_t{2} << 30;
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     options.operations_before = OperationsBefore(seed);
+    options.has_device_stages = seed % 2 == 0;
     const bool is_view = seed % 3 == 1;  // calls are smaller than the group
     if (is_view) options.shape = ShapeWithMoreRoom(shape);
     Team cpu({.shape = shape}), whole_cpu({.shape = options.shape});

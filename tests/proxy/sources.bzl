@@ -6,6 +6,7 @@ TESTS = [
     "choose_nics_test.cc",
     "command_test.cc",
     "command_ring_test.cc",
+    "cuda_test.cc",
     "faulty_test.cc",
     "gpu_memory_test.cc",
     "heartbeats_test.cc",

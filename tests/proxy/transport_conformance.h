@@ -19,14 +19,16 @@
 #include "proxy/base/shared_memory.h"
 #include "proxy/transport.h"
 #include "proxy/transport/registry.h"
+#include "tests/proxy/fake_copies.h"
 
 namespace jax_ep {
 
 struct TransportParams {
   std::string name;       // of the test
   std::string transport;  // of the registry
-  std::string faulty_spec;
+  std::string faulty_spec = {};
   std::map<std::string, std::string> env = {};  // set while the test runs
+  bool is_gpu = false;                          // heaps are a (made up) GPU's memory
 };
 
 inline std::string TransportParamsName(const testing::TestParamInfo<TransportParams>& info) {
@@ -42,6 +44,7 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
 
   struct End {
     SharedMemory heap;
+    std::unique_ptr<FakeCopies> copies;  // null: on CPUs
     std::unique_ptr<Transport> transport;
     LocalRegion region;
     std::array<uint32_t, kNumEndpoints> peer{};    // handle by endpoint
@@ -53,11 +56,16 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
     std::span<std::byte> bytes() { return heap.bytes(); }
   };
 
-  Result<std::unique_ptr<Transport>> Make(uint32_t rank, uint32_t inbox_slots = 256) {
-    return MakeTransport(
-        GetParam().transport,
-        TransportOptions{
-            .rank = rank, .inbox_slots = inbox_slots, .faulty_spec = GetParam().faulty_spec});
+  Result<std::unique_ptr<Transport>> Make(uint32_t rank, FakeCopies* copies) {
+    return MakeTransport(GetParam().transport,
+                         TransportOptions{.rank = rank,
+                                          .inbox_slots = 256,
+                                          .faulty_spec = GetParam().faulty_spec,
+                                          .copies = copies});
+  }
+  std::unique_ptr<FakeCopies> MakeCopies(uint32_t rank) {
+    constexpr int kDelay = 3;
+    return GetParam().is_gpu ? std::make_unique<FakeCopies>(&mapped_, rank, kDelay) : nullptr;
   }
 
   void SetUp() override {
@@ -69,11 +77,15 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
       Result<SharedMemory> heap = SharedMemory::Create(kHeapBytes, /*shareable=*/true);
       ASSERT_TRUE(heap.ok());
       ends_[i].heap = std::move(*heap);
-      Result<std::unique_ptr<Transport>> transport = Make(i);
+      ends_[i].copies = MakeCopies(i);
+      mapped_[ends_[i].heap.Export()] = ends_[i].bytes();
+      Result<std::unique_ptr<Transport>> transport = Make(i, ends_[i].copies.get());
       ASSERT_TRUE(transport.ok()) << transport.status().message();
       ends_[i].transport = std::move(*transport);
-      Result<LocalRegion> region = ends_[i].transport->Register(
-          MemoryRegion{.bytes = ends_[i].bytes(), .export_blob = ends_[i].heap.Export()});
+      Result<LocalRegion> region =
+          ends_[i].transport->Register(MemoryRegion{.bytes = ends_[i].bytes(),
+                                                    .export_blob = ends_[i].heap.Export(),
+                                                    .device = GetParam().is_gpu ? 0 : -1});
       ASSERT_TRUE(region.ok()) << region.status().message();
       ends_[i].region = *region;
     }
@@ -174,6 +186,7 @@ class TransportConformance : public testing::TestWithParam<TransportParams> {
     for (std::byte& byte : ends_[i].bytes()) byte = static_cast<std::byte>(random());
   }
 
+  FakeCopies::Mapped mapped_;
   std::array<End, kNumEndpoints> ends_;
 };
 
@@ -339,11 +352,13 @@ TEST_P(TransportConformance, rings_the_bell_of_who_has_something_to_poll) {
   Result<SharedMemory> bell = SharedMemory::Create(sizeof(Doorbell), /*shareable=*/true);
   ASSERT_TRUE(bell.ok());
   auto* doorbell = reinterpret_cast<Doorbell*>(bell->bytes().data());
+  const std::unique_ptr<FakeCopies> copies = MakeCopies(/*rank=*/5);
   Result<std::unique_ptr<Transport>> sleeper =
       MakeTransport(GetParam().transport, TransportOptions{.rank = 5,
                                                            .bell = doorbell,
                                                            .bell_export = bell->Export(),
-                                                           .faulty_spec = GetParam().faulty_spec});
+                                                           .faulty_spec = GetParam().faulty_spec,
+                                                           .copies = copies.get()});
   ASSERT_TRUE(sleeper.ok());
   const Result<uint32_t> peer =
       ends_[0].transport->Connect((*sleeper)->LocalAddress(), Deadline::After(kTimeout));

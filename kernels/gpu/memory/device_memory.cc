@@ -5,17 +5,12 @@
 #include <string>
 #include <vector>
 
+#include "kernels/gpu/memory/copy_stream.h"
 #include "kernels/gpu/memory/driver.h"
+#include "kernels/gpu/memory/error_text.h"
 
 namespace jax_ep::gpu {
 namespace {
-
-thread_local std::string last_error;
-
-const char* Fail(std::string text) {
-  last_error = std::move(text);
-  return last_error.c_str();
-}
 
 const Driver& TheDriver() {
   static const Driver driver;
@@ -30,14 +25,6 @@ std::string DriverError(const char* call, CUresult result) {
   do {                                                                                     \
     const CUresult driver_result = (call);                                                 \
     if (driver_result != CUDA_SUCCESS) return Fail(DriverError(call_name, driver_result)); \
-  } while (false)
-
-#define JAX_EP_RUNTIME(call)                                                              \
-  do {                                                                                    \
-    const cudaError_t runtime_result = (call);                                            \
-    if (runtime_result != cudaSuccess) {                                                  \
-      return Fail(std::string(#call) + " failed: " + cudaGetErrorString(runtime_result)); \
-    }                                                                                     \
   } while (false)
 
 const char* CheckDriver() {
@@ -281,6 +268,11 @@ const DeviceMemoryApi* GetDeviceMemoryApi() {
                                    .release_pinned = ReleasePinned,
                                    .pin = Pin,
                                    .unpin = Unpin,
+                                   .open_copies = OpenCopies,
+                                   .start_copy = StartCopy,
+                                   .end_batch = EndBatch,
+                                   .newest_batch = NewestBatch,
+                                   .close_copies = CloseCopies,
                                    .pci_address = PciAddress,
                                    .synchronize = Synchronize};
   return &api;

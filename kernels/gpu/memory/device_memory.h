@@ -32,6 +32,11 @@ constexpr std::array<DeviceRange, 2> PartsOf(const DeviceRange& range) {
       DeviceRange{.base = range.base + range.kept_bytes, .bytes = range.bytes - range.kept_bytes}};
 }
 
+inline constexpr uint32_t kMaxCopyBatches = 2;
+
+// Copies of one device's memory to others, on a stream of their own.
+struct CopyStream;
+
 struct DeviceMemoryApi {
   // Makes the device's context exist and this thread's current one for the calls below.
   const char* (*use_device)(int device);
@@ -65,6 +70,16 @@ struct DeviceMemoryApi {
   // Makes host memory of the caller pinned and mapped for every device of the process, and back.
   const char* (*pin)(void* memory, uint64_t bytes);
   const char* (*unpin)(void* memory);
+  // Copies between ranges that `device` can address, beside its kernels, in any order. Between
+  // open_copies and close_copies from any thread, one at a time; only close_copies waits for them.
+  // A batch is what was started since the last one ended; they count 1, 2, 3, ..., and at most
+  // kMaxCopyBatches are under way. newest_batch: of which, and of all before it, all is done.
+  const char* (*open_copies)(int device, CopyStream** out);
+  const char* (*start_copy)(CopyStream* stream, std::byte* to, const std::byte* from,
+                            uint64_t bytes);
+  const char* (*end_batch)(CopyStream* stream);
+  const char* (*newest_batch)(CopyStream* stream, uint64_t* number);
+  const char* (*close_copies)(CopyStream* stream);
   // "0000:4f:00.0", NUL-terminated; `size` is at least 16.
   const char* (*pci_address)(int device, char* text, size_t size);
   // Waits until `device` is idle.

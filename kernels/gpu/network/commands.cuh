@@ -135,9 +135,8 @@ __device__ bool WarpPushToRail(const DeviceRank& device, Operation operation, Ma
 // rank's mate `local`. What they followed can be read in that mate's stage.
 __device__ inline bool WaitSignals(const DeviceRank& device, uint32_t local, Channel channel,
                                    uint32_t source, Operation operation, uint64_t wanted) {
-  const DeviceNetwork& net = *device.network;
-  const auto* flag = reinterpret_cast<const uint64_t*>(
-      net.stages[local] + net.layout.FlagAt(device.shape.num_ranks, channel, source));
+  const uint64_t* flag =
+      device.network->signals[local] + SignalIndex(device.shape.num_ranks, channel, source);
   return SpinOn(device, flag, source, {operation, WaitPhaseOf(channel)}, wanted,
                 FailureKind::kTimeout, [](uint64_t seen, uint64_t sought) {
                   return seen >= sought ? Seen::kThere : Seen::kTooEarly;

@@ -1,6 +1,6 @@
-// kernels/gpu/network: what an operation adds between nodes, through pinned stages and proxies.
+// kernels/gpu/network: what an operation adds between nodes, through stages and proxies.
 //   In: rows, partials and lists for other nodes. Out: commands to proxies; at the receiver, data.
-//   Waits: kernels for the signals that proxies count in the stage, and for space in the rings.
+//   Waits: kernels for the signals that proxies count, and for space in the rings.
 //
 // What kernels know of the network between nodes: stages, rings, and how far each exchange is.
 // Plain data for host and device.
@@ -20,8 +20,10 @@ struct DeviceNetwork {
   uint32_t num_rings;
   uint32_t ring_slots;  // a power of two
   uint32_t ring_slots_log2;
-  std::byte* stages[kMaxNodeRanks];   // of node-mates, by local rank, as this device addresses them
-  uint64_t* slots[kMaxNetworkRings];  // two words each (proxy/abi/ring.h)
+  // Of node-mates, by local rank, as this device addresses them.
+  std::byte* stages[kMaxNodeRanks];
+  const uint64_t* signals[kMaxNodeRanks];
+  uint64_t* slots[kMaxNetworkRings];        // two words each (proxy/abi/ring.h)
   const uint64_t* tails[kMaxNetworkRings];  // commands that the proxy has taken
 };
 

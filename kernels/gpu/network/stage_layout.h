@@ -1,6 +1,8 @@
-// Byte layout of a rank's network stage: pinned host memory that its kernels and those of its
-// node-mates load and store, and that proxies move between nodes. Computed from the group's shape
-// alone, so that all ranks agree by construction. Only groups of several nodes have one.
+// Byte layout of a rank's network stage: memory that its kernels and those of its node-mates load
+// and store, and that proxies move between nodes; the host's, pinned, or the GPU's (api.h).
+// Computed from the group's shape alone, so that all ranks agree by construction. Only groups of
+// several nodes have one, and signals beside it: u64 [kNumChannels][N] in pinned host memory, which
+// count what has come from each rank on a channel (counted channels: epochs).
 //
 // "Rail": the ranks of equal index inside their nodes. What goes to another node goes once, to the
 // rank of the own rail there; its node-mates read it from that rank's stage.
@@ -27,7 +29,6 @@ static_assert(sizeof(CallRecord) == kWireUnitBytes);
 
 struct NetLayout {
   uint64_t total_bytes = 0;
-  uint64_t flags = 0;  // u64 [kNumChannels][N]: signals (counted channels: epochs) from that rank
   // Plan, by parity of the plan's number. "[O]": by OtherNode of the other node.
   HeapArea counts_send;  // [2]: PlanHeader, i32 [E]
   HeapArea counts_recv;  // [2][O]: the same, of the rail's rank there
@@ -54,10 +55,6 @@ struct NetLayout {
   HeapArea ll_sums_recv;  // [depth][R]
   uint64_t ll_sum_pitch = 0, ll_sum_scalars = 0, ll_sum_tag = 0;
 
-  constexpr uint64_t FlagAt(uint32_t num_ranks, Channel channel, uint32_t source) const {
-    return flags + (static_cast<uint64_t>(channel) * num_ranks + source) * sizeof(uint64_t);
-  }
-
   static constexpr NetLayout Make(const GroupShape& shape);
 };
 
@@ -79,7 +76,6 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   constexpr uint64_t kParities = 2;
 
-  layout.flags = take(1, 1, kNumChannels * shape.num_ranks * sizeof(uint64_t)).offset;
   layout.counts_bytes =
       AlignUp(sizeof(PlanHeader) + shape.num_experts * sizeof(int32_t), kWireUnitBytes);
   const uint64_t tokens = shape.has_ht ? shape.max_tokens : 0;
@@ -124,6 +120,12 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   layout.total_bytes = end;
   return layout;
 }
+
+// Position of a rank's signal on a channel among a stage's signals, and how many those are.
+constexpr uint64_t SignalIndex(uint32_t num_ranks, Channel channel, uint32_t source) {
+  return static_cast<uint64_t>(channel) * num_ranks + source;
+}
+constexpr uint64_t NumSignals(uint32_t num_ranks) { return uint64_t{kNumChannels} * num_ranks; }
 
 // Position of another node among those that are not `own_node`, and back.
 constexpr uint32_t OtherNode(uint32_t num_nodes, uint32_t own_node, uint32_t node) {

@@ -19,6 +19,7 @@ from meeting import meet
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--node-size", type=int, default=None)
+parser.add_argument("--transport", default="auto")
 parser.add_argument("--mode", default="ht", choices=["ht", "ll"])
 parser.add_argument("--peer-timeout", type=float, default=4.0)
 args = parser.parse_args()
@@ -43,6 +44,7 @@ def make(devices, node_size):
         timeout_s=60.0,
         peer_timeout_s=args.peer_timeout,
         node_size=node_size,
+        transport=args.transport,
     )
     group = jax_ep.create_group(mesh, "ep", config, "native")
 
