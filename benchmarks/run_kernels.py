@@ -19,6 +19,7 @@ from specs import SPECS, file_name_of
 
 LIMIT_S = 120  # of one program
 BY_NEED = 0
+OPERATIONS = ("dispatch", "combine")
 RANK_MAJOR = 2  # as kernels/layout.h numbers the layouts
 PROGRAMS = {
     "ht": "bench_kernels: graphs of 20 calls, events, median of 9 launches of the slowest rank; "
@@ -28,6 +29,8 @@ PROGRAMS = {
     "quantized": "bench_fp8: SMs by need, DeepSeek-V3 shape",
     "nodes": "bench_kernels nodes=2 rings=1; bound: network bytes of a rank at the least of what "
     "kernels store and load and threads copy",
+    "cuda": "bench_kernels nodes=2 cuda=1, bench_ll nodes=2 cuda, and over loopback; bound: network "
+    "bytes of a rank at the copy engines' rate",
 }
 LL_LINE = re.compile(
     r"(rank_major )?tokens (\d+): .* dispatch ([\d.]+) us .* combine ([\d.]+) us .* both ([\d.]+) "
@@ -97,7 +100,7 @@ def ht(build):
 
 def named(timed):
     """A run of bench_kernels, with words for its numbers of layout and routing."""
-    unused = {"nodes", "rings", "tma", "piece", "slots", "zipf", "network_bytes"}
+    unused = {"nodes", "cuda", "rings", "tma", "piece", "slots", "zipf", "network_bytes"}
     kept = {
         name: value
         for name, value in timed.items()
@@ -110,18 +113,19 @@ def named(timed):
     return kept
 
 
+def timed_ll(build, *options):
+    """A run of bench_ll: {operation: {tokens: us}}."""
+    layout = "rank_major" if "rank_major" in options else "expert_batched"
+    times = {}
+    for line in build.run("bench_ll", *options).splitlines():
+        _, tokens, *us = LL_LINE.match(line).groups()
+        times[tokens] = dict(zip(LL_TIMES, map(float, us), strict=True))
+    by_name = {name: {tokens: each[name] for tokens, each in times.items()} for name in LL_TIMES}
+    return {"ranks": build.ranks, "layout": layout, **by_name}
+
+
 def ll(build):
-    runs = []
-    for options in ([], ["rank_major"]):
-        timed = {"ranks": build.ranks, "layout": options[0] if options else "expert_batched"}
-        times = {}
-        for line in build.run("bench_ll", *options).splitlines():
-            _, tokens, *us = LL_LINE.match(line).groups()
-            times[tokens] = dict(zip(LL_TIMES, map(float, us), strict=True))
-        for name in LL_TIMES:
-            timed[name] = {tokens: each[name] for tokens, each in times.items()}
-        runs.append(timed)
-    return {"runs": runs}
+    return {"runs": [timed_ll(build, *options) for options in ([], ["rank_major"])]}
 
 
 def quantized(build):
@@ -139,12 +143,24 @@ def nodes(build):
     for timed in runs:
         rate = min(timed[f"host_{name}_gb_per_s"] for name in ("stores", "loads", "copies"))
         timed["bound_us"] = round(timed["network_bytes"] / rate / 1e3, 1)
-        for name in ("dispatch", "combine"):
+        for name in OPERATIONS:
             timed[f"{name}_share"] = round(timed["bound_us"] / timed[f"{name}_us"], 3)
     return {"runs": runs}
 
 
-PARTS = {"ht": ht, "ll": ll, "quantized": quantized, "nodes": nodes}
+def cuda(build):
+    runs = []
+    for layout in (0, RANK_MAJOR):
+        engines, (timed,) = build.kernels(nodes=2, cuda=1, sms=BY_NEED, layout=layout)
+        bound_us = timed["network_bytes"] / engines / 1e3
+        shares = {f"{op}_share": round(bound_us / timed[f"{op}_us"], 3) for op in OPERATIONS}
+        runs.append({**named(timed), "bound_us": round(bound_us, 1), **shares})
+    ways = {"cuda": ["cuda"], "loopback": []}
+    decode = {way: timed_ll(build, "nodes=2", *words, "8", "128") for way, words in ways.items()}
+    return {"copy_engine_gb_per_s": engines, "runs": runs, "ll": decode}
+
+
+PARTS = {"ht": ht, "ll": ll, "quantized": quantized, "nodes": nodes, "cuda": cuda}
 
 
 def main():

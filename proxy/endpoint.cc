@@ -92,6 +92,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
   std::vector<uint32_t> ranks = options.peers;
   std::sort(ranks.begin(), ranks.end());
   const size_t num_flows = ranks.size() * kNumChannels;
+  const uint64_t window_bytes = proxy.window_bytes != 0 ? proxy.window_bytes : caps_.window_bytes;
   send_flows_.reserve(num_flows);
   recv_flows_.reserve(num_flows);
   for (uint32_t i = 0; i < ranks.size(); ++i) {
@@ -99,7 +100,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
     peer_of_rank_[ranks[i]] = static_cast<int32_t>(i);
     for (uint32_t c = 0; c < kNumChannels; ++c) {
       const Channel channel = static_cast<Channel>(c);
-      SendFlow& send = send_flows_.emplace_back(proxy.window_messages, proxy.window_bytes);
+      SendFlow& send = send_flows_.emplace_back(proxy.window_messages, window_bytes);
       send.peer = i;
       send.channel = channel;
       send.is_counted = IsCounted(channel);

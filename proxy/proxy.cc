@@ -56,7 +56,7 @@ Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch*
                std::to_string(kMaxWindowMessages) +
                ", half of the sequence space (JAX_EP_WINDOW_MESSAGES)");
   }
-  if (options.window_bytes < kCommandUnitBytes) {
+  if (options.window_bytes != 0 && options.window_bytes < kCommandUnitBytes) {
     return bad("window_bytes=" + std::to_string(options.window_bytes) +
                "; expected at least 16 (JAX_EP_WINDOW_BYTES)");
   }

@@ -34,9 +34,10 @@ struct ProxyOptions {
   std::string group_name = {};   // in every message, and checked against the peers'
   std::string transport = {};    // a name of ListTransports()
   std::string faulty_spec = {};  // "" or e.g. "seed=7,reorder=16" (transport/faulty.h)
-  // Range of messages (at most kMaxWindowMessages) and bytes per flow that may be unacknowledged.
+  // Range of messages (at most kMaxWindowMessages) and bytes per flow that may be unacknowledged;
+  // bytes 0: what the transport says.
   uint32_t window_messages = 256;
-  uint64_t window_bytes = uint64_t{8} << 20;
+  uint64_t window_bytes = 0;
   uint32_t inbox_slots = 8192;  // power of two
   // A peer whose proxy was heard and then is silent for longer is reported as dead, and one that
   // acknowledges nothing for as long.

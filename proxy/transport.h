@@ -23,6 +23,9 @@ struct TransportCaps {
   bool delivery_complete = false;        // kSent means written at the target, not only sent
   bool cheap_wake = false;               // senders ring the bell themselves: sleeping costs little
   uint64_t max_message_bytes = 0;        // longest PostWrite
+  // Bytes of one flow that may be unacknowledged unless the user says it: several times what the
+  // link carries until an acknowledgement is back.
+  uint64_t window_bytes = uint64_t{8} << 20;
   // At least 32 for our protocol; 64: WriteRequest::secret travels too.
   uint32_t immediate_bits = 0;
 };

@@ -97,7 +97,7 @@ const char* CopyFromHeap(const RankHandle& rank, uint64_t offset, size_t num_byt
 }  // namespace
 
 uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows) {
-  if (!rank.has_budget) return rank.max_blocks;
+  if (!rank.has_budget || rank.device.shape.num_nodes() > 1) return rank.max_blocks;
   return std::min(rank.num_sms, SmsFor(work, rank.device.shape, static_cast<uint64_t>(num_tokens),
                                        static_cast<uint64_t>(num_rows)));
 }
@@ -136,8 +136,10 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   constexpr uint32_t kRingSlots = 3;
   rank->device_index = config->device;
   rank->num_sms = static_cast<uint32_t>(num_sms);
+  rank->has_pinned_stages = config->network == nullptr || !config->network->has_device_stages;
   rank->has_budget = config->max_sms == 0;
-  const uint32_t max_sms = rank->has_budget ? kFewestSms : config->max_sms;
+  const uint32_t by_need = SmsBetweenNodes(!rank->has_pinned_stages);  // in one node: at first
+  const uint32_t max_sms = rank->has_budget ? by_need : config->max_sms;
   rank->max_blocks = std::min(max_sms, rank->num_sms);
   // LL kernels wait for peers: NCCL's on another stream, of 32 blocks at most, need the rest.
   constexpr uint32_t kSpareSms = 32;

@@ -5,7 +5,7 @@
 // left to the model's own kernels; too few let the wire wait. What decides is the ratio of rows
 // that this rank handles to rows that cross the wire. Both are static, so that a captured call can
 // keep its grid: R where padding is zeroed, else the rows that come if routing is uniform
-// (MeanRows). Calls between nodes have kFewestSms.
+// (MeanRows). Between nodes the network decides (SmsBetweenNodes).
 #pragma once
 
 #include <algorithm>
@@ -54,9 +54,14 @@ constexpr int64_t MeanRows(const GroupShape& shape, int64_t num_tokens, int64_t 
   return std::min(recv_rows, num_tokens * int64_t{shape.top_k});
 }
 
+// Rows that pass through the host's memory need few SMs, others as many as help.
+constexpr uint32_t SmsBetweenNodes(bool has_device_stages) {
+  return has_device_stages ? kMostSms : kFewestSms;
+}
+
+// Of a group of one node.
 constexpr uint32_t SmsFor(RowWork work, const GroupShape& shape, uint64_t num_tokens,
                           uint64_t num_rows) {
-  if (shape.num_nodes() > 1) return kFewestSms;
   constexpr double kMargin = 1.25;  // SMs do not all end at once
   const double wire = RowsOnTheWire(shape, num_tokens);
   const double sms = kMargin * SmsPerWire(work) * static_cast<double>(num_rows);

@@ -16,8 +16,8 @@ struct Env {
   // JAX_EP_WINDOW_MESSAGES: 1..4096. Messages of one flow that may await their acknowledgement.
   uint32_t window_messages = 256;
   // JAX_EP_WINDOW_BYTES: >= 16, suffix K, M or G allowed. The same in bytes; a single larger
-  // message still goes when nothing else of its flow is under way.
-  uint64_t window_bytes = uint64_t{8} << 20;
+  // message still goes when nothing else of its flow is under way. 0 (unset): by transport.
+  uint64_t window_bytes = 0;
   // JAX_EP_RING_SLOTS: power of two, 16..1048576. Commands that fit into one rank's ring.
   uint32_t ring_slots = 4096;
   // JAX_EP_PROXY_THREADS: 1..8. Proxies of one GPU rank, each with a ring of its own; nodes are

@@ -114,6 +114,8 @@ class CopyingTransport : public Transport {
                             .delivery_complete = true,
                             .cheap_wake = true,
                             .max_message_bytes = kMaxCommandBytes,
+                            // While a proxy copies it acknowledges nothing.
+                            .window_bytes = uint64_t{64} << 20,
                             .immediate_bits = 32};
   const std::string name_;
   WriteBounds bounds_;

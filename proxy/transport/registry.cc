@@ -22,7 +22,8 @@ struct Entry {
 constexpr Entry kEntries[] = {
     {"loopback", &MakeLoopbackTransport, "memory copies inside one process", nullptr},
     {"shm", &MakeShmTransport, "memory copies between processes of one host", nullptr},
-    {"cuda", &MakeCudaTransport, "copy engines between the GPUs of one host, for ranks on GPUs", nullptr},
+    {"cuda", &MakeCudaTransport, "copy engines between the GPUs of one host, for ranks on GPUs",
+     nullptr},
     {"ofi", &MakeOfiTransport, "libfabric", &ProbeOfi},
     {"verbs", &MakeVerbsTransport, "ibverbs", &ProbeVerbs},
 };

@@ -250,3 +250,7 @@ def test_the_kernels_benchmarks_are_run_and_read(tmp_path, monkeypatch):
     assert "backward_us" not in first and "host_loads_gb_per_s" not in first
     (run,) = got["nodes"]["runs"]
     assert (run["bound_us"], run["dispatch_share"], run["combine_share"]) == (11_700.0, 0.5, 1.0)
+    cuda = got["cuda"]
+    assert cuda["runs"][0]["bound_us"] == 155.8  # 58.5 MB at 375.5 GB/s
+    assert cuda["runs"][0]["dispatch_share"] == round(155.8 / 23_400, 3)
+    assert cuda["ll"]["cuda"]["dispatch"] == cuda["ll"]["loopback"]["dispatch"] != {}

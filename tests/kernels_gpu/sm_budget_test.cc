@@ -55,7 +55,8 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
   EXPECT_EQ(SmsFor(RowWork::kStore, alone, kTokens, kTokens), kMostSms);
   EXPECT_EQ(SmsFor(RowWork::kStore, alone, 0, 0), kMostSms);
   EXPECT_EQ(SmsFor(RowWork::kSum, ShapeOf(4, 4), kTokens, 0), FewestSmsFor(RowWork::kSum));
-  EXPECT_EQ(SmsFor(RowWork::kStore, ShapeOf(4, 2), kTokens, 1u << 30), kFewestSms);
+  EXPECT_EQ(SmsBetweenNodes(/*has_device_stages=*/false), kFewestSms);
+  EXPECT_EQ(SmsBetweenNodes(/*has_device_stages=*/true), kMostSms);
 }
 
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.

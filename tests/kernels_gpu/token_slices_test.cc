@@ -7,8 +7,10 @@ namespace jax_ep::gpu {
 namespace {
 
 TEST(TokenSlices, CoverAllTokensInOrder) {
-  for (uint64_t num_tokens = 0; num_tokens < 200; ++num_tokens) {
-    const uint32_t count = NumTokenSlices(num_tokens, 2);
+  for (uint64_t i = 0; i < 400; ++i) {
+    const uint64_t num_tokens = i / 2;
+    const bool is_pinned = i % 2 == 0;
+    const uint32_t count = NumTokenSlices(num_tokens, 2, is_pinned);
     uint64_t end = 0;
     for (uint32_t number = 0; number < count; ++number) {
       const TokenSlice slice = TokenSliceOf(num_tokens, number, count);
@@ -25,15 +27,17 @@ TEST(TokenSlices, CoverAllTokensInOrder) {
 
 TEST(TokenSlices, AreAlikeInSize) {
   constexpr uint64_t kTokens = 4096;
-  const uint32_t count = NumTokenSlices(kTokens, 2);
-  EXPECT_GT(count, 1u);
-  for (uint32_t number = 0; number < count; ++number) {
-    EXPECT_EQ(TokenSliceOf(kTokens, number, count).num_tokens(), kTokens / count);
+  for (const bool is_pinned : {false, true}) {
+    const uint32_t count = NumTokenSlices(kTokens, 2, is_pinned);
+    EXPECT_EQ(count, is_pinned ? kMostTokenSlices : kMostDirectSlices);
+    for (uint32_t number = 0; number < count; ++number) {
+      EXPECT_EQ(TokenSliceOf(kTokens, number, count).num_tokens(), kTokens / count);
+    }
   }
 }
 
 TEST(TokenSlices, OneNodeHasOne) {
-  EXPECT_EQ(NumTokenSlices(4096, 1), 1u);
+  EXPECT_EQ(NumTokenSlices(4096, 1, /*is_pinned=*/true), 1u);
   EXPECT_EQ(TokenSliceOf(4095, 0, 1).end, 4095u);
 }
 

@@ -84,7 +84,7 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, R
       const auto flag_of = [&](uint32_t peer) { return flags + peer * device.layout.num_chunks; };
       if (!WaitChunk(device, value, flag_of)) return;
       if (token < params.num_tokens)
-        FinishToken<T>(params, index, token, list, MatePartials{device});
+        FinishToken<T>(params, index, token, list, MatePartials{device}, RowWords<T>(params));
     }
     ++num_done;
     SyncWarp();

@@ -86,19 +86,21 @@ struct MatePartials {
   }
 };
 
-// One warp: everything about a token of this rank, its partials being here.
+// One warp: those words of a token of this rank, its partials being here. With the first goes what
+// else there is.
 template <typename T, typename Partials>
 __device__ void FinishToken(const CombineKernelParams& params, const RowIndex& index,
-                            uint64_t number, RowList& list, const Partials& partials) {
+                            uint64_t number, RowList& list, const Partials& partials,
+                            const WordRange& range) {
   const uint32_t own = params.device.rank;
   const OwnToken token(params, number, own, FindRows(params, index, own, number, list),
                        [&](uint32_t holder) { return partials.RankAt(holder); });
-  if (params.pair_scalars_out != nullptr) {
+  if (params.pair_scalars_out != nullptr && range.begin == 0) {
     WriteOwnScalars(params, token,
                     [&](uint32_t holder) { return partials.ScalarsOf(holder, number); });
   }
   if (params.out == nullptr) return;
-  WriteOwnSum<T>(params, partials.Leaves(), token, list, RowWords<T>(params),
+  WriteOwnSum<T>(params, partials.Leaves(), token, list, range,
                  [&](uint32_t rank) { return partials.PartialOf(rank, number); });
 }
 

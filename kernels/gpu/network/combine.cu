@@ -25,6 +25,7 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
+constexpr uint32_t kFinishPieces = 4;  // of a token's row, each a warp's: a slice has few tokens
 
 // Partials of a token of this rank: of mates, and the sums of other nodes in this rank's stage.
 struct NodePartials {
@@ -116,8 +117,14 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
     }
   }
   if (params.y == nullptr) return;
-  auto* out = reinterpret_cast<typename T::PartialWord*>(to + token * layout.sums_pitch);
   const WordRange range = RowWords<T>(params);
+  if ((parts & (parts - 1)) == 0) {  // one part is the sum
+    const auto local = static_cast<uint32_t>(__ffsll(static_cast<long long>(parts))) - 1;
+    WarpCopyBytes(to + token * layout.sums_pitch, place_of(local).Row(),
+                  range.end * sizeof(typename T::PartialWord));
+    return;
+  }
+  auto* out = reinterpret_cast<typename T::PartialWord*>(to + token * layout.sums_pitch);
   constexpr uint32_t kWords = 1;
   WriteSumOfRanks<T, typename T::Partial, kWords, /*kIsUnrolled=*/false>(
       RankLeaves(shape.node_size), /*has_any=*/true, range, out,
@@ -134,6 +141,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     SendNodeSums(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
+  __shared__ bool is_wanted[kNetChunkTokens];
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
@@ -143,41 +151,45 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
   const uint64_t scalars_bytes =
       static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
-  bool is_ok = BlockWaitMates(device, device.layout.tail_flags, Operation::kCombine,
-                              FlagValue(SequenceOf(device), Operation::kCombine, device.program),
-                              &shared_flag);
-  for (uint32_t item = blockIdx.x * kWarps + WarpId(); is_ok && item < num_items;
-       item += gridDim.x * kWarps) {
+  const bool is_ok = BlockWaitMates(
+      device, device.layout.tail_flags, Operation::kCombine,
+      FlagValue(SequenceOf(device), Operation::kCombine, device.program), &shared_flag);
+  for (uint32_t item = blockIdx.x; is_ok && item < num_items; item += gridDim.x) {
     const uint32_t other = item % num_others;
     const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
     const uint32_t owner = RailRank(device, node);
     const uint64_t send = layout.sums_send.At(parity, other);
     const uint64_t first = params.slice.begin + uint64_t{item / num_others} * kNetChunkTokens;
-    uint32_t wanted = 0;
-    for (uint32_t i = 0; i < kNetChunkTokens && first + i < params.slice.end; ++i) {
-      const uint64_t parts = PartsOf(device, owner, first + i);
-      if (parts == 0) continue;
-      wanted |= 1u << i;
-      WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
+    for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
+      const uint64_t parts = first + i < params.slice.end ? PartsOf(device, owner, first + i) : 0;
+      if (parts != 0) {
+        WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
+      }
+      if (LaneId() == 0) is_wanted[i] = parts != 0;
     }
-    SyncWarp();
-    Command command{.op = Op::kWrite,
-                    .dst_rank = owner,
-                    .local_offset = send,
-                    .remote_offset = layout.sums_recv.At(
-                        parity, OtherNode(shape.num_nodes(), node, NodeOf(device))),
-                    .channel = Channel::kCombine,
-                    .epoch = epoch};
-    if (params.y != nullptr) {
-      is_ok = WarpPushRuns(device, Operation::kCombine, node, wanted, first, layout.sums_pitch,
-                           command);
+    SyncBlock();  // sums of all warps come before the commands that name them
+    if (WarpId() == 0) {
+      const auto wanted =
+          static_cast<uint32_t>(Ballot(LaneId() < kNetChunkTokens && is_wanted[LaneId()]));
+      Command command{.op = Op::kWrite,
+                      .dst_rank = owner,
+                      .local_offset = send,
+                      .remote_offset = layout.sums_recv.At(
+                          parity, OtherNode(shape.num_nodes(), node, NodeOf(device))),
+                      .channel = Channel::kCombine,
+                      .epoch = epoch};
+      bool is_pushed = !HasFailed(device);
+      if (params.y != nullptr && is_pushed) {
+        is_pushed = WarpPushRuns(device, Operation::kCombine, node, wanted, first,
+                                 layout.sums_pitch, command);
+      }
+      if (params.pair_scalars != nullptr && is_pushed) {
+        command.local_offset += layout.sums_scalars;
+        command.remote_offset += layout.sums_scalars;
+        WarpPushRuns(device, Operation::kCombine, node, wanted, first, scalars_bytes, command);
+      }
     }
-    if (params.pair_scalars != nullptr && is_ok) {
-      command.local_offset += layout.sums_scalars;
-      command.remote_offset += layout.sums_scalars;
-      is_ok =
-          WarpPushRuns(device, Operation::kCombine, node, wanted, first, scalars_bytes, command);
-    }
+    SyncBlock();  // is_wanted is free
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
   const bool is_first = params.slice.number == 0;
@@ -233,9 +245,13 @@ __global__ void __launch_bounds__(kThreads)
   if (!HasFailed(device)) {
     const NodePartials partials{device, NextSet(NetStateOf(device)->combines)};
     const RowIndex index(device, sequence, params.num_tokens);
-    for (uint64_t token = params.slice.begin + blockIdx.x * kWarps + WarpId();
-         token < params.slice.end; token += gridDim.x * kWarps) {
-      FinishToken<T>(params, index, token, lists[WarpId()], partials);
+    const uint32_t num_words = RowWords<T>(params).end;
+    const Pieces pieces{kFinishPieces, (num_words + kFinishPieces - 1) / kFinishPieces};
+    const auto num_units = static_cast<uint32_t>(params.slice.num_tokens()) * kFinishPieces;
+    for (uint32_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
+         unit += gridDim.x * kWarps) {
+      FinishToken<T>(params, index, params.slice.begin + unit / kFinishPieces, lists[WarpId()],
+                     partials, WordsOf(pieces, unit % kFinishPieces, num_words));
     }
   }
   if (!params.slice.IsLast() || !FinishCombine(params, sequence, &shared_flag)) return;
@@ -281,22 +297,27 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
   const Kernels kernels = KernelsOf(shape, is_vectorised);
-  const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, rank.max_blocks); };
+  // Sums wait for memory more than for the wire, where that is fast: more SMs hide more of it.
+  const bool is_by_need = rank.has_budget && !rank.has_pinned_stages;
+  const uint32_t most = is_by_need ? rank.ll_blocks : rank.max_blocks;
+  const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
   const uint64_t tokens = params.num_tokens;
-  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes());
+  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes(), rank.has_pinned_stages);
   kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);
   if (const char* error = LaunchResult("SumRows")) return error;
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(tokens, number, num_slices);
     const uint64_t num_sends = params.slice.num_chunks() * (shape.num_nodes() - 1);
-    kernels.send_node_sums<<<blocks_for(num_sends), kThreads, 0, stream>>>(params);
+    kernels.send_node_sums<<<BlocksFor(num_sends, 1, most), kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("SendNodeSums")) return error;
   }
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(tokens, number, num_slices);
     AwaitSums<<<1, kWarpSize, 0, stream>>>(rank.device, params.slice);
     if (const char* error = LaunchResult("AwaitSums")) return error;
-    kernels.add_nodes<<<blocks_for(params.slice.num_tokens()), kThreads, 0, stream>>>(params);
+    kernels
+        .add_nodes<<<blocks_for(params.slice.num_tokens() * kFinishPieces), kThreads, 0, stream>>>(
+            params);
     if (const char* error = LaunchResult("AddNodes")) return error;
   }
   return nullptr;

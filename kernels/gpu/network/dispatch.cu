@@ -40,6 +40,7 @@ struct SendRowsParams {
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
   __shared__ uint32_t shared_flag;
+  __shared__ uint64_t nodes_of[kNetChunkTokens];  // bits
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
@@ -50,30 +51,29 @@ __global__ void __launch_bounds__(kThreads)
   const auto remote_of = [&](uint32_t node) {
     return layout.rows_recv.At(parity, OtherNode(shape.num_nodes(), node, NodeOf(device)));
   };
-  const auto num_chunks = static_cast<uint32_t>(params.slice.num_chunks());
-  bool is_ok = params.has_rows && !HasFailed(device);
-  for (uint32_t chunk = blockIdx.x * kWarps + WarpId(); is_ok && chunk < num_chunks;
-       chunk += gridDim.x * kWarps) {
+  // Of a rank that has failed the stage may be gone.
+  if (threadIdx.x == 0) shared_flag = params.has_rows && !HasFailed(device) ? 1 : 0;
+  SyncBlock();
+  const auto num_chunks = shared_flag != 0 ? static_cast<uint32_t>(params.slice.num_chunks()) : 0u;
+  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const auto first = static_cast<uint32_t>(params.slice.begin + chunk * kNetChunkTokens);
-    uint64_t nodes[kNetChunkTokens];
-#pragma unroll
-    for (uint32_t i = 0; i < kNetChunkTokens; ++i) {
-      nodes[i] = first + i < params.slice.end
-                     ? OtherNodesOf(device, params.send_slot, first + i, params.recv_rows)
-                     : 0;
+    for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
+      const uint64_t nodes =
+          first + i < params.slice.end
+              ? OtherNodesOf(device, params.send_slot, first + i, params.recv_rows)
+              : 0;
+      if (nodes != 0) {
+        const uint64_t at = (first + i) * params.row_bytes;
+        WarpCopyBytes(stage + at, params.x + at, params.row_bytes);
+      }
+      if (LaneId() == 0) nodes_of[i] = nodes;
     }
-#pragma unroll
-    for (uint32_t i = 0; i < kNetChunkTokens; ++i) {
-      if (nodes[i] == 0) continue;
-      const uint64_t at = (first + i) * params.row_bytes;
-      WarpCopyBytes(stage + at, params.x + at, params.row_bytes);
-    }
-    SyncWarp();
-    for (uint32_t other = 0; is_ok && other + 1 < shape.num_nodes(); ++other) {
+    SyncBlock();  // rows of all warps come before the commands that name them
+    bool is_ok = !HasFailed(device);
+    for (uint32_t other = WarpId(); is_ok && other + 1 < shape.num_nodes(); other += kWarps) {
       const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
-      uint32_t wanted = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < kNetChunkTokens; ++i) wanted |= (nodes[i] >> node & 1) << i;
+      const bool is_wanted = LaneId() < kNetChunkTokens && (nodes_of[LaneId()] >> node & 1) != 0;
+      const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
       is_ok = WarpPushRuns(device, Operation::kDispatch, node, wanted, first, params.row_bytes,
                            {.op = Op::kWrite,
                             .dst_rank = RailRank(device, node),
@@ -82,6 +82,7 @@ __global__ void __launch_bounds__(kThreads)
                             .channel = Channel::kDispatch,
                             .epoch = epoch});
     }
+    SyncBlock();  // nodes_of is free
   }
   if (params.weights_bytes > 0 && !HasFailed(device)) {
     GridCopyBytes(stage + layout.rows_weights, reinterpret_cast<const std::byte*>(params.weights),
@@ -163,7 +164,7 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_
   for (uint32_t number = 0; number < num_slices; ++number) {
     params.slice = TokenSliceOf(static_cast<uint64_t>(call.num_tokens), number, num_slices);
     if (number > 0) params.weights_bytes = 0;
-    const uint32_t blocks = BlocksFor(params.slice.num_chunks(), kWarps, rank.max_blocks);
+    const uint32_t blocks = BlocksFor(params.slice.num_chunks(), 1, rank.max_blocks);
     SendRows<<<blocks, kThreads, 0, stream>>>(params);
     if (const char* error = LaunchResult("SendRows")) return error;
   }

@@ -1,4 +1,4 @@
-// What kernels share that send rows to other nodes, a chunk of kNetChunkTokens per warp.
+// What kernels share that send rows to other nodes, a chunk of kNetChunkTokens per block.
 #pragma once
 
 #include "kernels/gpu/network/commands.cuh"
@@ -68,7 +68,8 @@ __device__ inline bool WarpPushRuns(const DeviceRank& device, Operation operatio
   const bool begins = lane < kNetChunkTokens && (wanted >> lane & 1) != 0 &&
                       (lane == 0 || (wanted >> (lane - 1) & 1) == 0);
   if (begins) {
-    const uint32_t length = static_cast<uint32_t>(__ffs(static_cast<int>(~(wanted >> lane)))) - 1;
+    const uint64_t left = ~(uint64_t{wanted} >> lane);  // its lowest bit is behind the run
+    const uint32_t length = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
     const uint64_t begin = (first + lane) * pitch / kWireUnitBytes * kWireUnitBytes;
     const uint64_t end = AlignUp((first + lane + length) * pitch, kWireUnitBytes);
     command.local_offset += begin;

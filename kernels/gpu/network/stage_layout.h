@@ -16,9 +16,10 @@
 
 namespace jax_ep::gpu {
 
-// Tokens that one warp sends together. A multiple of 8, so that rows of any size and scalars of any
-// K begin a chunk at a multiple of kWireUnitBytes.
-inline constexpr uint64_t kNetChunkTokens = 8;
+// Tokens that one block sends together, as few commands as their rows allow. A multiple of 8, so
+// that rows of any size and scalars of any K begin a chunk at a multiple of kWireUnitBytes; at most
+// as many as the lanes of a warp.
+inline constexpr uint64_t kNetChunkTokens = 32;
 
 // What a source says of its HT call, with its first signal: ranks of other nodes see no flags of it
 // (protocol/control.cuh), and take nothing from a call of another program.

@@ -11,6 +11,11 @@
 
 namespace jax_ep::gpu {
 
+// Slices where rows do not pass through the host's memory: the wire is so fast that kernels of more
+// slices take longer than they hide. Measured: docs/performance.md, Between nodes.
+inline constexpr uint64_t kMostDirectSlices = 4;
+static_assert(kMostDirectSlices <= kMostTokenSlices);
+
 struct TokenSlice {
   uint64_t begin = 0;  // a multiple of kNetChunkTokens
   uint64_t end = 0;
@@ -29,11 +34,11 @@ constexpr TokenSlice AllTokens(uint64_t num_tokens) { return {.begin = 0, .end =
 
 // Calls of one node have one slice. Each slice ends with a signal and is used by kernels of its
 // own.
-constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes) {
+constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes, bool is_pinned) {
+  if (num_nodes == 1) return 1;
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  return num_nodes == 1
-             ? 1
-             : static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, kMostTokenSlices));
+  const uint64_t most = is_pinned ? kMostTokenSlices : kMostDirectSlices;
+  return static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, most));
 }
 constexpr TokenSlice TokenSliceOf(uint64_t num_tokens, uint32_t number, uint32_t count) {
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();

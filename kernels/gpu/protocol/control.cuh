@@ -176,8 +176,8 @@ __device__ __noinline__ bool KeepSpinning(const DeviceRank& rank, const uint64_t
     switch (judge(seen, wanted)) {
       case Seen::kThere:
         // Many threads wait for the same peer at the same time: to the count as it was then, the
-        // longest of them adds its time. Of the lanes for which it came now, one. It stores and does
-        // not wait.
+        // longest of them adds its time. Of the lanes for which it came now, one. It stores and
+        // does not wait.
         if (since != 0 && peer != rank.rank && IsFirstLaneWith(peer)) {
           RaiseTo(counter, counted_before + (ClockNs() - since));
         }
