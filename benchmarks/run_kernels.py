@@ -29,7 +29,7 @@ PROGRAMS = {
     "quantized": "bench_fp8: SMs by need, DeepSeek-V3 shape",
     "nodes": "bench_kernels nodes=2 rings=1; bound: network bytes of a rank at the least of what "
     "kernels store and load and threads copy",
-    "cuda": "bench_kernels nodes=2 cuda=1, bench_ll nodes=2 cuda, and over loopback; bound: network "
+    "cuda": "bench_kernels nodes=2 cuda=1, bench_ll nodes=2 with and without cuda; bound: network "
     "bytes of a rank at the copy engines' rate",
 }
 LL_LINE = re.compile(

@@ -33,7 +33,8 @@ class Memory:
         num_tokens: tokens per rank T that the rows are for.
         heap_bytes: exchange buffers that the rank holds until `close`: on CPUs host memory, on GPUs
             device memory, which the driver rounds up. 0 with "xla". None: see `unknown`.
-        network_stage_bytes: pinned host memory of the rank for rows between nodes, on GPUs; else 0.
+        network_stage_bytes: memory of the rank for rows between nodes, on GPUs; else 0. Pinned host
+            memory, or its GPU's where Config.transport is "cuda".
             None: see `unknown`.
         expert_major: rows of a dispatch in that layout; XLA allocates them per call.
         expert_batched: the same.

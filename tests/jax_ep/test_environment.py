@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import re
+import types
 from typing import Any
 
+import jax
 import pytest
 from harness import Case, mesh_of
 
 import jax_ep
 from jax_ep import _env
+from jax_ep._runtime import topology
 
 ROOT = pathlib.Path(__file__).parents[2]
 BAD = {
@@ -105,6 +108,27 @@ def test_the_log_has_one_line_per_group(
 def test_shm_in_one_process_is_refused_in_words(native: str) -> None:
     with pytest.raises(ValueError, match=r"'shm', which joins processes.*use 'loopback'"):
         create(native, ranks=4, node_size=2, transport="shm")
+
+
+def test_cuda_without_gpus_is_refused_in_words(native: str) -> None:
+    if jax.default_backend() == "gpu":
+        pytest.skip("the mesh has GPUs")
+    with pytest.raises(ValueError, match=r"'cuda', which joins GPUs, but the mesh has none; use"):
+        create(native, ranks=4, node_size=2, transport="cuda")
+
+
+@pytest.mark.parametrize("name", ["shm", "cuda"])
+def test_transports_of_one_host_are_refused_on_several(name: str) -> None:
+    group = types.SimpleNamespace(config=types.SimpleNamespace(transport=name))
+    with pytest.raises(ValueError, match=f"'{name}', which joins processes of one host, but"):
+        topology.choose_transport(
+            group,
+            num_nodes=2,
+            one_process=False,
+            one_host=False,
+            on_gpu=True,
+            available={name: (True, "")},
+        )
 
 
 def test_sizes_that_a_command_between_nodes_cannot_name_are_refused(native: str) -> None:
