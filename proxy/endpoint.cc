@@ -64,8 +64,7 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
   JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_, endpoint->transport_->Register(MemoryRegion{
                                                       .bytes = options.heap,
                                                       .export_blob = options.heap_export,
-                                                      .device = options.heap_device,
-                                                      .dmabuf_fd = options.heap_dmabuf_fd}));
+                                                      .device = options.heap_device}));
   return endpoint;
 }
 

@@ -61,7 +61,6 @@ struct EndpointOptions {
   std::span<std::byte> heap = {};    // outlives the proxy
   std::string heap_export = {};      // MemoryRegion::export_blob; needed by shm and cuda
   int heap_device = -1;              // MemoryRegion::device
-  int heap_dmabuf_fd = -1;           // MemoryRegion::dmabuf_fd
   DeviceCopies* copies = nullptr;    // TransportOptions::copies
   // Address of flag[channel][source], in host memory; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals

@@ -17,16 +17,28 @@ class GpuCopies : public DeviceCopies {
  public:
   static_assert(kMaxBatches <= gpu::kMaxCopyBatches);
 
-  // On a thread that may change the runtime's current device, as Close.
+  // On a thread that may change the runtime's current device, as Warm and Close.
   static Result<std::unique_ptr<GpuCopies>> Open(const gpu::DeviceMemoryApi& memory, int device) {
-    gpu::CopyStream* stream = nullptr;
-    if (const char* error = memory.open_copies(device, &stream)) return Internal(error);
-    return std::unique_ptr<GpuCopies>(new GpuCopies(memory, stream));
+    std::unique_ptr<GpuCopies> copies(new GpuCopies(memory, device));
+    JAX_EP_RETURN_IF_ERROR(Said(memory.open_copies(device, &copies->stream_)));
+    return copies;
   }
   ~GpuCopies() override { static_cast<void>(Close()); }
 
   // What Find says; before the first copy.
   void Map(std::string name, std::span<std::byte> memory) { mapped_[std::move(name)] = memory; }
+
+  // Copies a few bytes of `from` to each of them, on a stream of its own, and waits: what the
+  // runtime makes for a first copy is there before kernels wait for one.
+  Status Warm(const std::byte* from) {
+    GpuCopies first(memory_, device_);
+    JAX_EP_RETURN_IF_ERROR(Said(memory_.open_copies(device_, &first.stream_)));
+    constexpr uint64_t kFewBytes = 16;
+    for (const auto& [name, memory] : mapped_) {
+      JAX_EP_RETURN_IF_ERROR(first.Start(memory.data(), from, kFewBytes));
+    }
+    return first.Close();
+  }
 
   // Waits for what is under way. Nobody starts copies any more. Idempotent.
   Status Close() {
@@ -49,15 +61,15 @@ class GpuCopies : public DeviceCopies {
   }
 
  private:
-  GpuCopies(const gpu::DeviceMemoryApi& memory, gpu::CopyStream* stream)
-      : memory_(memory), stream_(stream) {}
+  GpuCopies(const gpu::DeviceMemoryApi& memory, int device) : memory_(memory), device_(device) {}
 
   static Status Said(const char* error) {
     return error == nullptr ? Status::Ok() : Internal(error);
   }
 
   const gpu::DeviceMemoryApi& memory_;
-  gpu::CopyStream* stream_;  // null: closed
+  const int device_;
+  gpu::CopyStream* stream_ = nullptr;  // null: closed
   std::map<std::string, std::span<std::byte>, std::less<>> mapped_;
 };
 

@@ -263,6 +263,16 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs,
 
 Status GpuNetwork::Start() {
   for (const auto& member : members_) {
+    // All stages are zeroes still.
+    for (const auto& copies : member->copies) {
+      const Status warm = copies->Warm(member->stage.data());
+      if (!warm.ok()) {
+        return Internal("group " + options_.name + ": a copy from GPU " +
+                        std::to_string(member->device()) + " to another: " + warm.message());
+      }
+    }
+  }
+  for (const auto& member : members_) {
     for (const auto& proxy : member->proxies) JAX_EP_RETURN_IF_ERROR(proxy->Start());
   }
   return Status::Ok();
@@ -284,10 +294,14 @@ void GpuNetwork::Stop() {
 }
 
 Status GpuNetwork::EndCopies() {
+  Status first;
   for (const auto& member : members_) {
-    for (const auto& copies : member->copies) JAX_EP_RETURN_IF_ERROR(copies->Close());
+    for (const auto& copies : member->copies) {
+      const Status closed = copies->Close();
+      if (first.ok()) first = closed;
+    }
   }
-  return Status::Ok();
+  return first;
 }
 
 Status GpuNetwork::Release() {

@@ -54,8 +54,8 @@ class GpuSession {
   // Descriptors of this process's ranks for other processes, in the order in which LocalBlob names
   // them: heap, then arena if there is one. The caller closes them.
   Result<std::vector<int>> ExportFds() const;
-  // `blobs` maps every other process of the group to its LocalBlob, `fds` those of the node to
-  // their ExportFds.
+  // `blobs` maps every other process of the group to its LocalBlob, `fds` those of the node
+  // (over "cuda" all of them) to their ExportFds.
   Status Connect(const std::map<uint32_t, std::string>& blobs,
                  const std::map<uint32_t, std::vector<int>>& fds);
   // Why a mate's arena could not be mapped by Connect, or "". If any process of the group has such

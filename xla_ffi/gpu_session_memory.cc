@@ -210,8 +210,16 @@ Status GpuSession::ConnectMember(
     } else if (const Member* const other = FindMember(members_, member.id.team, peer)) {
       heap = other->heap.base;
     } else {
-      JAX_EP_ASSIGN_OR_RETURN(heap, import_heap(peer, "group " + options().name + ": memory of " +
-                                                          options().NameOf(member.id.team, peer)));
+      const Result<std::byte*> imported =
+          import_heap(peer, "group " + options().name + ": memory of " +
+                                options().NameOf(member.id.team, peer));
+      if (!imported.ok()) {
+        return Status(imported.status().code(),
+                      imported.status().message() +
+                          "; transport 'cuda' needs GPUs that reach each other's memory, in all "
+                          "nodes; else use 'shm'");
+      }
+      heap = *imported;
     }
     member.stages.push_back(StageIn(heap));
   }

@@ -132,13 +132,13 @@ def choose_transport(
             "Config.transport: got 'shm', which joins processes, but the mesh has the devices of "
             "one process only; use 'loopback' or 'auto'"
         )
+    if wanted == "cuda" and not on_gpu:
+        raise ValueError(
+            "Config.transport: got 'cuda', which joins GPUs, but the mesh has none; use 'auto'"
+        )
     if wanted in ("shm", "cuda") and not one_host:
         raise ValueError(
             f"Config.transport: got {wanted!r}, which joins processes of one host, but the mesh "
             "spans several hosts; use 'auto'"
-        )
-    if wanted == "cuda" and not on_gpu:
-        raise ValueError(
-            "Config.transport: got 'cuda', which joins GPUs, but the mesh has none; use 'auto'"
         )
     return wanted if num_nodes > 1 else "none"

@@ -30,6 +30,7 @@ namespace {
 constexpr uint64_t kKeyMagic = 0x3359454b4c504541;
 // Longer than a copy takes to begin, at the rate of a copy engine.
 constexpr uint64_t kManyBytes = uint64_t{2} << 20;
+constexpr uint64_t kMostLooks = 64;  // while more of them come
 
 class CudaTransport : public Transport {
  public:
@@ -163,9 +164,10 @@ class CudaTransport : public Transport {
     return Status::Ok();
   }
 
-  // Waits for one more look while writes keep coming: those of one call come together.
+  // Waits for another look while writes keep coming: those of one call come together.
   Status StartBatch() {
-    const bool is_coming = num_new_ > 0 && num_waiting_bytes_ < kManyBytes;
+    const bool is_coming =
+        num_new_ > 0 && num_waiting_bytes_ < kManyBytes && ++num_looks_ < kMostLooks;
     num_new_ = 0;
     if (waiting_.empty() || is_coming || num_started_ - num_finished_ == flying_.size()) {
       return Status::Ok();
@@ -190,7 +192,7 @@ class CudaTransport : public Transport {
     JAX_EP_RETURN_IF_ERROR(Start(joined));
     JAX_EP_RETURN_IF_ERROR(copies_.EndBatch());
     num_writes_ += waiting_.size();
-    num_waiting_bytes_ = 0;
+    num_waiting_bytes_ = num_looks_ = 0;
     BatchOf(++num_started_).swap(waiting_);
     return Status::Ok();
   }
@@ -214,8 +216,9 @@ class CudaTransport : public Transport {
   std::vector<std::span<std::byte>> regions_;
   std::vector<Peer> peers_;
 
-  Batch waiting_;                                 // posted, not started
-  uint64_t num_waiting_bytes_ = 0, num_new_ = 0;  // of these; since the last look
+  Batch waiting_;                         // posted, not started
+  uint64_t num_waiting_bytes_ = 0;        // of these
+  uint64_t num_new_ = 0, num_looks_ = 0;  // since the last look; while they waited
   std::array<Batch, DeviceCopies::kMaxBatches> flying_;
   Batch late_;                                   // copied, but the peer's inbox was full
   uint64_t num_started_ = 0, num_finished_ = 0;  // batches

@@ -101,6 +101,7 @@ Status FaultyWrites::Release(size_t index, bool* is_full) {
   }
   WriteRequest request = held.request;
   if (spec_.payload_late != 0) request.length_bytes = 0;
+  const uint64_t token = next_inner_token_;
   JAX_EP_RETURN_IF_ERROR(
       PostInner(request, {InnerWrite::Kind::kWhole, held.request.token}, is_full, &held.request));
   if (*is_full) return Status::Ok();
@@ -109,11 +110,11 @@ Status FaultyWrites::Release(size_t index, bool* is_full) {
     for (Duplicate& duplicate : duplicates_) {
       if (IsSameFlow(duplicate.request, held.request)) ++duplicate.num_overtaken;
     }
-    if (dice_->Chance(spec_.duplicate)) {
+    const bool is_posted = next_inner_token_ != token;  // else the peer has closed
+    if (dice_->Chance(spec_.duplicate) && is_posted) {
       request.length_bytes = 0;
-      duplicates_.push_back(Duplicate{.request = request,
-                                      .original = next_inner_token_ - 1,
-                                      .polls = dice_->Below(kMaxDuplicateDelay)});
+      duplicates_.push_back(Duplicate{
+          .request = request, .original = token, .polls = dice_->Below(kMaxDuplicateDelay)});
     }
   }
   return Status::Ok();
@@ -171,12 +172,25 @@ Status FaultyWrites::PostInner(WriteRequest request, InnerWrite meaning, bool* i
   if (status.code() == StatusCode::kUnavailable) {
     // The peer has closed meanwhile: the network loses what was under way to it.
     if (meaning.kind == InnerWrite::Kind::kWhole) sent_.push_back({meaning.value, 0});
+    if (meaning.kind == InnerWrite::Kind::kPiece) FinishPiece(meaning.value);
     return Status::Ok();
   }
   if (!status.ok()) return status;
   inner_writes_[next_inner_token_++] = meaning;
   ++num_inner_posted_;
   return Status::Ok();
+}
+
+// One of the split's pieces no longer is under way.
+void FaultyWrites::FinishPiece(uint64_t number) {
+  Split& split = splits_[number];
+  if (--split.num_pieces_under_way > 0) return;
+  // Its pieces were overtaken meanwhile; it goes next.
+  held_.push_front(Held{.request = split.last_piece,
+                        .polls = 0,
+                        .is_last_piece = true,
+                        .num_overtaken = spec_.reorder});
+  splits_.erase(number);
 }
 
 void FaultyWrites::OnInnerSent(uint64_t token) {
@@ -190,18 +204,9 @@ void FaultyWrites::OnInnerSent(uint64_t token) {
       sent_.push_back(
           Sent{.token = write.value, .polls = dice_->Below(spec_.slow_completions + 1)});
       break;
-    case InnerWrite::Kind::kPiece: {
-      Split& split = splits_[write.value];
-      if (--split.num_pieces_under_way == 0) {
-        // Its pieces were overtaken meanwhile; it goes next.
-        held_.push_front(Held{.request = split.last_piece,
-                              .polls = 0,
-                              .is_last_piece = true,
-                              .num_overtaken = spec_.reorder});
-        splits_.erase(write.value);
-      }
+    case InnerWrite::Kind::kPiece:
+      FinishPiece(write.value);
       break;
-    }
     case InnerWrite::Kind::kDuplicate:
       break;
   }

@@ -92,6 +92,7 @@ class FaultyWrites {
   Status PostDuplicate(size_t index, bool* is_full);
   Status StartSplit(const WriteRequest& request, uint64_t units);
   Status PostPieces();
+  void FinishPiece(uint64_t number);
   // Posts to the inner transport. `late_payload`: the write whose bytes are put.
   Status PostInner(WriteRequest request, InnerWrite meaning, bool* is_full,
                    const WriteRequest* late_payload);

@@ -74,7 +74,7 @@ class SharedInbox {
   }
 
  private:
-  static constexpr uint64_t kMagic = 0x324d48534c504541;
+  static constexpr uint64_t kMagic = 0x334d48534c504541;
 
   SharedInbox(std::string transport, std::string bell_export, SharedMemory memory, Inbox inbox)
       : transport_(std::move(transport)),

@@ -101,6 +101,14 @@ TEST_F(Cuda, gathers_what_comes_while_copies_run) {
   EXPECT_TRUE(from_->PrepareToSleep());
 }
 
+TEST_F(Cuda, writes_that_never_cease_do_not_hold_up_the_first) {
+  for (uint32_t i = 0; copies_.num_copies() == 0 && i < 1000; ++i) {
+    ASSERT_TRUE(Write(0, 0, 16, i).ok());
+    Poll(*from_);
+    ASSERT_LT(i, 100u);
+  }
+}
+
 TEST_F(Cuda, an_arrival_never_comes_before_its_bytes) {
   ASSERT_TRUE(Write(0, 0, kBytes, 7).ok());
   while (Poll(*to_) == 0) {

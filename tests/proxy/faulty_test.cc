@@ -31,6 +31,39 @@ INSTANTIATE_TEST_SUITE_P(
                     TransportParams{"everything_shm", "shm", kEverything}),
     TransportParamsName);
 
+// As with a network that loses what is under way to a peer that has gone.
+TEST(Faulty, writes_to_a_peer_that_closes_complete_in_pieces_or_twice) {
+  for (uint32_t seed = 0; seed < 20; ++seed) {
+    const TransportOptions options{.faulty_spec = "seed=" + std::to_string(seed) +
+                                                  ",split=60,duplicate=60,reorder=4"};
+    auto from = MakeTransport("loopback", options);
+    auto to = MakeTransport("loopback", options);
+    ASSERT_TRUE(from.ok() && to.ok());
+    std::array<std::byte, 256> bytes{};
+    const auto own = (*from)->Register({.bytes = bytes});
+    const auto its = (*to)->Register({.bytes = bytes});
+    const auto peer =
+        (*from)->Connect((*to)->LocalAddress(), Deadline::After(std::chrono::seconds(1)));
+    ASSERT_TRUE(own.ok() && its.ok() && peer.ok());
+    ASSERT_TRUE((*from)->ImportRemoteKey(*peer, its->key).ok());
+    constexpr uint64_t kWrites = 30;
+    for (uint64_t i = 0; i < kWrites; ++i) {
+      ASSERT_TRUE((*from)
+                      ->PostWrite({.peer = *peer,
+                                   .length_bytes = 256,
+                                   .has_immediate = true,
+                                   .immediate = static_cast<uint32_t>(i),
+                                   .token = i})
+                      .ok());
+    }
+    to->reset();
+    size_t num_sent = 0;
+    std::array<TransportEvent, 16> events;
+    for (int i = 0; i < 1000; ++i) num_sent += (*from)->Poll(events).value();
+    EXPECT_EQ(num_sent, kWrites) << "seed " << seed;
+  }
+}
+
 TEST(FaultySpec, parses_every_key) {
   const Result<FaultySpec> spec = FaultySpec::Parse(
       "seed=1,reorder=2,per_flow=1,delay=3,duplicate=4,split=5,again=6,slow_completions=7,"

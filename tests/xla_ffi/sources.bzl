@@ -5,6 +5,7 @@ TESTS = [
     "counters_json_test.cc",
     "departure_test.cc",
     "executor_test.cc",
+    "gpu_copies_test.cc",
     "monitor_test.cc",
     "rank_records_test.cc",
     "report_test.cc",

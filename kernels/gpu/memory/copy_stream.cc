@@ -20,8 +20,11 @@ namespace {
 
 const char* Open(CopyStream* copies) {
   JAX_EP_RUNTIME(cudaSetDevice(copies->device));
-  // Else it would wait for XLA's kernels, which may wait for it.
-  JAX_EP_RUNTIME(cudaStreamCreateWithFlags(&copies->stream, cudaStreamNonBlocking));
+  // Not behind XLA's streams, whose kernels may wait for these copies: neither by the rules of the
+  // legacy stream nor in a queue of the hardware, which streams of one priority share.
+  int least = 0, greatest = 0;
+  JAX_EP_RUNTIME(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  JAX_EP_RUNTIME(cudaStreamCreateWithPriority(&copies->stream, cudaStreamNonBlocking, greatest));
   for (cudaEvent_t& end : copies->ends) {
     JAX_EP_RUNTIME(cudaEventCreateWithFlags(&end, cudaEventDisableTiming));
   }
@@ -69,13 +72,18 @@ const char* NewestBatch(CopyStream* copies, uint64_t* number) {
 
 const char* CloseCopies(CopyStream* stream) {
   const std::unique_ptr<CopyStream> copies(stream);
-  JAX_EP_RUNTIME(cudaSetDevice(copies->device));
-  for (const cudaEvent_t end : copies->ends) {
-    if (end != nullptr) JAX_EP_RUNTIME(cudaEventDestroy(end));
+  cudaError_t first = cudaSetDevice(copies->device);
+  const auto note = [&first](cudaError_t error) {
+    if (first == cudaSuccess) first = error;
+  };
+  if (copies->stream != nullptr) {
+    note(cudaStreamSynchronize(copies->stream));
+    note(cudaStreamDestroy(copies->stream));
   }
-  if (copies->stream == nullptr) return nullptr;
-  JAX_EP_RUNTIME(cudaStreamSynchronize(copies->stream));
-  JAX_EP_RUNTIME(cudaStreamDestroy(copies->stream));
+  for (const cudaEvent_t end : copies->ends) {
+    if (end != nullptr) note(cudaEventDestroy(end));
+  }
+  JAX_EP_RUNTIME(first);
   return nullptr;
 }
 

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                           parity, OtherNode(shape.num_nodes(), node, NodeOf(device))),
                       .channel = Channel::kCombine,
                       .epoch = epoch};
-      bool is_pushed = !HasFailed(device);
+      bool is_pushed = AllLanes(!HasFailed(device));
       if (params.y != nullptr && is_pushed) {
         is_pushed = WarpPushRuns(device, Operation::kCombine, node, wanted, first,
                                  layout.sums_pitch, command);

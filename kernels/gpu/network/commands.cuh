@@ -1,5 +1,5 @@
 // How kernels speak with other nodes: commands into the rings of this rank's proxies, and the
-// signals that those count in the stages.
+// signals that those count beside the stages.
 #pragma once
 
 #include "kernels/gpu/network/network.h"

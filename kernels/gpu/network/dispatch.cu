@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
       if (LaneId() == 0) nodes_of[i] = nodes;
     }
     SyncBlock();  // rows of all warps come before the commands that name them
-    bool is_ok = !HasFailed(device);
+    bool is_ok = AllLanes(!HasFailed(device));
     for (uint32_t other = WarpId(); is_ok && other + 1 < shape.num_nodes(); other += kWarps) {
       const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
       const bool is_wanted = LaneId() < kNetChunkTokens && (nodes_of[LaneId()] >> node & 1) != 0;

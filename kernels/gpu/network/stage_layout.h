@@ -122,7 +122,7 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   return layout;
 }
 
-// Position of a rank's signal on a channel among a stage's signals, and how many those are.
+// Position of a rank's signal on a channel among another rank's signals, and how many those are.
 constexpr uint64_t SignalIndex(uint32_t num_ranks, Channel channel, uint32_t source) {
   return static_cast<uint64_t>(channel) * num_ranks + source;
 }

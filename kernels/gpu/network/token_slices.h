@@ -1,6 +1,6 @@
 // The tokens of an HT call that cross nodes together. What has come of one slice is used while the
-// next one is on its way. The number of slices follows from the number of tokens, so all ranks cut
-// alike.
+// next one is on its way. The number of slices follows from the number of tokens and from where the
+// group's stages lie, so all ranks cut alike.
 #pragma once
 
 #include <algorithm>

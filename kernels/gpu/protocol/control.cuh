@@ -304,7 +304,7 @@ __device__ inline bool BlockWaitFlags(const DeviceRank& rank, uint64_t flags_off
   return result;
 }
 // Flags of all ranks. Those of other nodes are set by a kernel of this rank that has met their
-// signal (net_*.cu).
+// signal (kernels/gpu/network).
 __device__ inline bool BlockWaitPeers(const DeviceRank& rank, uint64_t flags_offset,
                                       WaitReason reason, uint64_t wanted, uint32_t* is_ok) {
   return BlockWaitFlags(rank, flags_offset, 0, rank.shape.num_ranks, reason, wanted, is_ok);
