@@ -20,11 +20,12 @@ class DeviceCopies {
   // mapped it; empty: nowhere.
   virtual std::span<std::byte> Find(std::string_view export_blob) const = 0;
 
-  // Begins a copy. Copies may run in any order, and beside kernels.
+  // Begins a copy of what GPUs have written and made visible to the host before. Copies may run in
+  // any order, and beside kernels.
   // \error kInternal  the runtime's words
   virtual Status Start(std::byte* to, const std::byte* from, uint64_t bytes) = 0;
   // Ends a batch: numbers what was started since the last one 1, 2, 3, ... At most kMaxBatches are
-  // under way. What GPUs had written and made visible to the host before Start is copied.
+  // under way.
   virtual Status EndBatch() = 0;
   static constexpr uint32_t kMaxBatches = 2;
   // The newest batch of which, and of all before it, every byte is at its place.
