@@ -72,6 +72,7 @@ class SessionOptions:
         threads_per_rank: int,
         huge_pages: bool,
         debug: bool,
+        gpu_direct: bool,
     ) -> None: ...
 
 class Session:

@@ -95,6 +95,7 @@ NAMES: dict[str, Callable[[str], object]] = {
     "JAX_EP_ZERO_COPY": flag,
     "JAX_EP_GPU_SMS": positive_int,
     "JAX_EP_GPU_TMA": flag,
+    "JAX_EP_GPU_DIRECT": flag,
     **dict.fromkeys(
         (
             "JAX_EP_WINDOW_MESSAGES",
@@ -108,7 +109,6 @@ NAMES: dict[str, Callable[[str], object]] = {
             "JAX_EP_SOCKET_IFNAME",
             "JAX_EP_OFI_PROVIDER",
             "JAX_EP_OFI_DOMAIN",
-            "JAX_EP_OFI_HMEM",
             "JAX_EP_VERBS_DEVICE",
             "JAX_EP_VERBS_GID_INDEX",
             "JAX_EP_VERBS_QPS",

@@ -64,7 +64,8 @@ Result<std::unique_ptr<Endpoint>> Endpoint::Create(const ProxyOptions& proxy,
   JAX_EP_ASSIGN_OR_RETURN(endpoint->heap_region_, endpoint->transport_->Register(MemoryRegion{
                                                       .bytes = options.heap,
                                                       .export_blob = options.heap_export,
-                                                      .device = options.heap_device}));
+                                                      .device = options.heap_device,
+                                                      .dmabuf_fd = options.heap_dmabuf_fd}));
   return endpoint;
 }
 
@@ -79,6 +80,7 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       ll_slots_(options.ll_slots),
       heap_bytes_(options.heap.size()),
       must_poll_(!options.ring_memory.empty()),
+      flush_heap_(options.flush_heap),
       doorbell_(options.doorbell),
       trace_(options.trace),
       transport_(std::move(transport)),

@@ -88,6 +88,7 @@ Result<int> Proxy::AddEndpoint(EndpointOptions options) {
                                            .bell_export = impl_->bell_memory.Export(),
                                            .faulty_spec = impl_->options.faulty_spec,
                                            .place = options.place,
+                                           .serves_device = options.heap_device >= 0,
                                            .copies = options.copies};
   JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Transport> transport,
                           impl_->options.transport_factory

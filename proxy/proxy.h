@@ -61,7 +61,11 @@ struct EndpointOptions {
   std::span<std::byte> heap = {};    // outlives the proxy
   std::string heap_export = {};      // MemoryRegion::export_blob; needed by shm and cuda
   int heap_device = -1;              // MemoryRegion::device
-  DeviceCopies* copies = nullptr;    // TransportOptions::copies
+  int heap_dmabuf_fd = -1;           // MemoryRegion::dmabuf_fd; AddEndpoint alone uses it
+  // Returns when the GPUs see what the network has written to the heap, which the transport takes
+  // for visible; null: they see it then. Called before flags of such arrivals are set.
+  std::function<Status()> flush_heap = {};
+  DeviceCopies* copies = nullptr;  // TransportOptions::copies
   // Address of flag[channel][source], in host memory; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals
   // count on from: 0 in fresh memory; tests start near wrap-around.

@@ -148,7 +148,8 @@ struct TransportOptions {
   // Spec of the faulty wrapper; "" for none.
   std::string faulty_spec = {};
   RankPlace place = {};
-  DeviceCopies* copies = nullptr;  // of a rank on a GPU; outlives the transport
+  bool serves_device = false;      // it will be asked to Register memory of a GPU
+  DeviceCopies* copies = nullptr;  // for cuda, of a rank on a GPU; outlives the transport
 };
 
 }  // namespace jax_ep

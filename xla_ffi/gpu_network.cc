@@ -1,5 +1,7 @@
 #include "xla_ffi/gpu_network.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 
@@ -54,16 +56,20 @@ struct GpuNetwork::Member {
   bool has_device_stage() const { return pinned_stage.bytes().empty(); }
 };
 
-GpuNetwork::GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api)
-    : options_(options), api_(api) {}
+GpuNetwork::GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api,
+                       TransportFactory factory)
+    : options_(options), api_(api), transport_factory_(std::move(factory)) {}
 
 GpuNetwork::~GpuNetwork() {
   Stop();
   static_cast<void>(Release());
 }
 
-bool GpuNetwork::HasDeviceStages(const SessionOptions& options) {
-  return options.shape.num_nodes() > 1 && options.transport == "cuda";
+GpuNetwork::Mover GpuNetwork::MoverOf(const SessionOptions& options) {
+  if (options.shape.num_nodes() == 1) return Mover::kHost;
+  if (options.transport == "cuda") return Mover::kEngines;
+  const bool has_nics = options.transport == "verbs" || options.transport == "ofi";
+  return options.gpu_direct && has_nics ? Mover::kNic : Mover::kHost;
 }
 
 Status GpuNetwork::Pin(std::span<std::byte> memory) {
@@ -92,9 +98,10 @@ Result<SharedMemory> GpuNetwork::ImportPinned(const std::string& who, const std:
 
 Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(
     const SessionOptions& options, const gpu::GpuApi& api,
-    const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure) {
+    const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure,
+    TransportFactory transport_factory) {
   JAX_EP_RETURN_IF_ERROR(CheckReach(options, api.stage_bytes(&options.shape)));
-  std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api));
+  std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api, std::move(transport_factory)));
   JAX_EP_ASSIGN_OR_RETURN(network->env_, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(network->tracer_, OpenTracer(options, network->env_));
   for (size_t i = 0; i < options.local_ranks.size(); ++i) {
@@ -131,10 +138,18 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
       ToStatus(api_.memory->pci_address(member.device(), pci_address.data(), pci_address.size()),
                "network"));
   place.device_pci = pci_address.data();
+  const Mover mover = MoverOf(options_);
+  Descriptor dmabuf;
+  std::function<Status()> flush;
+  if (mover == Mover::kNic) {
+    JAX_EP_ASSIGN_OR_RETURN(dmabuf, ExportStage(member));
+    JAX_EP_ASSIGN_OR_RETURN(flush, FlushOf(member));
+  }
   std::byte* const signals = member.signal_memory.bytes().data();
   for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
     ProxyOptions proxy_options = ProxyOptionsFor(options_, env_);
     proxy_options.cpus = NearCpus(place.device_pci);
+    proxy_options.transport_factory = transport_factory_;
     JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
                             Proxy::Create(std::move(proxy_options), failure));
     JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, MakePinned(CommandRing::BytesFor(env_.ring_slots),
@@ -156,12 +171,16 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
         .trace = AddTrack(tracer_.get(), options_, member.id, TrackKind::kProxy)};
     if (member.has_device_stage()) {
       endpoint.heap_device = member.device();
+      endpoint.heap_dmabuf_fd = dmabuf.fd();
+      endpoint.flush_heap = flush;
+    }
+    if (mover == Mover::kEngines) {
       endpoint.heap_export = StageName(member.id.team, member.id.rank);
       JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<GpuCopies> copies,
                               GpuCopies::Open(*api_.memory, member.device()));
       endpoint.copies = copies.get();
       member.copies.push_back(std::move(copies));
-    } else if (!IsOneProcess(options_)) {
+    } else if (mover == Mover::kHost && !IsOneProcess(options_)) {
       endpoint.heap_export = member.pinned_stage.Export();
     }
     for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
@@ -175,6 +194,27 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
     member.proxies.push_back(std::move(proxy));
   }
   return Status::Ok();
+}
+
+Result<Descriptor> GpuNetwork::ExportStage(const Member& member) const {
+  // The stage begins at a page, and its allocation ends at one.
+  const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const gpu::DeviceRange pages{.base = member.stage.data(),
+                               .bytes = AlignUp(member.stage.size(), page)};
+  int fd = -1;
+  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->export_dmabuf(member.device(), pages, &fd),
+                                  "group " + options_.name + ": the network stage of " +
+                                      options_.NameOf(member.id) + ", for NICs"));
+  return Descriptor(fd);
+}
+
+Result<std::function<Status()>> GpuNetwork::FlushOf(const Member& member) const {
+  gpu::NicAccess access;
+  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->nic_access(member.device(), &access), "network"));
+  if (!access.must_flush) return std::function<Status()>();
+  return std::function<Status()>([&memory = *api_.memory, device = member.device()] {
+    return ToStatus(memory.flush_nic_writes(device), "GPU " + std::to_string(device));
+  });
 }
 
 std::string GpuNetwork::LocalBlob(size_t index) const {
@@ -233,6 +273,12 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs,
                              "; set JAX_EP_PROXY_THREADS alike on all processes");
     }
     if (peer_node == node) {
+      if (stage_export.empty() != member.has_device_stage()) {
+        return InvalidArgument(who + " is in " +
+                               (stage_export.empty() ? "its GPU's" : "the host's") +
+                               " memory, and this rank's is not; set JAX_EP_GPU_DIRECT alike on "
+                               "all processes");
+      }
       if (member.has_device_stage()) {
         member.stages.push_back(device_stages[peer]);
       } else {
@@ -247,11 +293,8 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs,
       member.imported.push_back(std::move(signals));
       continue;
     }
-    if (member.has_device_stage()) {
-      for (const auto& copies : member.copies) {
-        copies->Map(StageName(member.id.team, peer),
-                    {device_stages[peer], api_.stage_bytes(&shape)});
-      }
+    for (const auto& copies : member.copies) {
+      copies->Map(StageName(member.id.team, peer), {device_stages[peer], api_.stage_bytes(&shape)});
     }
     for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
       if (!gpu::RingServes(ring, env_.proxy_threads, node, peer_node)) continue;
@@ -282,6 +325,7 @@ gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
   const Member& member = *members_[index];
   return {.stages = member.stages.data(),
           .has_device_stages = member.has_device_stage(),
+          .has_fast_wire = MoverOf(options_) == Mover::kEngines,
           .signals = member.signals.data(),
           .rings = member.rings.data(),
           .num_rings = env_.proxy_threads};

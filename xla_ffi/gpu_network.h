@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -13,6 +14,7 @@
 
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/memory/device_memory.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/shared_memory.h"
 #include "proxy/base/trace.h"
 #include "proxy/proxy.h"
@@ -27,15 +29,26 @@ Status ToStatus(const char* error, const std::string& what);
 // device.
 class GpuNetwork {
  public:
-  // Whether stages of this group are its GPUs' memory, which the session then has.
-  static bool HasDeviceStages(const SessionOptions& options);
+  // Who moves the rows of this group's ranks between nodes, and so where their stages are.
+  enum class Mover {
+    kHost,     // the transport, from pinned host memory
+    kNic,      // NICs, from the GPUs' memory (GPUDirect RDMA)
+    kEngines,  // copy engines, from the GPUs' memory, to memory that every rank has mapped
+  };
+  static Mover MoverOf(const SessionOptions& options);
+  // Whether stages are the GPUs' memory, which the session then has.
+  static bool HasDeviceStages(const SessionOptions& options) {
+    return MoverOf(options) != Mover::kHost;
+  }
 
   // Stages, rings and endpoints of the local ranks. Each rank has JAX_EP_PROXY_THREADS proxies, on
   // CPUs of its GPU's NUMA node where the machine tells it. `device_stages`: of the local ranks;
   // empty: they are made here, of pinned host memory. `failure` outlives the network.
+  // `transport_factory` overrides the group's transport, for tests.
   static Result<std::unique_ptr<GpuNetwork>> Create(
       const SessionOptions& options, const gpu::GpuApi& api,
-      const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure);
+      const std::vector<std::span<std::byte>>& device_stages, FailureLatch* failure,
+      TransportFactory transport_factory = {});
   ~GpuNetwork();  // Stop, Release
   GpuNetwork(const GpuNetwork&) = delete;
   GpuNetwork& operator=(const GpuNetwork&) = delete;
@@ -43,7 +56,8 @@ class GpuNetwork {
   // What other processes need of local rank `index`; opaque.
   std::string LocalBlob(size_t index) const;
   // `blobs` has that of every rank of other processes, by (team, rank). `device_stages`: of each
-  // local rank, the stages of its team by rank, as its device addresses them; empty without such.
+  // local rank, the stages of its team by rank, as its device addresses them (null: it has not
+  // mapped that one); empty without such.
   Status Connect(const std::map<std::pair<uint32_t, uint32_t>, std::string>& blobs,
                  const std::vector<std::vector<std::byte*>>& device_stages);
   Status Start();
@@ -68,10 +82,13 @@ class GpuNetwork {
   struct Member;
   using Blobs = std::map<std::pair<uint32_t, uint32_t>, std::string>;
 
-  GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api);
+  GpuNetwork(const SessionOptions& options, const gpu::GpuApi& api, TransportFactory factory);
   Status AddMember(const LocalRank& local, std::span<std::byte> device_stage,
                    FailureLatch* failure);
   Status AddProxies(Member& member, FailureLatch* failure);
+  // For NICs: the stage's dmabuf, or none; what makes their writes to it visible, or null.
+  Result<Descriptor> ExportStage(const Member& member) const;
+  Result<std::function<Status()>> FlushOf(const Member& member) const;
   Status ConnectMember(Member& member, const Blobs& blobs,
                        const std::vector<std::byte*>& device_stages);
   Result<SharedMemory> MakePinned(uint64_t bytes, bool shareable);
@@ -81,6 +98,7 @@ class GpuNetwork {
 
   const SessionOptions options_;
   const gpu::GpuApi& api_;
+  const TransportFactory transport_factory_;  // null: the group's
   Env env_;
   std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
   std::vector<std::unique_ptr<Member>> members_;

@@ -66,6 +66,8 @@ void GpuSession::Free() {
       has_run = true;
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->destroy(handle), "close"));
     }
+    // NICs let go of the stages before their memory goes.
+    const Status released = network_ == nullptr ? Status::Ok() : network_->Release();
     for (const auto& member : members_) {
       JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(member->device()), "close"));
       for (const gpu::DeviceRange& range : member->imported) {
@@ -82,7 +84,7 @@ void GpuSession::Free() {
       member->heap = {};
       member->status = nullptr;
     }
-    return network_ == nullptr ? Status::Ok() : network_->Release();
+    return released;
   });
   if (!freed.ok()) {
     LogError("group " + options().name + ": " + freed.message());

@@ -41,10 +41,19 @@ Status GpuSession::AllocateMember(size_t index) {
                              "; expected peer access inside a node; use implementation='xla'");
     }
   }
+  const bool for_nics = GpuNetwork::MoverOf(options()) == GpuNetwork::Mover::kNic;
+  if (for_nics) {
+    gpu::NicAccess access;
+    JAX_EP_RETURN_IF_ERROR(ToStatus(memory.nic_access(member.device(), &access), who));
+    if (access.refusal != nullptr) {
+      return InvalidArgument(who + ": JAX_EP_GPU_DIRECT=1, but " + access.refusal +
+                             "; unset it, and rows go through pinned host memory");
+    }
+  }
   const uint64_t bytes = WholeHeapBytes();
   const auto num_devices = static_cast<int>(devices.size());
   if (const char* error = memory.allocate(member.device(), bytes, api_->kept_bytes(&shape),
-                                          devices.data(), num_devices, &member.heap)) {
+                                          for_nics, devices.data(), num_devices, &member.heap)) {
     return ResourceExhausted(who + " could not allocate its heap of " + std::to_string(bytes) +
                              " bytes (" + error +
                              "); lower max_tokens, or leave memory free with "
@@ -158,7 +167,9 @@ Status GpuSession::ConnectMember(
     }
     const PeerRecord& record = found->second;
     if (record.heap_bytes < WholeHeapBytes()) {
-      return InvalidArgument(who + " is smaller than this group's layout");
+      return InvalidArgument(who + " has " + std::to_string(record.heap_bytes) +
+                             " bytes, expected " + std::to_string(WholeHeapBytes()) +
+                             "; set JAX_EP_GPU_DIRECT alike on all processes");
     }
     gpu::DeviceRange heap;
     JAX_EP_RETURN_IF_ERROR(
@@ -202,11 +213,15 @@ Status GpuSession::ConnectMember(
     member.controls.push_back(std::move(control));
     member.peers[local] = {.heap = heap, .arena = arena.base, .arena_bytes = arena.bytes};
   }
-  if (!GpuNetwork::HasDeviceStages(options())) return Status::Ok();
+  const GpuNetwork::Mover mover = GpuNetwork::MoverOf(options());
+  if (mover == GpuNetwork::Mover::kHost) return Status::Ok();
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
     std::byte* heap = nullptr;
     if (peer / shape.node_size == node_begin / shape.node_size) {
       heap = member.peers[peer - node_begin].heap;
+    } else if (mover == GpuNetwork::Mover::kNic) {
+      member.stages.push_back(nullptr);  // NICs alone reach it
+      continue;
     } else if (const Member* const other = FindMember(members_, member.id.team, peer)) {
       heap = other->heap.base;
     } else {

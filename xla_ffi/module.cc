@@ -167,7 +167,7 @@ void BindOptions(nb::module_& m) {
              std::vector<std::pair<uint32_t, uint32_t>> host_ranks, std::vector<uint8_t> active,
              uint32_t generation, uint32_t process_index, const std::string& transport,
              double timeout_s, double peer_timeout_s, int threads_per_rank, bool huge_pages,
-             bool debug) {
+             bool debug, bool gpu_direct) {
             new (self) SessionOptions{.session_id = session_id,
                                       .name = name,
                                       .shape = shape,
@@ -182,7 +182,8 @@ void BindOptions(nb::module_& m) {
                                       .peer_timeout = Nanoseconds(peer_timeout_s),
                                       .threads_per_rank = threads_per_rank,
                                       .huge_pages = huge_pages,
-                                      .debug = debug};
+                                      .debug = debug,
+                                      .gpu_direct = gpu_direct};
             for (const auto& [device, team, rank] : local_ranks) {
               self->local_ranks.push_back({.device_ordinal = device, .team = team, .rank = rank});
             }
@@ -191,7 +192,7 @@ void BindOptions(nb::module_& m) {
           nb::arg("team_processes"), nb::arg("local_ranks"), nb::arg("host_ranks"),
           nb::arg("active"), nb::arg("generation"), nb::arg("process_index"), nb::arg("transport"),
           nb::arg("timeout_s"), nb::arg("peer_timeout_s"), nb::arg("threads_per_rank"),
-          nb::arg("huge_pages"), nb::arg("debug"));
+          nb::arg("huge_pages"), nb::arg("debug"), nb::arg("gpu_direct"));
 }
 
 class PySession : public PySessionOf<Session> {

@@ -46,8 +46,9 @@ struct SessionOptions {
   std::chrono::nanoseconds timeout{};
   std::chrono::nanoseconds peer_timeout{};
   int threads_per_rank = 1;
-  bool huge_pages = true;  // hint for large results on CPU (kernels/cpu/huge_pages.h)
-  bool debug = false;      // expert ids out of range fail the group
+  bool huge_pages = true;   // hint for large results on CPU (kernels/cpu/huge_pages.h)
+  bool debug = false;       // expert ids out of range fail the group
+  bool gpu_direct = false;  // NICs read and write GPUs' memory, over transports that let them
 
   TeamId IdOf(uint32_t team) const {
     return {.index = team, .num_teams = static_cast<uint32_t>(team_processes.size())};

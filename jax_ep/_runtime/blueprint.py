@@ -100,4 +100,5 @@ class Blueprint:
             threads_per_rank=self.threads_per_rank,
             huge_pages=_env.flag("JAX_EP_HUGE_PAGES") is not False,
             debug=_env.flag("JAX_EP_DEBUG") is True,
+            gpu_direct=_env.flag("JAX_EP_GPU_DIRECT") is True,
         )

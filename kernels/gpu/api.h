@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 12;
+inline constexpr uint32_t kAbiVersion = 13;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
@@ -145,8 +145,11 @@ constexpr bool RingServes(uint32_t ring, uint32_t num_rings, uint32_t node, uint
 // rank's proxies. Signals and rings are pinned host memory, zero-initialised; so are the stages, or
 // each is memory of its rank's GPU.
 struct NetworkConfig {
-  std::byte* const* stages = nullptr;   // [node_size] GpuApi.stage_bytes each
-  bool has_device_stages = false;       // `stages` are as this rank's device addresses them
+  std::byte* const* stages = nullptr;  // [node_size] GpuApi.stage_bytes each
+  bool has_device_stages = false;      // `stages` are as this rank's device addresses them
+  // Rows pass between nodes as fast as inside one: calls take more SMs and fewer slices. Alike on
+  // all ranks.
+  bool has_fast_wire = false;
   std::byte* const* signals = nullptr;  // [node_size] GpuApi.signal_bytes each
   std::byte* const* rings = nullptr;    // [num_rings] made by CommandRing::Create
   uint32_t num_rings = 0;               // 1 to kMaxNetworkRings

@@ -18,7 +18,7 @@ struct RankHandle {
   int device_index = 0;
   uint32_t num_sms = 0;              // of the device
   uint32_t max_blocks = kFewestSms;  // of HT kernels
-  bool has_pinned_stages = true;     // NetworkConfig.has_device_stages says not
+  bool has_fast_wire = false;        // NetworkConfig.has_fast_wire
   bool has_budget = false;           // they choose it call by call (MostBlocks)
   uint32_t ll_blocks = 64;           // of LL kernels
   bool use_bulk_copies = false;

@@ -136,9 +136,9 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   constexpr uint32_t kRingSlots = 3;
   rank->device_index = config->device;
   rank->num_sms = static_cast<uint32_t>(num_sms);
-  rank->has_pinned_stages = config->network == nullptr || !config->network->has_device_stages;
+  rank->has_fast_wire = config->network != nullptr && config->network->has_fast_wire;
   rank->has_budget = config->max_sms == 0;
-  const uint32_t by_need = SmsBetweenNodes(!rank->has_pinned_stages);  // in one node: at first
+  const uint32_t by_need = SmsBetweenNodes(rank->has_fast_wire);  // in one node: at first
   const uint32_t max_sms = rank->has_budget ? by_need : config->max_sms;
   rank->max_blocks = std::min(max_sms, rank->num_sms);
   // LL kernels wait for peers: NCCL's on another stream, of 32 blocks at most, need the rest.

@@ -54,9 +54,9 @@ constexpr int64_t MeanRows(const GroupShape& shape, int64_t num_tokens, int64_t 
   return std::min(recv_rows, num_tokens * int64_t{shape.top_k});
 }
 
-// Rows that pass through the host's memory need few SMs, others as many as help.
-constexpr uint32_t SmsBetweenNodes(bool has_device_stages) {
-  return has_device_stages ? kMostSms : kFewestSms;
+// Rows that wait for a NIC or for the host's memory need few SMs, others as many as help.
+constexpr uint32_t SmsBetweenNodes(bool has_fast_wire) {
+  return has_fast_wire ? kMostSms : kFewestSms;
 }
 
 // Of a group of one node.

@@ -24,6 +24,7 @@ KERNELS_GPU = [
     "launch.cc",
     "memory/copy_stream.cc",
     "memory/device_memory.cc",
+    "memory/nic_access.cc",
     "network/dispatch.cu",
     "network/plan.cu",
     "network/slots.cu",

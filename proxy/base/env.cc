@@ -126,7 +126,6 @@ Result<Env> Env::Read(const Lookup& lookup) {
   env.socket_ifname = std::string(reader.Text("JAX_EP_SOCKET_IFNAME"));
   env.ofi_provider = std::string(reader.Text("JAX_EP_OFI_PROVIDER"));
   env.ofi_domain = std::string(reader.Text("JAX_EP_OFI_DOMAIN"));
-  JAX_EP_RETURN_IF_ERROR(reader.Number("JAX_EP_OFI_HMEM", 0, 1, "0 or 1", &env.ofi_hmem));
   env.verbs_device = std::string(reader.Text("JAX_EP_VERBS_DEVICE"));
   if (!reader.Text("JAX_EP_VERBS_GID_INDEX").empty()) {
     uint32_t index = 0;

@@ -46,8 +46,6 @@ struct Env {
   // JAX_EP_OFI_DOMAIN: libfabric's names of the domains (NICs) to use, e.g. "rdmap0s31,rdmap1s31";
   // several are rails. Empty: by provider, interface and where the NICs are.
   std::string ofi_domain;
-  // JAX_EP_OFI_HMEM: 1: ask the provider for registration of GPU memory.
-  uint32_t ofi_hmem = 0;
   // JAX_EP_VERBS_DEVICE: RDMA devices "mlx5_0" or "mlx5_0:1,mlx5_1:1" (port after the colon);
   // several are rails. Empty: active ones, by where they are (proxy/transport/choose_nics.h).
   std::string verbs_device;

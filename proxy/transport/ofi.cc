@@ -36,9 +36,8 @@ Result<OpenedRails> OpenRails(const OfiLibrary& library, const TransportOptions&
     }
     return Status::Ok();
   };
-  JAX_EP_ASSIGN_OR_RETURN(
-      const std::string left_out,
-      ChooseOfiRails(library, env, options.rank, options.place, delivery_complete, open));
+  JAX_EP_ASSIGN_OR_RETURN(const std::string left_out,
+                          ChooseOfiRails(library, env, options, delivery_complete, open));
   opened.description = "libfabric " + std::to_string(FI_MAJOR(library.version())) + "." +
                        std::to_string(FI_MINOR(library.version())) + ", provider " +
                        opened.rails.front()->info().fabric_attr->prov_name + " on";

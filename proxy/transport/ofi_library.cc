@@ -197,19 +197,20 @@ std::string OfiLibrary::Describe(const char* operation, long error) const {
   return std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
 }
 
-Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env, uint32_t rank,
-                                   const RankPlace& place, bool delivery_complete,
+Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
+                                   const TransportOptions& options, bool delivery_complete,
                                    const std::function<Status(std::vector<OfiInfo> rails)>& open) {
   JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> interfaces,
                           ChooseInterfaces(env.socket_ifname));
-  Wanted wanted{.delivery_complete = delivery_complete, .hmem = env.ofi_hmem != 0};
+  Wanted wanted{.delivery_complete = delivery_complete, .hmem = options.serves_device};
   std::vector<std::string> candidates = Preferred(library);
   if (!env.ofi_provider.empty()) candidates = {env.ofi_provider};
   std::string tried;
   std::string left_out;
   for (const std::string& provider : candidates) {
     wanted.provider = provider;
-    std::vector<OfiInfo> rails = QueryRails(library, env, wanted, interfaces, rank, place);
+    std::vector<OfiInfo> rails =
+        QueryRails(library, env, wanted, interfaces, options.rank, options.place);
     tried += (tried.empty() ? "" : ", ") + provider;
     if (rails.empty()) continue;
     const Status opened = open(std::move(rails));
@@ -227,9 +228,9 @@ Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env, ui
   std::string on;
   if (!env.ofi_domain.empty()) on = " on JAX_EP_OFI_DOMAIN=" + env.ofi_domain;
   if (!env.socket_ifname.empty()) on += " on JAX_EP_SOCKET_IFNAME=" + env.socket_ifname;
-  return Unavailable(
-      "libfabric has no provider" + on +
-      " with reliable datagrams, RMA and 4 bytes of remote CQ data; tried: " + tried);
+  return Unavailable("libfabric has no provider" + on + " with reliable datagrams, RMA" +
+                     (wanted.hmem ? ", a GPU's memory (FI_HMEM)" : "") +
+                     " and 4 bytes of remote CQ data; tried: " + tried);
 }
 
 }  // namespace jax_ep

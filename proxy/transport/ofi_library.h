@@ -41,12 +41,13 @@ using OfiInfo = std::unique_ptr<fi_info, OfiInfoDeleter>;
 // Finds the rails of one provider after the other, the best first (or only the one that the
 // environment names), until `open` can open them. Rails are the domains or interfaces that the
 // environment names, else one interface for providers on IP, and for the others the domains that
-// ChooseNics gives this rank. Returns which better providers were there but did not open, and why;
+// ChooseNics gives this rank. They register a GPU's memory where the options say that they will be
+// asked to. Returns which better providers were there but did not open, and why;
 // "" for none.
 // `delivery_complete`: completions must mean that the bytes are at the target.
 // \error kUnavailable  none opens; says what each answered
-Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env, uint32_t rank,
-                                   const RankPlace& place, bool delivery_complete,
+Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
+                                   const TransportOptions& options, bool delivery_complete,
                                    const std::function<Status(std::vector<OfiInfo> rails)>& open);
 
 }  // namespace jax_ep

@@ -207,7 +207,7 @@ Result<OfiLocal> OfiRail::Register(std::span<std::byte> bytes, int device) {
   const bool is_gpu = device >= 0;
   if (is_gpu && (info_->caps & FI_HMEM) == 0) {
     return Unimplemented("ofi: provider " + std::string(info_->fabric_attr->prov_name) +
-                         " does not register GPU memory (JAX_EP_OFI_HMEM=1 asks for it)");
+                         " does not register a GPU's memory");
   }
   const iovec part{.iov_base = bytes.data(), .iov_len = bytes.size()};
   fi_mr_attr attr{};

@@ -123,6 +123,7 @@ gpu::NetworkConfig GpuNetwork::ConfigOf(uint32_t rank) const {
   const uint32_t node_begin = rank / shape_.node_size * shape_.node_size;
   return {.stages = stages_.data() + node_begin,
           .has_device_stages = !devices_.empty(),
+          .has_fast_wire = !devices_.empty(),
           .signals = signals_.data() + node_begin,
           .rings = rings_.data() + rank * num_rings_,
           .num_rings = num_rings_};

@@ -73,7 +73,7 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
       std::vector<int> devices(static_cast<size_t>(NumDevices()));
       std::iota(devices.begin(), devices.end(), 0);
       Must(api->memory->allocate(rank.device, heap_bytes, api->kept_bytes(&options_.shape),
-                                 devices.data(), NumDevices(), &rank.mapped));
+                                 /*for_nics=*/false, devices.data(), NumDevices(), &rank.mapped));
       rank.heap = rank.mapped.base;
     } else {
       CheckCuda(cudaMalloc(&rank.heap, heap_bytes), "heap");

@@ -55,8 +55,8 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
   EXPECT_EQ(SmsFor(RowWork::kStore, alone, kTokens, kTokens), kMostSms);
   EXPECT_EQ(SmsFor(RowWork::kStore, alone, 0, 0), kMostSms);
   EXPECT_EQ(SmsFor(RowWork::kSum, ShapeOf(4, 4), kTokens, 0), FewestSmsFor(RowWork::kSum));
-  EXPECT_EQ(SmsBetweenNodes(/*has_device_stages=*/false), kFewestSms);
-  EXPECT_EQ(SmsBetweenNodes(/*has_device_stages=*/true), kMostSms);
+  EXPECT_EQ(SmsBetweenNodes(/*has_fast_wire=*/false), kFewestSms);
+  EXPECT_EQ(SmsBetweenNodes(/*has_fast_wire=*/true), kMostSms);
 }
 
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.

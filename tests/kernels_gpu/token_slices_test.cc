@@ -9,8 +9,8 @@ namespace {
 TEST(TokenSlices, CoverAllTokensInOrder) {
   for (uint64_t i = 0; i < 400; ++i) {
     const uint64_t num_tokens = i / 2;
-    const bool is_pinned = i % 2 == 0;
-    const uint32_t count = NumTokenSlices(num_tokens, 2, is_pinned);
+    const bool has_fast_wire = i % 2 == 0;
+    const uint32_t count = NumTokenSlices(num_tokens, 2, has_fast_wire);
     uint64_t end = 0;
     for (uint32_t number = 0; number < count; ++number) {
       const TokenSlice slice = TokenSliceOf(num_tokens, number, count);
@@ -27,9 +27,9 @@ TEST(TokenSlices, CoverAllTokensInOrder) {
 
 TEST(TokenSlices, AreAlikeInSize) {
   constexpr uint64_t kTokens = 4096;
-  for (const bool is_pinned : {false, true}) {
-    const uint32_t count = NumTokenSlices(kTokens, 2, is_pinned);
-    EXPECT_EQ(count, is_pinned ? kMostTokenSlices : kMostDirectSlices);
+  for (const bool has_fast_wire : {false, true}) {
+    const uint32_t count = NumTokenSlices(kTokens, 2, has_fast_wire);
+    EXPECT_EQ(count, has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
     for (uint32_t number = 0; number < count; ++number) {
       EXPECT_EQ(TokenSliceOf(kTokens, number, count).num_tokens(), kTokens / count);
     }
@@ -37,7 +37,7 @@ TEST(TokenSlices, AreAlikeInSize) {
 }
 
 TEST(TokenSlices, OneNodeHasOne) {
-  EXPECT_EQ(NumTokenSlices(4096, 1, /*is_pinned=*/true), 1u);
+  EXPECT_EQ(NumTokenSlices(4096, 1, /*has_fast_wire=*/false), 1u);
   EXPECT_EQ(TokenSliceOf(4095, 0, 1).end, 4095u);
 }
 

@@ -1,7 +1,6 @@
 // The cuda transport over made-up copy engines: what it joins, and what it does when peers or the
 // runtime fail. tests/kernels_gpu and tests/gpu run it on GPUs.
 #include <array>
-#include <numeric>
 
 #include "tests/proxy/transport_conformance.h"
 

@@ -141,7 +141,7 @@ TEST(Ofi, a_provider_that_does_not_open_is_left_out_with_the_reason) {
   std::vector<std::string> opened;
   const auto choose = [&](size_t num_refused) {
     opened.clear();
-    return ChooseOfiRails(**library, env, /*rank=*/0, RankPlace{},
+    return ChooseOfiRails(**library, env, TransportOptions{},
                           /*delivery_complete=*/false, [&](const std::vector<OfiInfo>& rails) {
                             opened.push_back(rails.front()->fabric_attr->prov_name);
                             return opened.size() <= num_refused ? Unavailable("no immediates")

@@ -6,6 +6,7 @@ TESTS = [
     "departure_test.cc",
     "executor_test.cc",
     "gpu_copies_test.cc",
+    "gpu_network_test.cc",
     "monitor_test.cc",
     "rank_records_test.cc",
     "report_test.cc",

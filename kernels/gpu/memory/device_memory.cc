@@ -8,24 +8,10 @@
 #include "kernels/gpu/memory/copy_stream.h"
 #include "kernels/gpu/memory/driver.h"
 #include "kernels/gpu/memory/error_text.h"
+#include "kernels/gpu/memory/nic_access.h"
 
 namespace jax_ep::gpu {
 namespace {
-
-const Driver& TheDriver() {
-  static const Driver driver;
-  return driver;
-}
-
-std::string DriverError(const char* call, CUresult result) {
-  return std::string(call) + " failed: " + TheDriver().ErrorName(result);
-}
-
-#define JAX_EP_DRIVER(call_name, call)                                                     \
-  do {                                                                                     \
-    const CUresult driver_result = (call);                                                 \
-    if (driver_result != CUDA_SUCCESS) return Fail(DriverError(call_name, driver_result)); \
-  } while (false)
 
 const char* CheckDriver() {
   return TheDriver().complete()
@@ -105,14 +91,15 @@ const char* MapRange(uint64_t bytes, uint64_t kept_bytes, const int* accessors, 
   return nullptr;
 }
 
-const char* Allocate(int device, uint64_t bytes, uint64_t kept_bytes, const int* accessors,
-                     int num_accessors, DeviceRange* out) {
+const char* Allocate(int device, uint64_t bytes, uint64_t kept_bytes, bool for_nics,
+                     const int* accessors, int num_accessors, DeviceRange* out) {
   if (const char* error = UseDevice(device)) return error;
   const Driver& driver = TheDriver();
   CUmemAllocationProp prop{};
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.location = OnDevice(device);
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  prop.allocFlags.gpuDirectRDMACapable = for_nics ? 1 : 0;
   size_t unit = 0;
   JAX_EP_DRIVER("cuMemGetAllocationGranularity",
                 driver.granularity(&unit, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));
@@ -258,6 +245,9 @@ const DeviceMemoryApi* GetDeviceMemoryApi() {
   static const DeviceMemoryApi api{.use_device = UseDevice,
                                    .peer_access = PeerAccess,
                                    .allocate = Allocate,
+                                   .nic_access = GetNicAccess,
+                                   .export_dmabuf = ExportDmabuf,
+                                   .flush_nic_writes = FlushNicWrites,
                                    .find_arena = FindArena,
                                    .export_fd = ExportFd,
                                    .import_fds = ImportFds,

@@ -34,6 +34,13 @@ constexpr std::array<DeviceRange, 2> PartsOf(const DeviceRange& range) {
 
 inline constexpr uint32_t kMaxCopyBatches = 2;
 
+// What a device promises NICs that read and write its memory (GPUDirect RDMA).
+struct NicAccess {
+  const char* refusal = nullptr;  // why they cannot; null: they can, in what `for_nics` allocates
+  // What a NIC has written is seen by kernels after flush_nic_writes alone.
+  bool must_flush = false;
+};
+
 // Copies of one device's memory to others, on a stream of their own.
 struct CopyStream;
 
@@ -43,9 +50,15 @@ struct DeviceMemoryApi {
   // Whether kernels on `device` can load and store memory of `peer`, both of this process.
   const char* (*peer_access)(int device, int peer, bool* possible);
   // `bytes` (rounded up) of zeroes on `device`, for every device of `accessors`; exportable. The
-  // first kept_bytes (rounded up as well) survive retire.
-  const char* (*allocate)(int device, uint64_t bytes, uint64_t kept_bytes, const int* accessors,
-                          int num_accessors, DeviceRange* out);
+  // first kept_bytes (rounded up as well) survive retire. `for_nics`: NICs may access it as well.
+  const char* (*allocate)(int device, uint64_t bytes, uint64_t kept_bytes, bool for_nics,
+                          const int* accessors, int num_accessors, DeviceRange* out);
+  const char* (*nic_access)(int device, NicAccess* out);
+  // A dmabuf descriptor of whole pages within one part of what `allocate` gave; the caller closes
+  // it. -1: the driver exports none, and NICs know the memory by its address.
+  const char* (*export_dmabuf)(int device, DeviceRange pages, int* fd);
+  // Until kernels of all devices see what NICs have written to `device` and reported. Any thread.
+  const char* (*flush_nic_writes)(int device);
   // The mapping that contains a live pointer, if it is one exportable allocation that all of
   // `accessors` (of this process) may read; else out->bytes is 0 and `reason` says why.
   const char* (*find_arena)(const void* live, const int* accessors, int num_accessors,

@@ -87,6 +87,11 @@ struct Driver {
       Entry<decltype(cuMemImportFromShareableHandle)>("cuMemImportFromShareableHandle");
   decltype(&cuMemGetAddressRange) address_range =
       Entry<decltype(cuMemGetAddressRange)>("cuMemGetAddressRange");
+  // For NICs alone (nic_access.cc).
+  decltype(&cuDeviceGetAttribute) attribute =
+      Entry<decltype(cuDeviceGetAttribute)>("cuDeviceGetAttribute");
+  decltype(&cuMemGetHandleForAddressRange) range_handle =
+      Entry<decltype(cuMemGetHandleForAddressRange)>("cuMemGetHandleForAddressRange");
 
   bool complete() const {
     return get_error_name && create && release && reserve && address_free && map && unmap &&
@@ -100,5 +105,21 @@ struct Driver {
   }
 };
 #endif
+
+inline const Driver& TheDriver() {
+  static const Driver driver;
+  return driver;
+}
+
+inline std::string DriverError(const char* call, CUresult result) {
+  return std::string(call) + " failed: " + TheDriver().ErrorName(result);
+}
+
+// Returns from the caller if the driver's call fails.
+#define JAX_EP_DRIVER(call_name, call)                                                     \
+  do {                                                                                     \
+    const CUresult driver_result = (call);                                                 \
+    if (driver_result != CUDA_SUCCESS) return Fail(DriverError(call_name, driver_result)); \
+  } while (false)
 
 }  // namespace jax_ep::gpu

@@ -298,11 +298,11 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   const GroupShape& shape = rank.device.shape;
   const Kernels kernels = KernelsOf(shape, is_vectorised);
   // Sums wait for memory more than for the wire, where that is fast: more SMs hide more of it.
-  const bool is_by_need = rank.has_budget && !rank.has_pinned_stages;
+  const bool is_by_need = rank.has_budget && rank.has_fast_wire;
   const uint32_t most = is_by_need ? rank.ll_blocks : rank.max_blocks;
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
   const uint64_t tokens = params.num_tokens;
-  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes(), rank.has_pinned_stages);
+  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes(), rank.has_fast_wire);
   kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);
   if (const char* error = LaunchResult("SumRows")) return error;
   for (uint32_t number = 0; number < num_slices; ++number) {

@@ -1,6 +1,6 @@
 // The tokens of an HT call that cross nodes together. What has come of one slice is used while the
-// next one is on its way. The number of slices follows from the number of tokens and from where the
-// group's stages lie, so all ranks cut alike.
+// next one is on its way. The number of slices follows from the number of tokens and from
+// NetworkConfig.has_fast_wire, so all ranks cut alike.
 #pragma once
 
 #include <algorithm>
@@ -11,10 +11,10 @@
 
 namespace jax_ep::gpu {
 
-// Slices where rows do not pass through the host's memory: the wire is so fast that kernels of more
-// slices take longer than they hide. Measured: docs/performance.md, Between nodes.
-inline constexpr uint64_t kMostDirectSlices = 4;
-static_assert(kMostDirectSlices <= kMostTokenSlices);
+// Of a fast wire: kernels of more slices take longer than they hide. Measured: docs/performance.md,
+// Between nodes.
+inline constexpr uint64_t kMostSlicesOfFastWire = 4;
+static_assert(kMostSlicesOfFastWire <= kMostTokenSlices);
 
 struct TokenSlice {
   uint64_t begin = 0;  // a multiple of kNetChunkTokens
@@ -34,10 +34,10 @@ constexpr TokenSlice AllTokens(uint64_t num_tokens) { return {.begin = 0, .end =
 
 // Calls of one node have one slice. Each slice ends with a signal and is used by kernels of its
 // own.
-constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes, bool is_pinned) {
+constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes, bool has_fast_wire) {
   if (num_nodes == 1) return 1;
   const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  const uint64_t most = is_pinned ? kMostTokenSlices : kMostDirectSlices;
+  const uint64_t most = has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices;
   return static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, most));
 }
 constexpr TokenSlice TokenSliceOf(uint64_t num_tokens, uint32_t number, uint32_t count) {

@@ -95,7 +95,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
-  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes(), rank.has_pinned_stages);
+  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes(), rank.has_fast_wire);
   if (shape.num_nodes() > 1) {
     if (const char* error = LaunchSendRows(rank, call, num_slices, stream)) return error;
   }

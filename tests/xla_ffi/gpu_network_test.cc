@@ -1,0 +1,278 @@
+// GpuNetwork over a made-up GPU library, whose device memory is the host's: which stages are
+// registered for whom, and that rows and flags come over a network that NICs would serve.
+#include "xla_ffi/gpu_network.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "proxy/abi/command.h"
+#include "proxy/abi/ring.h"
+#include "proxy/transport/registry.h"
+#include "tests/proxy/forwarding_transport.h"
+
+namespace jax_ep {
+namespace {
+
+constexpr uint64_t kStageBytes = 5000;  // no whole pages
+constexpr uint64_t kSignalBytes = 4096;
+constexpr uint64_t kRowBytes = 64;
+constexpr uint32_t kNumRanks = 2;  // a node each
+constexpr int kFirstDevice = 4;
+
+struct Stage {
+  alignas(4096) std::array<std::byte, 8192> bytes{};
+};
+
+// What the library was asked for.
+struct Runtime {
+  bool has_dmabuf = true;
+  bool must_flush = false;
+  const char* flush_error = nullptr;
+  std::vector<gpu::DeviceRange> exported;  // by export_dmabuf
+  std::vector<int> descriptors;            // that it gave
+  std::atomic<int> num_flushes = 0;
+  std::function<void(int device)> on_flush;  // called by each
+};
+std::unique_ptr<Runtime> runtime;
+
+uint64_t SignalOffset(const GroupShape*, Channel channel, uint32_t source) {
+  return (static_cast<uint64_t>(channel) * kNumRanks + source) * sizeof(uint64_t);
+}
+
+const gpu::GpuApi& FakeApi() {
+  static const gpu::DeviceMemoryApi memory{
+      .use_device = [](int) -> const char* { return nullptr; },
+      .nic_access = [](int, gpu::NicAccess* out) -> const char* {
+        *out = {.must_flush = runtime->must_flush};
+        return nullptr;
+      },
+      .export_dmabuf = [](int, gpu::DeviceRange pages, int* fd) -> const char* {
+        *fd = -1;
+        if (!runtime->has_dmabuf) return nullptr;
+        runtime->exported.push_back(pages);
+        runtime->descriptors.push_back(*fd = open("/dev/null", O_RDONLY));
+        return nullptr;
+      },
+      .flush_nic_writes = [](int device) -> const char* {
+        ++runtime->num_flushes;
+        if (runtime->on_flush) runtime->on_flush(device);
+        return runtime->flush_error;
+      },
+      .pin = [](void*, uint64_t) -> const char* { return nullptr; },
+      .unpin = [](void*) -> const char* { return nullptr; },
+      .pci_address = [](int, char* text, size_t size) -> const char* {
+        std::snprintf(text, size, "0000:00:00.0");
+        return nullptr;
+      }};
+  static const gpu::GpuApi api{
+      .stage_bytes = [](const GroupShape*) { return kStageBytes; },
+      .signal_bytes = [](const GroupShape*) { return kSignalBytes; },
+      .signal_offset = SignalOffset,
+      .memory = &memory,
+  };
+  return api;
+}
+
+// What transports were asked for.
+struct Asked {
+  std::vector<bool> serves_device;
+  std::vector<MemoryRegion> regions;
+  std::vector<bool> was_open;  // whether the region's descriptor was
+};
+
+// Loopback that takes a GPU's memory, as a NIC would.
+class NicTransport : public ForwardingTransport {
+ public:
+  NicTransport(std::unique_ptr<Transport> inner, Asked* asked)
+      : ForwardingTransport(std::move(inner)), asked_(*asked) {}
+
+  Result<LocalRegion> Register(const MemoryRegion& region) override {
+    asked_.regions.push_back(region);
+    asked_.was_open.push_back(fcntl(region.dmabuf_fd, F_GETFD) >= 0);
+    return ForwardingTransport::Register({.bytes = region.bytes});
+  }
+
+ private:
+  Asked& asked_;
+};
+
+// Both ranks in this process.
+SessionOptions Group(const char* transport, bool gpu_direct) {
+  return {.name = "direct",
+          .shape = {.num_ranks = kNumRanks, .node_size = 1, .num_experts = 2, .has_ht = true},
+          .team_processes = {{0, 0}},
+          .local_ranks = {{.device_ordinal = kFirstDevice, .rank = 0},
+                          {.device_ordinal = kFirstDevice + 1, .rank = 1}},
+          .transport = transport,
+          .timeout = std::chrono::seconds(20),
+          .peer_timeout = std::chrono::seconds(20),
+          .gpu_direct = gpu_direct};
+}
+
+class GpuNetworkTest : public testing::Test {
+ protected:
+  void SetUp() override { runtime = std::make_unique<Runtime>(); }
+  void TearDown() override { End(); }
+
+  void End() {
+    network_.reset();
+    for (const int fd : runtime->descriptors) {
+      EXPECT_EQ(fcntl(fd, F_GETFD), -1) << "a descriptor was left open";
+    }
+  }
+
+  // A started network of the group, over loopback.
+  Status Start(const SessionOptions& options) {
+    std::vector<std::span<std::byte>> own;
+    std::vector<std::vector<std::byte*>> seen;
+    if (GpuNetwork::HasDeviceStages(options)) {
+      for (uint32_t rank = 0; rank < kNumRanks; ++rank) {
+        own.emplace_back(stages_[rank].bytes.data(), kStageBytes);
+      }
+      seen = {{own[0].data(), nullptr}, {nullptr, own[1].data()}};
+    } else {
+      seen.resize(kNumRanks);
+    }
+    const auto factory =
+        [this](const TransportOptions& transport) -> Result<std::unique_ptr<Transport>> {
+      asked_.serves_device.push_back(transport.serves_device);
+      JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Transport> inner,
+                              MakeTransport("loopback", transport));
+      return std::unique_ptr<Transport>(new NicTransport(std::move(inner), &asked_));
+    };
+    JAX_EP_ASSIGN_OR_RETURN(network_,
+                            GpuNetwork::Create(options, FakeApi(), own, &failure_, factory));
+    JAX_EP_RETURN_IF_ERROR(network_->Connect({}, seen));
+    return network_->Start();
+  }
+
+  // As a kernel of rank 0 does: a row of its stage to rank 1, with a signal.
+  void SendRow() {
+    const gpu::NetworkConfig sender = network_->ConfigOf(0);
+    std::memset(sender.stages[0], 7, kRowBytes);
+    const auto command = TryPack({.op = Op::kWriteSignal,
+                                  .dst_rank = 1,
+                                  .length_bytes = kRowBytes,
+                                  .remote_offset = 2 * kRowBytes,
+                                  .channel = Channel::kDispatch,
+                                  .epoch = 1});
+    ASSERT_TRUE(command.has_value());
+    const RingView ring{.memory = reinterpret_cast<RingMemory*>(sender.rings[0])};
+    ASSERT_TRUE(ring.TryPush(*command));
+  }
+  uint64_t Signal() const {
+    const uint64_t offset = SignalOffset(nullptr, Channel::kDispatch, /*source=*/0);
+    const std::byte* const flag = network_->ConfigOf(1).signals[0] + offset;
+    return reinterpret_cast<const std::atomic<uint64_t>*>(flag)->load(std::memory_order_acquire);
+  }
+  bool WaitUntil(const std::function<bool()>& done) const {
+    const Deadline deadline = Deadline::After(std::chrono::seconds(20));
+    while (!done() && !deadline.expired()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return done();
+  }
+
+  std::array<Stage, kNumRanks> stages_;
+  FailureLatch failure_;
+  Asked asked_;
+  std::unique_ptr<GpuNetwork> network_;
+};
+
+TEST_F(GpuNetworkTest, nics_move_rows_between_stages_of_gpus) {
+  for (const char* transport : {"verbs", "ofi"}) {
+    asked_ = {};
+    ASSERT_TRUE(Start(Group(transport, /*gpu_direct=*/true)).ok());
+    EXPECT_EQ(asked_.serves_device, std::vector<bool>(kNumRanks, true));
+    ASSERT_EQ(asked_.regions.size(), kNumRanks);
+    for (uint32_t rank = 0; rank < kNumRanks; ++rank) {
+      const MemoryRegion& region = asked_.regions[rank];
+      EXPECT_EQ(region.device, kFirstDevice + static_cast<int>(rank));
+      EXPECT_EQ(region.bytes.data(), stages_[rank].bytes.data());
+      EXPECT_EQ(region.bytes.size(), kStageBytes);
+      EXPECT_EQ(region.dmabuf_fd, runtime->descriptors[rank]);
+      EXPECT_TRUE(asked_.was_open[rank]);
+      EXPECT_EQ(runtime->exported[rank].base, region.bytes.data());
+      EXPECT_EQ(runtime->exported[rank].bytes, 8192u);  // pages
+      EXPECT_TRUE(network_->ConfigOf(rank).has_device_stages);
+      EXPECT_FALSE(network_->ConfigOf(rank).has_fast_wire);  // else hosts could cut differently
+    }
+    EXPECT_EQ(network_->pinned_stage_bytes(), 0u);
+    SendRow();
+    EXPECT_TRUE(WaitUntil([this] { return Signal() == 1; }));
+    EXPECT_EQ(stages_[1].bytes[2 * kRowBytes], std::byte{7});
+    EXPECT_EQ(runtime->num_flushes, 0);
+    End();
+    runtime = std::make_unique<Runtime>();
+  }
+}
+
+// Where the driver exports no descriptor a kernel module knows the memory by its address.
+TEST_F(GpuNetworkTest, without_dmabufs_nics_get_addresses) {
+  runtime->has_dmabuf = false;
+  ASSERT_TRUE(Start(Group("verbs", /*gpu_direct=*/true)).ok());
+  for (const MemoryRegion& region : asked_.regions) {
+    EXPECT_EQ(region.dmabuf_fd, -1);
+    EXPECT_GE(region.device, kFirstDevice);
+  }
+}
+
+TEST_F(GpuNetworkTest, writes_of_nics_are_flushed_before_kernels_hear_of_them) {
+  runtime->must_flush = true;
+  std::atomic<uint64_t> signal_at_flush = ~uint64_t{0};
+  std::atomic<int> flushed_device = -1;
+  runtime->on_flush = [&](int device) {
+    signal_at_flush = Signal();
+    flushed_device = device;
+  };
+  ASSERT_TRUE(Start(Group("ofi", /*gpu_direct=*/true)).ok());
+  SendRow();
+  EXPECT_TRUE(WaitUntil([this] { return Signal() == 1; }));
+  EXPECT_EQ(signal_at_flush, 0u);
+  EXPECT_EQ(flushed_device, kFirstDevice + 1);  // the receiver's
+}
+
+TEST_F(GpuNetworkTest, a_flush_that_fails_fails_the_group) {
+  runtime->must_flush = true;
+  runtime->flush_error = "cudaErrorNotSupported";
+  ASSERT_TRUE(Start(Group("verbs", /*gpu_direct=*/true)).ok());
+  SendRow();
+  EXPECT_TRUE(WaitUntil([this] { return failure_.failed(); }));
+  const std::string message = failure_.status().message();
+  EXPECT_NE(message.find("flushing arrivals: GPU 5: cudaErrorNotSupported"), std::string::npos)
+      << message;
+  EXPECT_EQ(Signal(), 0u);
+}
+
+TEST_F(GpuNetworkTest, else_rows_go_through_host_memory) {
+  for (const SessionOptions& options : {Group("loopback", true), Group("ofi", false)}) {
+    asked_ = {};
+    ASSERT_TRUE(Start(options).ok());
+    EXPECT_EQ(asked_.serves_device, std::vector<bool>(kNumRanks, false));
+    for (const MemoryRegion& region : asked_.regions) {
+      EXPECT_EQ(region.device, -1);
+      EXPECT_EQ(region.dmabuf_fd, -1);
+    }
+    EXPECT_FALSE(network_->ConfigOf(0).has_device_stages);
+    EXPECT_GE(network_->pinned_stage_bytes(), kNumRanks * kStageBytes);
+    SendRow();
+    EXPECT_TRUE(WaitUntil([this] { return Signal() == 1; }));
+    EXPECT_EQ(network_->ConfigOf(1).stages[0][2 * kRowBytes], std::byte{7});
+    End();
+  }
+  EXPECT_TRUE(runtime->exported.empty());
+}
+
+}  // namespace
+}  // namespace jax_ep
