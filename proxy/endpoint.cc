@@ -136,7 +136,7 @@ std::string Endpoint::LocalBlob() const {
   PeerBlob blob{.group_name = group_name_,
                 .rank = rank_,
                 .num_ranks = num_ranks_,
-                .proxy = signs_.own_id(),
+                .process = signs_.own_id(),
                 .window_messages = window_messages_,
                 .ll_slots = ll_slots_,
                 .transport_address = transport_->LocalAddress(),
@@ -192,10 +192,10 @@ Status Endpoint::Connect(uint32_t rank, std::string_view text, Deadline deadline
   peer.heap_region = *region;
   peer.first_flow = static_cast<uint32_t>(self - blob.peers.begin()) * kNumChannels;
   if (uses_secrets_) peer.its_secret = SecretOf(*blob.secret_key, rank_);
-  peer.proxy = signs_.IndexOf(blob.proxy);
+  peer.process = signs_.IndexOf(blob.process);
   peer.is_connected = true;
   const uint32_t index = static_cast<uint32_t>(peer_of_rank_[rank]);
-  watch_.SetProxy(index, peer.proxy);
+  watch_.SetProcess(index, peer.process);
   for (uint32_t c = 0; c < kNumChannels; ++c) {
     send_flows_[index * kNumChannels + c].remote_flow = peer.first_flow + c;
   }
@@ -211,7 +211,8 @@ std::optional<uint32_t> Endpoint::FirstUnconnectedPeer() const {
 
 void Endpoint::AppendPairs(std::vector<PeerPair>* pairs) const {
   for (const Peer& peer : peers_) {
-    pairs->push_back({.team = team_.index, .rank = rank_, .peer = peer.rank, .proxy = peer.proxy});
+    pairs->push_back(
+        {.team = team_.index, .rank = rank_, .peer = peer.rank, .process = peer.process});
   }
 }
 
@@ -306,7 +307,7 @@ bool Endpoint::SendToAll(ImmControl control, uint32_t payload) {
   bool all_told = true;
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
-    const bool is_own = peer.proxy == LifeSigns::kOwn;  // it has the same latch
+    const bool is_own = peer.process == LifeSigns::kOwn;  // it has the same latch
     if (peer.is_told || !peer.is_connected || is_own || watch_.has_departed(i)) continue;
     if (control == ImmControl::kBye ? !peer.role.carries_heartbeat
                                     : !peer.role.is_lead && !HasUsed(i)) {

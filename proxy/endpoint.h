@@ -67,8 +67,8 @@ class Endpoint {
   bool PrepareToSleep();
   // Nothing is queued, under way or unacknowledged, in either direction.
   bool is_drained() const;
-  // Tells every other proxy that is still there, as leads.h says. Returns true when all were told;
-  // else call again.
+  // Tells every other process that is still there, as leads.h says. Returns true when all were
+  // told; else call again.
   bool SendToAll(ImmControl control, uint32_t payload);
   // Reports local completions only; used after a failure. True when nothing is under way.
   bool DrainCompletions();
@@ -110,7 +110,7 @@ class Endpoint {
     uint32_t first_flow = 0;   // our flow ids at the peer start here
     uint32_t own_secret = 0;   // that it presents to us; both only if uses_secrets_
     uint32_t its_secret = 0;   // that we present to it
-    uint32_t proxy = 0;        // that serves it, by LifeSigns
+    uint32_t process = 0;      // that runs it, by LifeSigns
     LeadRole role = {};
     bool is_told = false;  // by the SendToAll under way
     bool is_heartbeat_due = false;

@@ -157,8 +157,8 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
   return Internal(Where() + ": unknown control message");
 }
 
-// What such a proxy has not acknowledged by now it does not need. Acknowledgements that the goodbye
-// has overtaken, on another pair of ranks, then say nothing new.
+// What such a process has not acknowledged by now it does not need. Acknowledgements that the
+// goodbye has overtaken, on another pair of ranks, then say nothing new.
 Status Endpoint::SeeDepartures() {
   num_departed_seen_ = signs_.num_departed();
   for (uint32_t peer = 0; peer < peers_.size(); ++peer) {

@@ -19,17 +19,18 @@ auto Order(const PeerPair& pair) {
 }  // namespace
 
 std::vector<LeadRole> ChooseLeads(std::span<const PeerPair> pairs) {
-  std::map<std::pair<uint32_t, uint32_t>, size_t> leads;  // by (proxy, team): indexes of pairs
+  std::map<std::pair<uint32_t, uint32_t>, size_t> leads;  // by (process, team): indexes of pairs
   for (size_t i = 0; i < pairs.size(); ++i) {
-    if (pairs[i].proxy == LifeSigns::kOwn) continue;
-    const auto [lead, is_new] = leads.try_emplace({pairs[i].proxy, pairs[i].team}, i);
+    if (pairs[i].process == LifeSigns::kOwn) continue;
+    const auto [lead, is_new] = leads.try_emplace({pairs[i].process, pairs[i].team}, i);
     if (!is_new && Order(pairs[i]) < Order(pairs[lead->second])) lead->second = i;
   }
   std::vector<LeadRole> roles(pairs.size());
-  uint32_t last_proxy = LifeSigns::kOwn;
-  for (const auto& [key, index] : leads) {  // teams of a proxy follow each other, the lowest first
-    roles[index] = {.is_lead = true, .carries_heartbeat = key.first != last_proxy};
-    last_proxy = key.first;
+  uint32_t last_process = LifeSigns::kOwn;
+  for (const auto& [key, index] :
+       leads) {  // teams of a process follow each other, the lowest first
+    roles[index] = {.is_lead = true, .carries_heartbeat = key.first != last_process};
+    last_process = key.first;
   }
   return roles;
 }

@@ -15,7 +15,7 @@ constexpr uint64_t kMagic = 0x524545505f504541;
 std::string PeerBlob::Encode() const {
   BlobWriter writer;
   writer.U64(kMagic).U64(kProtocolVersion).Text(group_name).U64(rank).U64(num_ranks);
-  writer.U64(proxy);
+  writer.U64(process);
   writer.U64(window_messages).U64(ll_slots).Text(transport_address).Text(heap_key);
   // One bit per rank.
   std::string bits((num_ranks + 7) / 8, '\0');
@@ -42,7 +42,7 @@ Result<PeerBlob> PeerBlob::Decode(std::string_view text) {
   blob.group_name = reader.Text();
   blob.rank = static_cast<uint32_t>(reader.U64());
   blob.num_ranks = static_cast<uint32_t>(reader.U64());
-  blob.proxy = reader.U64();
+  blob.process = reader.U64();
   blob.window_messages = static_cast<uint32_t>(reader.U64());
   blob.ll_slots = static_cast<uint32_t>(reader.U64());
   blob.transport_address = reader.Text();

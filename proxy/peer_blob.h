@@ -19,7 +19,7 @@ struct PeerBlob {
   std::string group_name = {};
   uint32_t rank = 0;
   uint32_t num_ranks = 0;
-  uint64_t proxy = 0;  // LifeSigns::own_id of the one that serves the rank
+  uint64_t process = 0;  // LifeSigns::own_id of the one that runs the rank
   uint32_t window_messages = 0;
   uint32_t ll_slots = 0;
   std::string transport_address = {};

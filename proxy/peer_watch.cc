@@ -25,17 +25,17 @@ PeerWatch::PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_t
 
 void PeerWatch::Start(Time now) {
   last_tick_ = now;
-  for (Peer& peer : peers_) peer.last_heard = peer.proxy_last_heard = now;
+  for (Peer& peer : peers_) peer.last_heard = peer.process_last_heard = now;
 }
 
 void PeerWatch::Refresh(Peer& peer, bool is_awaited, Time now) const {
-  const bool is_own = peer.proxy == LifeSigns::kOwn;
-  const uint64_t last_of_proxy = signs_.last_arrival(peer.proxy);
+  const bool is_own = peer.process == LifeSigns::kOwn;
+  const uint64_t last_of_process = signs_.last_arrival(peer.process);
   peer.last_sign = std::max(peer.last_sign, peer.last_arrival);
-  if (!is_awaited) peer.last_sign = std::max(peer.last_sign, last_of_proxy);
-  if (is_own || last_of_proxy > num_arrivals_at_tick_) peer.proxy_last_heard = now;
-  // Its proxy has just been started: what was sent to it before counts from now.
-  const bool is_new = !peer.was_heard && (is_own || last_of_proxy > 0);
+  if (!is_awaited) peer.last_sign = std::max(peer.last_sign, last_of_process);
+  if (is_own || last_of_process > num_arrivals_at_tick_) peer.process_last_heard = now;
+  // Its process has just been started: what was sent to it before counts from now.
+  const bool is_new = !peer.was_heard && (is_own || last_of_process > 0);
   if (is_new || peer.last_sign > num_arrivals_at_tick_ || (is_own && !is_awaited)) {
     peer.last_heard = now;
     peer.was_heard = true;
@@ -51,7 +51,7 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
     peer.last_heard += not_listened;
-    peer.proxy_last_heard += not_listened;
+    peer.process_last_heard += not_listened;
     Refresh(peer, is_awaited(i), now);
     if (peer.ticks_to_live > 0) --peer.ticks_to_live;
     if (has_departed(i)) continue;
@@ -62,7 +62,7 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
                           .silence = silence,
                           .was_heard = peer.was_heard,
                           .is_lost = is_lost,
-                          .is_cut_off = now - peer.proxy_last_heard < silence / 2});
+                          .is_cut_off = now - peer.process_last_heard < silence / 2});
     }
   }
   num_arrivals_at_tick_ = signs_.num_arrivals();

@@ -11,9 +11,9 @@
 
 namespace jax_ep {
 
-// A peer lives as long as its proxy is heard, on whichever endpoints (LifeSigns). While an answer
+// A peer lives as long as its process is heard, on whichever endpoints (LifeSigns). While an answer
 // of the peer itself is awaited, an acknowledgement, only what comes from the peer itself counts:
-// the way between the two may be broken though their proxies hear each other over another.
+// the way between the two may be broken though their processes hear each other over another.
 class PeerWatch {
  public:
   using Time = std::chrono::steady_clock::time_point;
@@ -24,27 +24,27 @@ class PeerWatch {
     Duration silence;  // since it was last heard, or since Start
     bool was_heard;    // false: never since Start
     bool is_lost;      // see Lose
-    bool is_cut_off;   // it owes an answer, while its proxy is heard
+    bool is_cut_off;   // it owes an answer, while its process is heard
   };
 
-  // A peer whose proxy was heard may be silent for `peer_timeout`, one whose proxy was never heard
+  // A peer whose process was heard may be silent for `peer_timeout`, one that never was
   // for `first_timeout`. `signs` outlives this object.
   PeerWatch(uint32_t num_peers, Duration peer_timeout, Duration first_timeout, LifeSigns* signs);
 
-  // Which proxy serves the peer, by LifeSigns. For each before Start.
-  void SetProxy(uint32_t peer, uint32_t proxy) { peers_[peer].proxy = proxy; }
+  // Which process runs the peer, by LifeSigns. For each before Start.
+  void SetProcess(uint32_t peer, uint32_t process) { peers_[peer].process = process; }
   void Start(Time now);
 
   // A peer sent something. Cheap; called for every arrival.
-  void Heard(uint32_t peer) { peers_[peer].last_arrival = signs_.Heard(peers_[peer].proxy); }
+  void Heard(uint32_t peer) { peers_[peer].last_arrival = signs_.Heard(peers_[peer].process); }
   // The way to a peer is broken for good. It is dead at the second tick from now: until then its
   // own report may arrive, and the culprit may be another, for whose sake it ended.
   void Lose(uint32_t peer) {
     if (peers_[peer].ticks_to_live == kAlive) peers_[peer].ticks_to_live = kTicksAfterLoss;
   }
-  // A peer has left in order, with its proxy, and is watched no more.
-  void Depart(uint32_t peer) { signs_.Depart(peers_[peer].proxy); }
-  bool has_departed(uint32_t peer) const { return signs_.has_departed(peers_[peer].proxy); }
+  // A peer has left in order, with its process, and is watched no more.
+  void Depart(uint32_t peer) { signs_.Depart(peers_[peer].process); }
+  bool has_departed(uint32_t peer) const { return signs_.has_departed(peers_[peer].process); }
 
   // Heartbeats are due at each tick; several fit into a timeout.
   Duration interval() const { return interval_; }
@@ -61,13 +61,13 @@ class PeerWatch {
   static constexpr int kTicksAfterLoss = 2;
 
   struct Peer {
-    uint32_t proxy = LifeSigns::kOwn;
+    uint32_t process = LifeSigns::kOwn;
     uint64_t last_arrival = 0;  // from itself
     uint64_t last_sign = 0;     // the newest arrival that counted for it
     bool was_heard = false;     // a sign, at a tick
     int ticks_to_live = kAlive;
-    Time proxy_last_heard;  // on whichever endpoint, for the message
-    Time last_heard;        // as exact as ticks are; last_sign says who of two fell silent first
+    Time process_last_heard;  // on whichever endpoint, for the message
+    Time last_heard;          // as exact as ticks are; last_sign says who of two fell silent first
   };
 
   // Takes note of what has arrived since the last tick.

@@ -56,10 +56,11 @@ void RunOn(const std::vector<int>& cpus) {
 
 }  // namespace
 
-Progress::Progress(ProgressOptions options, const Endpoints* endpoints, Doorbell* bell,
-                   FailureLatch* failure)
+Progress::Progress(ProgressOptions options, const Endpoints* endpoints, LifeSigns* signs,
+                   Doorbell* bell, FailureLatch* failure)
     : options_(std::move(options)),
       endpoints_(*endpoints),
+      signs_(*signs),
       bell_(*bell),
       failure_(*failure),
       exception_(Internal("group " + options_.group_name +
@@ -71,15 +72,27 @@ Status Progress::Start() {
   wants_help_ = options_.caller_progress && is_slow_to_wake_;
   must_poll_ = std::any_of(endpoints_.begin(), endpoints_.end(),
                            [](const auto& endpoint) { return endpoint->must_poll(); });
-  JAX_EP_ASSIGN_OR_RETURN(
-      thread_, StartThread("jax_ep proxy", [this, stop = stop_.get_token()] { Run(stop); }));
+  signs_.Begin();
+  is_sending_ = true;
+  Result<std::thread> thread =
+      StartThread("jax_ep proxy", [this, stop = stop_.get_token()] { Run(stop); });
+  if (!thread.ok()) {
+    EndSending();
+    return thread.status();
+  }
+  thread_ = std::move(*thread);
   return Status::Ok();
+}
+
+void Progress::BeginStop() {
+  if (!thread_.joinable()) return;
+  stop_.request_stop();
+  bell_.Ring();
 }
 
 void Progress::Stop() {
   if (!thread_.joinable()) return;
-  stop_.request_stop();
-  bell_.Ring();
+  BeginStop();
   thread_.join();
 }
 
@@ -157,6 +170,7 @@ void Progress::Run(const std::stop_token& stop) noexcept {
   } catch (...) {
     Latch(std::move(exception_), FailureLatch::kNobody);
   }
+  EndSending();
   state_ = ThreadState::kAbsent;
 }
 
@@ -182,7 +196,9 @@ void Progress::RunRounds(const std::stop_token& stop, std::unique_lock<std::mute
     if (stop.stop_requested()) {
       if (!is_stopping_) stop_at = now + kDrainTime;
       is_stopping_ = true;
-      if ((!did_work && IsDrained()) || now >= stop_at) {
+      if ((!did_work && IsDrained()) || now >= stop_at) EndSending();
+      // Until the others have ended, too, they may need acknowledgements.
+      if (!is_sending_ && (signs_.has_ended() || now >= stop_at)) {
         return SayToAll(ImmControl::kBye, kByeTime);
       }
     }
@@ -204,6 +220,10 @@ Status Progress::Tick(Clock::time_point now, int64_t* blamed) noexcept try {
   return Status::Ok();
 } catch (...) {
   return std::move(exception_);
+}
+
+void Progress::EndSending() {
+  if (std::exchange(is_sending_, false)) signs_.End();
 }
 
 bool Progress::IsDrained() const {

@@ -16,6 +16,7 @@
 #include "proxy/base/failure.h"
 #include "proxy/base/status.h"
 #include "proxy/endpoint.h"
+#include "proxy/life_signs.h"
 
 namespace jax_ep {
 
@@ -58,12 +59,12 @@ struct ProgressOptions {
 // transport is never full, and breaks each rule.
 //
 // Thread rule: Start and Stop on one thread, the rest on any. The endpoints' list may grow until
-// Start; it, the bell and the latch outlive this object.
+// Start; it, the signs, the bell and the latch outlive this object.
 class Progress {
  public:
   using Endpoints = std::vector<std::unique_ptr<Endpoint>>;
 
-  Progress(ProgressOptions options, const Endpoints* endpoints, Doorbell* bell,
+  Progress(ProgressOptions options, const Endpoints* endpoints, LifeSigns* signs, Doorbell* bell,
            FailureLatch* failure);
   ~Progress() { Stop(); }
   Progress(const Progress&) = delete;
@@ -71,7 +72,9 @@ class Progress {
 
   // \error kResourceExhausted  no thread
   Status Start();
-  // Sends what is queued, says goodbye to the other proxies, joins the thread (Proxy::Stop).
+  // Stop begins: the thread sends what is queued, and once all proxies of the process have come as
+  // far it says goodbye and ends. Stop joins it (Proxy::StopAll).
+  void BeginStop();
   void Stop();
 
   // See ProxyPort.
@@ -95,6 +98,7 @@ class Progress {
   // Heartbeats that are due, and their watch.
   Status Tick(Clock::time_point now, int64_t* blamed) noexcept;
   bool IsDrained() const;
+  void EndSending();
 
   void Idle(uint32_t bell_count, std::unique_lock<std::mutex>& lock);
   // Lets go of the mutex until the bell has been rung since `bell_count` was read, for at most
@@ -110,6 +114,7 @@ class Progress {
 
   const ProgressOptions options_;
   const Endpoints& endpoints_;
+  LifeSigns& signs_;
   Doorbell& bell_;
   FailureLatch& failure_;
   Status exception_;              // made while there was memory
@@ -127,6 +132,7 @@ class Progress {
   // The thread's own.
   int idle_rounds_ = 0;
   bool is_stopping_ = false;
+  bool is_sending_ = false;  // LifeSigns counts it
   Clock::time_point idle_since_;
 };
 

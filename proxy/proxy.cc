@@ -16,31 +16,18 @@
 namespace jax_ep {
 
 struct Proxy::Impl {
-  Impl(ProxyOptions proxy_options, uint64_t id, SharedMemory memory, FailureLatch* failure)
+  Impl(ProxyOptions proxy_options, SharedMemory memory, FailureLatch* failure)
       : options(std::move(proxy_options)),
         bell_memory(std::move(memory)),
         bell(new (bell_memory.bytes().data()) Doorbell{}),
-        signs(id),
         progress({.group_name = options.group_name,
                   .caller_progress = options.caller_progress,
                   .cpus = options.cpus},
-                 &endpoints, bell, failure) {}
-
-  void ChooseRoles() {
-    std::vector<PeerPair> pairs;
-    for (const auto& endpoint : endpoints) endpoint->AppendPairs(&pairs);
-    const std::vector<LeadRole> roles = ChooseLeads(pairs);
-    std::span<const LeadRole> left = roles;
-    for (const auto& endpoint : endpoints) {
-      endpoint->SetRoles(left);
-      left = left.subspan(endpoint->num_peers());
-    }
-  }
+                 &endpoints, options.signs.get(), bell, failure) {}
 
   const ProxyOptions options;
   SharedMemory bell_memory;  // shared because transports of other processes ring it
   Doorbell* const bell;
-  LifeSigns signs;
   std::vector<std::unique_ptr<Endpoint>> endpoints;
   Progress progress;
   bool is_started = false;
@@ -69,10 +56,17 @@ Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch*
   }
   JAX_EP_ASSIGN_OR_RETURN(SharedMemory bell_memory,
                           SharedMemory::Create(sizeof(Doorbell), /*shareable=*/true));
-  uint64_t id = 0;  // random, so that nobody has to hand out numbers
-  JAX_EP_RETURN_IF_ERROR(DrawRandom("group " + options.group_name + ": proxy", &id));
-  auto impl = std::make_unique<Impl>(std::move(options), id, std::move(bell_memory), failure);
+  if (options.signs == nullptr) {
+    JAX_EP_ASSIGN_OR_RETURN(options.signs, MakeSigns(options.group_name));
+  }
+  auto impl = std::make_unique<Impl>(std::move(options), std::move(bell_memory), failure);
   return std::unique_ptr<Proxy>(new Proxy(std::move(impl)));
+}
+
+Result<std::shared_ptr<LifeSigns>> Proxy::MakeSigns(const std::string& group_name) {
+  uint64_t id = 0;  // random, so that nobody has to hand out numbers
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("group " + group_name + ": proxy", &id));
+  return std::make_shared<LifeSigns>(id);
 }
 
 Proxy::Proxy(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -96,7 +90,7 @@ Result<int> Proxy::AddEndpoint(EndpointOptions options) {
                               : MakeTransport(impl_->options.transport, transport_options));
   JAX_EP_ASSIGN_OR_RETURN(
       std::unique_ptr<Endpoint> endpoint,
-      Endpoint::Create(impl_->options, options, std::move(transport), &impl_->signs));
+      Endpoint::Create(impl_->options, options, std::move(transport), impl_->options.signs.get()));
   impl_->endpoints.push_back(std::move(endpoint));
   return static_cast<int>(impl_->endpoints.size()) - 1;
 }
@@ -114,21 +108,37 @@ Status Proxy::Connect(int endpoint, uint32_t peer, std::string_view blob, Deadli
   return impl_->endpoints[static_cast<size_t>(endpoint)]->Connect(peer, blob, deadline);
 }
 
-Status Proxy::Start() {
-  if (impl_->is_started) return FailedPrecondition("proxy: Start was already called");
-  for (const auto& endpoint : impl_->endpoints) {
+Status Proxy::StartAll(std::span<Proxy* const> proxies) {
+  std::vector<Endpoint*> endpoints;
+  for (Proxy* const proxy : proxies) {
+    if (proxy->impl_->is_started) return FailedPrecondition("proxy: Start was already called");
+    for (const auto& endpoint : proxy->impl_->endpoints) endpoints.push_back(endpoint.get());
+  }
+  std::vector<PeerPair> pairs;
+  for (const Endpoint* const endpoint : endpoints) {
     if (const std::optional<uint32_t> peer = endpoint->FirstUnconnectedPeer()) {
       return FailedPrecondition("proxy: Start before " + endpoint->NameOf(endpoint->rank()) +
                                 " is connected to " + endpoint->NameOf(*peer));
     }
+    endpoint->AppendPairs(&pairs);
   }
-  impl_->ChooseRoles();
-  JAX_EP_RETURN_IF_ERROR(impl_->progress.Start());
-  impl_->is_started = true;
+  const std::vector<LeadRole> roles = ChooseLeads(pairs);
+  std::span<const LeadRole> left = roles;
+  for (Endpoint* const endpoint : endpoints) {
+    endpoint->SetRoles(left);
+    left = left.subspan(endpoint->num_peers());
+  }
+  for (Proxy* const proxy : proxies) {
+    JAX_EP_RETURN_IF_ERROR(proxy->impl_->progress.Start());
+    proxy->impl_->is_started = true;
+  }
   return Status::Ok();
 }
 
-void Proxy::Stop() { impl_->progress.Stop(); }
+void Proxy::StopAll(std::span<Proxy* const> proxies) {
+  for (Proxy* const proxy : proxies) proxy->impl_->progress.BeginStop();
+  for (Proxy* const proxy : proxies) proxy->impl_->progress.Stop();
+}
 
 std::vector<uint32_t> Proxy::BarrierPeers(int endpoint) const {
   return impl_->endpoints[static_cast<size_t>(endpoint)]->BarrierPeers();

@@ -4,6 +4,7 @@
 // (ProxyPort). It knows no CUDA, no XLA, and no transport by name.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -28,6 +29,8 @@
 
 namespace jax_ep {
 
+class LifeSigns;
+
 using TransportFactory = std::function<Result<std::unique_ptr<Transport>>(const TransportOptions&)>;
 
 struct ProxyOptions {
@@ -48,6 +51,9 @@ struct ProxyOptions {
   bool caller_progress = true;
   // CPUs that the thread may run on; empty: any.
   std::vector<int> cpus = {};
+  // Of this process's proxies that live and die together (life_signs.h), as Proxy::MakeSigns gives
+  // it; null: the proxy is the only one.
+  std::shared_ptr<LifeSigns> signs = {};
   // Overrides `transport`; for tests and benchmarks.
   TransportFactory transport_factory = {};
 };
@@ -92,9 +98,9 @@ struct EndpointOptions {
 // wait until flag(kBarrier, peer) of all BarrierPeers of each has reached it; then all other
 // proxies have come as far.
 //
-// Ranks of one proxy live and die together (life_signs.h). Two proxies have one heartbeat, one
+// Ranks of one process live and die together (life_signs.h). Two processes have one heartbeat, one
 // goodbye and one barrier signal for each team, all over one pair of ranks (leads.h). So whatever
-// connects at its first message, as ofi and verbs do, has a connection for each other proxy, and
+// connects at its first message, as ofi and verbs do, has a connection for each other process, and
 // beyond these only for pairs of ranks that have something to send.
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
@@ -104,6 +110,7 @@ struct EndpointOptions {
 class Proxy final : public ProxyPort {
  public:
   static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);
+  static Result<std::shared_ptr<LifeSigns>> MakeSigns(const std::string& group_name);
   ~Proxy() override;  // stops
   Proxy(const Proxy&) = delete;
   Proxy& operator=(const Proxy&) = delete;
@@ -119,11 +126,16 @@ class Proxy final : public ProxyPort {
 
   // \error kFailedPrecondition  an endpoint is not connected to all of its peers; already started
   // \error kResourceExhausted   no thread
-  Status Start();
+  Status Start() { return StartAll(std::array{this}); }
+  // All that share signs, in the same order as in other processes: by rank, then as the proxies of
+  // a rank meet those of others. All are connected.
+  static Status StartAll(std::span<Proxy* const> proxies);
 
-  // Sends what is queued, says goodbye to the other proxies, joins the thread. Idempotent; takes at
-  // most about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
-  void Stop();
+  // Sends what is queued, says goodbye to the other processes, joins the thread. Idempotent; takes
+  // at most about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
+  void Stop() { StopAll(std::array{this}); }
+  // All that share signs: one that is stopped alone waits until the others are, or kMaxStopTime.
+  static void StopAll(std::span<Proxy* const> proxies);
   static constexpr std::chrono::seconds kMaxStopTime{3};
 
   void Kick() override;

@@ -104,6 +104,7 @@ Result<std::unique_ptr<GpuNetwork>> GpuNetwork::Create(
   std::unique_ptr<GpuNetwork> network(new GpuNetwork(options, api, std::move(transport_factory)));
   JAX_EP_ASSIGN_OR_RETURN(network->env_, Env::Read());
   JAX_EP_ASSIGN_OR_RETURN(network->tracer_, OpenTracer(options, network->env_));
+  JAX_EP_ASSIGN_OR_RETURN(network->signs_, Proxy::MakeSigns(options.name));
   for (size_t i = 0; i < options.local_ranks.size(); ++i) {
     const auto stage = device_stages.empty() ? std::span<std::byte>() : device_stages[i];
     JAX_EP_RETURN_IF_ERROR(network->AddMember(options.local_ranks[i], stage, failure));
@@ -150,6 +151,7 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
     ProxyOptions proxy_options = ProxyOptionsFor(options_, env_);
     proxy_options.cpus = NearCpus(place.device_pci);
     proxy_options.transport_factory = transport_factory_;
+    proxy_options.signs = signs_;
     JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Proxy> proxy,
                             Proxy::Create(std::move(proxy_options), failure));
     JAX_EP_ASSIGN_OR_RETURN(SharedMemory memory, MakePinned(CommandRing::BytesFor(env_.ring_slots),
@@ -315,10 +317,7 @@ Status GpuNetwork::Start() {
       }
     }
   }
-  for (const auto& member : members_) {
-    for (const auto& proxy : member->proxies) JAX_EP_RETURN_IF_ERROR(proxy->Start());
-  }
-  return Status::Ok();
+  return Proxy::StartAll(Proxies());
 }
 
 gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
@@ -331,11 +330,15 @@ gpu::NetworkConfig GpuNetwork::ConfigOf(size_t index) const {
           .num_rings = env_.proxy_threads};
 }
 
-void GpuNetwork::Stop() {
+std::vector<Proxy*> GpuNetwork::Proxies() const {
+  std::vector<Proxy*> proxies;
   for (const auto& member : members_) {
-    for (const auto& proxy : member->proxies) proxy->Stop();
+    for (const auto& proxy : member->proxies) proxies.push_back(proxy.get());
   }
+  return proxies;
 }
+
+void GpuNetwork::Stop() { Proxy::StopAll(Proxies()); }
 
 Status GpuNetwork::EndCopies() {
   Status first;

@@ -95,12 +95,14 @@ class GpuNetwork {
   Result<SharedMemory> ImportPinned(const std::string& who, const std::string& blob,
                                     uint64_t bytes);
   Status Pin(std::span<std::byte> memory);
+  std::vector<Proxy*> Proxies() const;  // of all members, in their order
 
   const SessionOptions options_;
   const gpu::GpuApi& api_;
   const TransportFactory transport_factory_;  // null: the group's
   Env env_;
-  std::shared_ptr<Tracer> tracer_;  // null unless JAX_EP_TRACE is set
+  std::shared_ptr<Tracer> tracer_;    // null unless JAX_EP_TRACE is set
+  std::shared_ptr<LifeSigns> signs_;  // all proxies of the process live and die together
   std::vector<std::unique_ptr<Member>> members_;
   std::vector<std::byte*> pinned_;  // registered with the GPU runtime
 };

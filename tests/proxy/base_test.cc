@@ -343,7 +343,7 @@ class PeerWatchTest : public testing::Test {
 
   // Each peer has a proxy of its own.
   PeerWatchTest() {
-    for (uint32_t peer = 0; peer < 2; ++peer) watch_.SetProxy(peer, signs_.IndexOf(10 + peer));
+    for (uint32_t peer = 0; peer < 2; ++peer) watch_.SetProcess(peer, signs_.IndexOf(10 + peer));
   }
 
   LifeSigns signs_{/*own_id=*/1};
@@ -422,7 +422,7 @@ TEST_F(PeerWatchTest, time_in_which_we_did_not_run_is_not_counted) {
 
 // Peer 1 does not say a word: what its proxy sends for another rank is enough.
 TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_proxy_is_heard) {
-  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, /*heard_peer=*/0).has_value());
   const Time begin = now_;
@@ -446,7 +446,7 @@ TEST_F(PeerWatchTest, a_peer_lives_if_its_proxy_is_heard_elsewhere) {
 }
 
 TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard) {
-  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   EXPECT_FALSE(TickUntil(now_ + kTimeout, 0).has_value());
   is_awaited_[1] = true;
@@ -460,7 +460,7 @@ TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard)
 
 // It was sent to before its process had come up.
 TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_proxy_is_first_heard) {
-  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   is_awaited_[1] = true;
   EXPECT_FALSE(TickUntil(now_ + kFirst - kTimeout, -1).has_value());
@@ -472,8 +472,8 @@ TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_proxy_is_first_hear
 
 // The rest of this very proxy is not silent, as long as it owes nothing.
 TEST_F(PeerWatchTest, a_peer_of_the_own_proxy_needs_no_heartbeat) {
-  watch_.SetProxy(0, LifeSigns::kOwn);
-  watch_.SetProxy(1, LifeSigns::kOwn);
+  watch_.SetProcess(0, LifeSigns::kOwn);
+  watch_.SetProcess(1, LifeSigns::kOwn);
   watch_.Start(now_);
   EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, -1).has_value());
   is_awaited_[0] = true;
@@ -483,7 +483,7 @@ TEST_F(PeerWatchTest, a_peer_of_the_own_proxy_needs_no_heartbeat) {
 }
 
 TEST_F(PeerWatchTest, a_goodbye_is_that_of_all_ranks_of_the_proxy) {
-  watch_.SetProxy(1, signs_.IndexOf(10));
+  watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   watch_.Heard(0);
   watch_.Depart(0);

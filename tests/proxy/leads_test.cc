@@ -1,4 +1,4 @@
-// Which pair of ranks two proxies say things over: both must choose the same.
+// Which pair of ranks two processes say things over: both must choose the same.
 #include "proxy/leads.h"
 
 #include <gtest/gtest.h>
@@ -22,17 +22,17 @@ struct Leads {
   bool operator==(const Leads&) const = default;
 };
 
-// What the proxy `own` chooses, by other proxy, in a group of `num_teams` equal teams.
+// What the process `own` chooses, by other process, in a group of `num_teams` equal teams.
 std::map<uint32_t, Leads> ChoiceOf(uint32_t own, uint32_t num_ranks, uint32_t num_teams,
-                                   const Place& proxy_of, const Place& node_of) {
+                                   const Place& process_of, const Place& node_of) {
   std::vector<PeerPair> pairs;
   std::vector<uint32_t> others;
   for (uint32_t team = 0; team < num_teams; ++team) {
     for (uint32_t rank = 0; rank < num_ranks; ++rank) {
-      if (proxy_of(rank) != own) continue;
+      if (process_of(rank) != own) continue;
       for (uint32_t peer = 0; peer < num_ranks; ++peer) {
         if (node_of(rank) == node_of(peer)) continue;
-        const uint32_t other = proxy_of(peer);
+        const uint32_t other = process_of(peer);
         // As LifeSigns numbers them: the own one is 0.
         pairs.push_back({team, rank, peer, other == own ? 0 : other + 1});
         others.push_back(other);
@@ -48,16 +48,16 @@ std::map<uint32_t, Leads> ChoiceOf(uint32_t own, uint32_t num_ranks, uint32_t nu
     if (roles[i].is_lead) choice[others[i]].all.insert(name);
     if (roles[i].carries_heartbeat) choice[others[i]].heartbeats.insert(name);
     EXPECT_TRUE(roles[i].is_lead || !roles[i].carries_heartbeat);
-    EXPECT_FALSE(pair.proxy == 0 && roles[i].is_lead);
+    EXPECT_FALSE(pair.process == 0 && roles[i].is_lead);
   }
   return choice;
 }
 
-void ExpectBothSidesAgree(uint32_t num_ranks, uint32_t num_proxies, uint32_t num_teams,
-                          const Place& proxy_of, const Place& node_of) {
+void ExpectBothSidesAgree(uint32_t num_ranks, uint32_t num_processes, uint32_t num_teams,
+                          const Place& process_of, const Place& node_of) {
   std::map<uint32_t, std::map<uint32_t, Leads>> choices;
-  for (uint32_t own = 0; own < num_proxies; ++own) {
-    choices[own] = ChoiceOf(own, num_ranks, num_teams, proxy_of, node_of);
+  for (uint32_t own = 0; own < num_processes; ++own) {
+    choices[own] = ChoiceOf(own, num_ranks, num_teams, process_of, node_of);
   }
   for (const auto& [own, choice] : choices) {
     for (const auto& [other, leads] : choice) {

@@ -135,7 +135,7 @@ TEST_P(OfiStranger, moves_no_flag_and_ends_no_group) {
     GTEST_SKIP() << "no provider " << GetParam() << ": " << made.status().message();
   }
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.transport = "ofi";
   ProxyWorld world(options);
   world.Start();

@@ -17,7 +17,7 @@ using std::chrono::steady_clock;
 WorldOptions Gated(std::shared_ptr<Gate> gate, uint32_t gated_rank, uint32_t num_ranks = 2) {
   WorldOptions options;
   options.num_ranks = num_ranks;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.transport_factory =
       [gate, gated_rank](
           const TransportOptions& transport_options) -> Result<std::unique_ptr<Transport>> {
@@ -234,7 +234,7 @@ TEST(BadCommand, is_latched_with_the_rank_and_reaches_the_peers) {
   };
   for (const Command& command : bad) {
     WorldOptions options;
-    options.ranks_per_proxy = 1;
+    options.ranks_per_process = 1;
     ProxyWorld world(options);
     world.Start();
     world.Push(0, command);
@@ -338,7 +338,7 @@ TEST(TransportError, is_latched_with_its_words) {
 TEST(PeerDeath, is_reported_by_every_survivor_with_the_dead_ranks_name_in_time) {
   WorldOptions options;
   options.num_ranks = 4;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.peer_timeout = milliseconds(1000);
   options.proxy.faulty_spec = "seed=1,die_after=40,die_rank=2";
   ProxyWorld world(options);
@@ -371,7 +371,7 @@ TEST(PeerDeath, is_reported_by_every_survivor_with_the_dead_ranks_name_in_time) 
 
 TEST(PeerDeath, is_noticed_by_an_idle_group_too) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.peer_timeout = milliseconds(500);
   options.proxy.faulty_spec = "seed=1,die_after=20,die_rank=1";
   ProxyWorld world(options);
@@ -426,7 +426,7 @@ TEST(PeerDeath, a_report_that_comes_with_the_broken_connection_names_the_culprit
 
 TEST(LivePeer, that_does_nothing_is_kept_alive_by_heartbeats) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.peer_timeout = milliseconds(500);
   options.proxy.faulty_spec = "seed=1,reorder=4,again=20";
   ProxyWorld world(options);
@@ -440,7 +440,7 @@ TEST(LivePeer, that_does_nothing_is_kept_alive_by_heartbeats) {
 WorldOptions ThreeProxies(TeamId team) {
   WorldOptions options;
   options.num_ranks = 3;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.team = team;
   return options;
 }
@@ -498,7 +498,7 @@ TEST(FailureOfOthers, in_a_later_team_names_its_rank) {
 
 TEST(Stop, of_one_side_after_a_barrier_is_no_death_for_the_other) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.peer_timeout = milliseconds(300);
   options.proxy.faulty_spec = "seed=1,reorder=4,delay=2,duplicate=20";
   ProxyWorld world(options);
@@ -515,7 +515,7 @@ TEST(Stop, of_one_side_after_a_barrier_is_no_death_for_the_other) {
 
 TEST(Stop, sends_what_is_still_queued) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.ring_slots = 1024;
   options.proxy.window_messages = 2;
   options.proxy.faulty_spec = "seed=1,reorder=4,delay=2";
@@ -550,7 +550,7 @@ TEST(Stop, without_start_does_nothing) {
 
 TEST(Sending, to_a_rank_that_has_closed_is_an_error_that_says_so) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   ProxyWorld world(options);
   world.Start();
   world.Barrier();

@@ -43,7 +43,7 @@ Scenario MakeScenario(uint64_t seed) {
   world.proxy.transport = below(4) == 0 ? "shm" : "loopback";
   world.num_ranks = below(4) == 0 ? 4 : 2;
   world.node_size = world.num_ranks == 4 && below(2) == 0 ? 2 : 1;
-  world.ranks_per_proxy = below(4) == 0 ? 1 : 4;
+  world.ranks_per_process = below(4) == 0 ? 1 : 4;
   world.ll_slots = Exchange::kLlSlots;
   world.data_bytes = 32 << 10;
   constexpr uint32_t kWindows[] = {1, 2, 3, 8, 256, 4096};
@@ -56,6 +56,7 @@ Scenario MakeScenario(uint64_t seed) {
   constexpr uint64_t kFirstEpochs[] = {0, (uint64_t{1} << 31) - 3, (uint64_t{1} << 32) - 3,
                                        (uint64_t{1} << 40) - 3};
   world.first_epoch = kFirstEpochs[below(4)];
+  world.splits_processes = below(2) == 0;
   return scenario;
 }
 

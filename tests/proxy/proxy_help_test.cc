@@ -51,7 +51,7 @@ class WitnessTransport : public GateTransport {
 // Two proxies over loopback. With `faulty_spec` nobody is woken cheaply, as on a network.
 WorldOptions Witnessed(std::shared_ptr<WitnessTransport::Seen> seen, const char* faulty_spec) {
   WorldOptions options;
-  options.ranks_per_proxy = 1;
+  options.ranks_per_process = 1;
   options.proxy.transport_factory =
       [seen,
        faulty_spec](TransportOptions transport_options) -> Result<std::unique_ptr<Transport>> {

@@ -35,7 +35,7 @@ TEST_P(ProxyOverTransport, several_proxies_and_nodes_arrive) {
   WorldOptions options = Options(GetParam());
   options.num_ranks = 8;
   options.node_size = 2;
-  options.ranks_per_proxy = 2;
+  options.ranks_per_process = 2;
   ProxyWorld world(options);
   world.Start();
   Exchange(&world).Run(/*num_epochs=*/40);

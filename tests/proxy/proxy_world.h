@@ -23,7 +23,8 @@ struct WorldOptions {
   uint32_t num_ranks = 2;
   TeamId team = {};
   uint32_t node_size = 1;
-  uint32_t ranks_per_proxy = 64;  // ranks that share one proxy ("process")
+  uint32_t ranks_per_process = 64;
+  bool splits_processes = false;  // each rank has a proxy of its own, as on GPUs
   uint32_t ll_slots = 16;
   uint64_t data_bytes = 64 << 10;  // per rank, behind the flags
   uint32_t ring_slots = 256;
@@ -52,20 +53,27 @@ class ProxyWorld {
         ASSERT_TRUE(status.ok()) << status.message();
       }
     }
-    for (auto& proxy : proxies_) {
-      const Status status = proxy->Start();
+    for (uint32_t process = 0; process < num_processes(); ++process) {
+      const Status status = Proxy::StartAll(ProxiesOf(process));
       ASSERT_TRUE(status.ok()) << status.message();
     }
   }
 
   void Stop() {
-    for (auto& proxy : proxies_) proxy->Stop();
+    for (uint32_t process = 0; process < num_processes(); ++process) StopProcess(process);
   }
+  void StopProcess(uint32_t process) { Proxy::StopAll(ProxiesOf(process)); }
 
   uint32_t num_ranks() const { return options_.num_ranks; }
+  uint32_t num_processes() const { return static_cast<uint32_t>(processes_.size()); }
   uint64_t first_epoch() const { return options_.first_epoch; }
-  Proxy& proxy(uint32_t rank) { return *proxies_[rank / options_.ranks_per_proxy]; }
-  FailureLatch& failure(uint32_t rank) { return *latches_[rank / options_.ranks_per_proxy]; }
+  Proxy& proxy(uint32_t rank) {
+    const Process& process = processes_[rank / options_.ranks_per_process];
+    return *process.proxies[options_.splits_processes ? rank % options_.ranks_per_process : 0];
+  }
+  FailureLatch& failure(uint32_t rank) {
+    return *processes_[rank / options_.ranks_per_process].latch;
+  }
   int endpoint(uint32_t rank) const { return ranks_[rank].endpoint; }
   std::string Blob(uint32_t rank) { return proxy(rank).LocalBlob(ranks_[rank].endpoint); }
 
@@ -157,13 +165,32 @@ class ProxyWorld {
     SharedMemory heap;
     int endpoint = 0;
   };
+  struct Process {
+    std::unique_ptr<FailureLatch> latch;  // outlives the proxies
+    std::shared_ptr<LifeSigns> signs;
+    std::vector<std::unique_ptr<Proxy>> proxies = {};
+  };
+
+  std::vector<Proxy*> ProxiesOf(uint32_t process) {
+    std::vector<Proxy*> proxies;
+    for (const auto& proxy : processes_[process].proxies) proxies.push_back(proxy.get());
+    return proxies;
+  }
 
   void AddRank(uint32_t rank) {
-    if (rank % options_.ranks_per_proxy == 0) {
-      latches_.push_back(std::make_unique<FailureLatch>());
-      Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(options_.proxy, latches_.back().get());
+    const bool is_first = rank % options_.ranks_per_process == 0;
+    if (is_first) {
+      Result<std::shared_ptr<LifeSigns>> signs = Proxy::MakeSigns(options_.proxy.group_name);
+      ASSERT_TRUE(signs.ok()) << signs.status().message();
+      processes_.push_back({.latch = std::make_unique<FailureLatch>(), .signs = *signs});
+    }
+    Process& process = processes_.back();
+    if (is_first || options_.splits_processes) {
+      ProxyOptions proxy_options = options_.proxy;
+      proxy_options.signs = process.signs;
+      Result<std::unique_ptr<Proxy>> proxy = Proxy::Create(proxy_options, process.latch.get());
       ASSERT_TRUE(proxy.ok()) << proxy.status().message();
-      proxies_.push_back(std::move(proxy.value()));
+      process.proxies.push_back(std::move(proxy.value()));
     }
     Result<SharedMemory> heap =
         SharedMemory::Create(data_offset() + options_.data_bytes, options_.share_heaps);
@@ -175,7 +202,7 @@ class ProxyWorld {
         flag(rank, static_cast<Channel>(channel), peer)->store(options_.first_epoch);
       }
     }
-    const Result<int> endpoint = proxies_.back()->AddEndpoint(EndpointOptions{
+    const Result<int> endpoint = process.proxies.back()->AddEndpoint(EndpointOptions{
         .rank = rank,
         .team = options_.team,
         .num_ranks = options_.num_ranks,
@@ -191,10 +218,9 @@ class ProxyWorld {
   }
 
   WorldOptions options_;
-  // Destroyed in reverse order: proxies before the latches and heaps that they use.
-  std::vector<std::unique_ptr<FailureLatch>> latches_;
+  // Destroyed in reverse order: proxies before the heaps that they use.
   std::vector<Rank> ranks_;
-  std::vector<std::unique_ptr<Proxy>> proxies_;
+  std::vector<Process> processes_;
   uint64_t barrier_epoch_ = 0;
 };
 

@@ -34,7 +34,7 @@ TEST_P(ProxyAtRest, takes_little_of_a_core) {
   WorldOptions options;
   options.proxy.transport = GetParam();
   options.num_ranks = 4;
-  options.ranks_per_proxy = 2;
+  options.ranks_per_process = 2;
   ProxyWorld world(options);
   world.Start();
   Exchange(&world).Run(/*num_epochs=*/4);

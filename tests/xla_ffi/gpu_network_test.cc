@@ -1,5 +1,6 @@
 // GpuNetwork over a made-up GPU library, whose device memory is the host's: which stages are
-// registered for whom, and that rows and flags come over a network that NICs would serve.
+// registered for whom, that rows and flags come over a network that NICs would serve, and which
+// pairs of ranks write when nothing happens.
 #include "xla_ffi/gpu_network.h"
 
 #include <fcntl.h>
@@ -10,16 +11,21 @@
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "proxy/abi/command.h"
 #include "proxy/abi/ring.h"
 #include "proxy/transport/registry.h"
 #include "tests/proxy/forwarding_transport.h"
+#include "tests/proxy/watched_transport.h"
 
 namespace jax_ep {
 namespace {
@@ -28,6 +34,7 @@ constexpr uint64_t kStageBytes = 5000;  // no whole pages
 constexpr uint64_t kSignalBytes = 4096;
 constexpr uint64_t kRowBytes = 64;
 constexpr uint32_t kNumRanks = 2;  // a node each
+constexpr uint32_t kMostRanks = 4;
 constexpr int kFirstDevice = 4;
 
 struct Stage {
@@ -47,7 +54,7 @@ struct Runtime {
 std::unique_ptr<Runtime> runtime;
 
 uint64_t SignalOffset(const GroupShape*, Channel channel, uint32_t source) {
-  return (static_cast<uint64_t>(channel) * kNumRanks + source) * sizeof(uint64_t);
+  return (static_cast<uint64_t>(channel) * kMostRanks + source) * sizeof(uint64_t);
 }
 
 const gpu::GpuApi& FakeApi() {
@@ -272,6 +279,87 @@ TEST_F(GpuNetworkTest, else_rows_go_through_host_memory) {
     End();
   }
   EXPECT_TRUE(runtime->exported.empty());
+}
+
+// Two processes of two ranks, a node each. The parameter: proxies for each rank.
+class GpuProcesses : public testing::TestWithParam<const char*> {
+ protected:
+  static constexpr std::chrono::milliseconds kPeerTimeout{800};
+
+  void SetUp() override {
+    runtime = std::make_unique<Runtime>();
+    setenv("JAX_EP_PROXY_THREADS", GetParam(), 1);
+    std::map<std::pair<uint32_t, uint32_t>, std::string> blobs;
+    for (uint32_t process = 0; process < 2; ++process) {
+      auto network =
+          GpuNetwork::Create(OptionsOf(process), FakeApi(), {}, &failures_[process], Factory());
+      ASSERT_TRUE(network.ok()) << network.status().message();
+      networks_.push_back(std::move(*network));
+      for (uint32_t local = 0; local < 2; ++local) {
+        blobs[{0, 2 * process + local}] = networks_.back()->LocalBlob(local);
+      }
+    }
+    for (const auto& network : networks_) {
+      const Status connected = network->Connect(blobs, {{}, {}});
+      ASSERT_TRUE(connected.ok()) << connected.message();
+    }
+    for (const auto& network : networks_) ASSERT_TRUE(network->Start().ok());
+  }
+  void TearDown() override { unsetenv("JAX_EP_PROXY_THREADS"); }
+
+  static SessionOptions OptionsOf(uint32_t process) {
+    SessionOptions options{
+        .name = "processes",
+        .shape = {.num_ranks = 4, .node_size = 2, .num_experts = 4, .has_ht = true},
+        .team_processes = {{0, 0, 1, 1}},
+        .process_index = process,
+        .transport = "loopback",
+        .timeout = std::chrono::seconds(20),
+        .peer_timeout = kPeerTimeout};
+    for (uint32_t local = 0; local < 2; ++local) {
+      options.local_ranks.push_back({.device_ordinal = local, .rank = 2 * process + local});
+    }
+    return options;
+  }
+  TransportFactory Factory() {
+    return [this](const TransportOptions& made) -> Result<std::unique_ptr<Transport>> {
+      JAX_EP_ASSIGN_OR_RETURN(std::unique_ptr<Transport> inner, MakeTransport("loopback", made));
+      const bool is_of_first = made.rank < 2;
+      const std::vector<uint32_t> peers = {is_of_first ? 2u : 0u, is_of_first ? 3u : 1u};
+      return std::unique_ptr<Transport>(
+          new WatchedTransport(std::move(inner), made.rank, peers, wire_));
+    };
+  }
+
+  std::array<FailureLatch, 2> failures_;
+  std::shared_ptr<Wire> wire_ = std::make_shared<Wire>();
+  std::vector<std::unique_ptr<GpuNetwork>> networks_;
+};
+
+INSTANTIATE_TEST_SUITE_P(ProxyThreads, GpuProcesses, testing::Values("1", "2"));
+
+TEST_P(GpuProcesses, have_one_heartbeat_and_one_goodbye) {
+  std::this_thread::sleep_for(2 * kPeerTimeout);
+  for (const auto& network : networks_) network->Stop();
+  for (const FailureLatch& failure : failures_) EXPECT_FALSE(failure.failed()) << failure.message();
+  const Wire::Pairs pairs = wire_->pairs();
+  ASSERT_EQ(pairs.size(), 2u);
+  EXPECT_TRUE(pairs.contains({0, 2}));
+  EXPECT_TRUE(pairs.contains({2, 0}));
+  constexpr uint64_t kTicks = 32;  // in two timeouts
+  for (const auto& [pair, num_writes] : pairs) EXPECT_LE(num_writes, kTicks + 2);
+}
+
+TEST_P(GpuProcesses, name_one_that_is_silent) {
+  std::this_thread::sleep_for(kPeerTimeout / 2);  // until they were heard
+  wire_->Cut(2);
+  wire_->Cut(3);
+  const Deadline deadline = Deadline::After(3 * kPeerTimeout);
+  while (!failures_[0].failed() && !deadline.expired()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  ASSERT_TRUE(failures_[0].failed());
+  EXPECT_GE(failures_[0].blamed_rank(), 2) << failures_[0].message();
 }
 
 }  // namespace
