@@ -99,7 +99,7 @@ const char* Allocate(int device, uint64_t bytes, uint64_t kept_bytes, bool for_n
   prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   prop.location = OnDevice(device);
   prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  prop.allocFlags.gpuDirectRDMACapable = for_nics ? 1 : 0;
+  if (for_nics) Driver::AllowNics(&prop);
   size_t unit = 0;
   JAX_EP_DRIVER("cuMemGetAllocationGranularity",
                 driver.granularity(&unit, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED));

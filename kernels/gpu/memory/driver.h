@@ -46,6 +46,7 @@ struct Driver {
   decltype(&hipMemGetAddressRange) address_range = &hipMemGetAddressRange;
 
   bool complete() const { return true; }
+  static void AllowNics(CUmemAllocationProp* /*prop*/) {}  // GetNicAccess refuses them
   std::string ErrorName(CUresult result) const { return hipGetErrorName(result); }
 };
 #else
@@ -98,6 +99,7 @@ struct Driver {
            set_access && get_access && granularity && retain && properties && export_handle &&
            import_handle && address_range;
   }
+  static void AllowNics(CUmemAllocationProp* prop) { prop->allocFlags.gpuDirectRDMACapable = 1; }
   std::string ErrorName(CUresult result) const {
     const char* name = nullptr;
     if (get_error_name != nullptr) get_error_name(result, &name);

@@ -77,9 +77,8 @@ const char* ExportDmabuf(int device, DeviceRange pages, int* fd) {
 
 const char* FlushNicWrites(int device) {
   JAX_EP_RUNTIME(cudaSetDevice(device));
-  JAX_EP_RUNTIME(
-      cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
-                                         cudaFlushGPUDirectRDMAWritesToAllDevices));
+  JAX_EP_RUNTIME(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                                                    cudaFlushGPUDirectRDMAWritesToAllDevices));
   return nullptr;
 }
 #endif
