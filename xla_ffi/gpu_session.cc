@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "xla_ffi/counters_json.h"
 #include "xla_ffi/gpu_library.h"
 #include "xla_ffi/gpu_member.h"
 #include "xla_ffi/members.h"
@@ -165,19 +164,19 @@ std::string GpuSession::DataPath() const {
          " launches copied arrays that are not in XLA's arena to the stage first";
 }
 
-Result<std::vector<GpuSession::Counters>> GpuSession::counters() const {
+Result<std::vector<RankTotals>> GpuSession::totals() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  if (!lease) return last_.counters;
-  return ReadCounters();
+  if (!lease) return last_.totals;
+  return ReadTotals();
 }
 
-Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
-  std::vector<Counters> all;
+Result<std::vector<RankTotals>> GpuSession::ReadTotals() const {
+  std::vector<RankTotals> all;
   JAX_EP_RETURN_IF_ERROR(OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {
-      gpu::RankCountersSnapshot snapshot{};
+      gpu::RankCountersSnapshot counters{};
       JAX_EP_RETURN_IF_ERROR(ToStatus(api_->memory->use_device(member->device()), "counters"));
-      JAX_EP_RETURN_IF_ERROR(ToStatus(api_->counters(member->handle, &snapshot), "counters"));
+      JAX_EP_RETURN_IF_ERROR(ToStatus(api_->counters(member->handle, &counters), "counters"));
       std::vector<uint64_t> pairs(options().shape.experts_per_rank());
       JAX_EP_RETURN_IF_ERROR(
           ToStatus(api_->pairs_per_expert(member->handle, pairs.data()), "counters"));
@@ -192,11 +191,19 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
         wait_ns += *std::max_element(phase, phase + options().shape.num_ranks);
       }
       all.push_back({.id = member->id,
-                     .launches = member->launches.load(std::memory_order_relaxed),
-                     .device = snapshot,
+                     .plans = counters.plans,
+                     .dispatches = counters.dispatches,
+                     .combines = counters.combines,
+                     .rows_received = counters.rows_received,
+                     .rows_dropped = counters.rows_dropped,
+                     .invalid_ids = counters.invalid_ids,
+                     .last_overflow = counters.last_overflow,
+                     .bytes_pulled = counters.bytes_pulled,
+                     .wait_ns = wait_ns,
                      .pairs_per_expert = std::move(pairs),
                      .wait_by_peer = std::move(waits),
-                     .wait_ns = wait_ns});
+                     .bytes_staged = counters.bytes_staged,
+                     .launches = member->launches.load(std::memory_order_relaxed)});
     }
     return Status::Ok();
   }));
@@ -204,25 +211,12 @@ Result<std::vector<GpuSession::Counters>> GpuSession::ReadCounters() const {
 }
 
 std::string GpuSession::CountersJson() const {
-  const Result<std::vector<Counters>> all = counters();
-  if (!all.ok() || all->empty()) return "";  // empty: the devices did not answer at the end
-  std::vector<RankTotals> ranks;
-  for (const Counters& each : *all) {
-    ranks.push_back({.id = each.id,
-                     .plans = each.device.plans,
-                     .dispatches = each.device.dispatches,
-                     .combines = each.device.combines,
-                     .rows_received = each.device.rows_received,
-                     .rows_dropped = each.device.rows_dropped,
-                     .invalid_ids = each.device.invalid_ids,
-                     .wait_ns = each.wait_ns,
-                     .pairs_per_expert = each.pairs_per_expert,
-                     .wait_by_peer = each.wait_by_peer});
-  }
+  Result<std::vector<RankTotals>> ranks = totals();
+  if (!ranks.ok() || ranks->empty()) return "";  // empty: the devices did not answer at the end
   return ToJson({.name = options().name,
                  .num_ranks = options().shape.num_ranks,
                  .failure = NewestFailureText(),
-                 .ranks = std::move(ranks),
+                 .ranks = std::move(*ranks),
                  .flows = flow_stats()});
 }
 

@@ -26,6 +26,7 @@
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/report.h"
 #include "xla_ffi/session_options.h"
+#include "xla_ffi/totals.h"
 
 namespace jax_ep {
 
@@ -97,17 +98,8 @@ class GpuSession {
   // "in place", with a count of launches that staged all the same, or "staged: REASON" if any local
   // rank's arena cannot be read by its mates.
   std::string data_path() const;
-  struct Counters {
-    LocalRank id;
-    uint64_t
-        launches;  // calls whose handler ran: fewer than were executed where graphs replay them
-    gpu::RankCountersSnapshot device;
-    std::vector<uint64_t> pairs_per_expert;
-    std::vector<uint64_t> wait_by_peer;  // [kNumWaitPhases * N]
-    uint64_t wait_ns;  // a rank waits for all others at once: in each phase the longest
-  };
-  Result<std::vector<Counters>> counters() const;
-  // counters_json.h; asks the devices, and is empty where they do not answer.
+  Result<std::vector<RankTotals>> totals() const;  // asks the devices
+  // The same and flows as a JSON object (totals.h); empty where the devices do not answer.
   std::string CountersJson() const;
   std::vector<FlowStats> flow_stats() const;  // of the proxies
   // One page: who hangs (report.h). It asks no GPU: one that waits for long has told by itself.
@@ -128,7 +120,7 @@ class GpuSession {
   std::byte* StageIn(std::byte* heap) const;
   uint64_t ActiveRanks() const;  // a bit each
   Status DrainDevices() const;
-  Result<std::vector<Counters>> ReadCounters() const;  // under a lease
+  Result<std::vector<RankTotals>> ReadTotals() const;  // under a lease
   uint64_t HeapBytes() const;                          // under a lease
   std::string DataPath() const;                        // under a lease
   void Free();
@@ -169,7 +161,7 @@ class GpuSession {
   bool stopping_ = false;  // guarded by watch_mutex_
   mutable Lifecycle lifecycle_;
   struct Last {  // what is known of a closed session; written before it is sealed
-    std::vector<Counters> counters;
+    std::vector<RankTotals> totals;
     std::vector<FlowStats> flows;
     std::string data_path;
   } last_;

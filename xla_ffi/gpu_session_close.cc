@@ -9,8 +9,8 @@ namespace jax_ep {
 void GpuSession::Close(Departure departure) {
   if (!lifecycle_.BeginClose()) return;
   if (monitor_ != nullptr) {
-    if (Result<std::vector<Counters>> counters = ReadCounters(); counters.ok()) {
-      last_.counters = std::move(*counters);
+    if (Result<std::vector<RankTotals>> totals = ReadTotals(); totals.ok()) {
+      last_.totals = std::move(*totals);
     }
   }
   if (network_ != nullptr) last_.flows = network_->flow_stats();

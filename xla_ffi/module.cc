@@ -15,7 +15,6 @@
 #include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
 #include "xla_ffi/call_lines.h"
-#include "xla_ffi/counters_json.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/quantize.h"
@@ -53,6 +52,9 @@ std::chrono::nanoseconds Nanoseconds(double seconds) {
       std::chrono::duration<double>(seconds));
 }
 
+namespace {
+
+// {phase: [N]} of [kNumWaitPhases * N].
 nb::dict WaitsByPhase(std::span<const uint64_t> wait_by_peer) {
   const size_t num_ranks = wait_by_peer.size() / kNumWaitPhases;
   nb::dict waits;
@@ -64,6 +66,39 @@ nb::dict WaitsByPhase(std::span<const uint64_t> wait_by_peer) {
     waits[nb::str(WaitPhaseName(static_cast<WaitPhase>(index)).data())] = by_rank;
   }
   return waits;
+}
+
+}  // namespace
+
+nb::list ToList(const std::vector<RankTotals>& ranks) {
+  nb::list all;
+  for (const RankTotals& rank : ranks) {
+    nb::dict entry;
+    entry["team"] = rank.id.team;
+    entry["rank"] = rank.id.rank;
+    entry["plans"] = rank.plans;
+    entry["dispatches"] = rank.dispatches;
+    entry["combines"] = rank.combines;
+    entry["rows_received"] = rank.rows_received;
+    entry["rows_dropped"] = rank.rows_dropped;
+    entry["invalid_ids"] = rank.invalid_ids;
+    entry["last_overflow"] = rank.last_overflow;
+    entry["bytes_pulled"] = rank.bytes_pulled;
+    entry["wait_ns"] = rank.wait_ns;
+    nb::list pairs;
+    for (const uint64_t count : rank.pairs_per_expert) pairs.append(count);
+    entry["pairs_per_expert"] = pairs;
+    entry["wait_by_peer"] = WaitsByPhase(rank.wait_by_peer);
+    const auto add = [&entry](const char* name, const std::optional<uint64_t>& count) {
+      if (count.has_value()) entry[name] = *count;
+    };
+    add("rows_sent_internode", rank.rows_sent_internode);
+    add("bytes_sent_internode", rank.bytes_sent_internode);
+    add("bytes_staged", rank.bytes_staged);
+    add("launches", rank.launches);
+    all.append(entry);
+  }
+  return all;
 }
 
 nb::list ToList(const std::vector<FlowStats>& flows) {
@@ -210,35 +245,6 @@ class PySession : public PySessionOf<Session> {
   }
 
   bool IsBalanced() const { return session().IsBalanced(); }
-
-  nb::list RankStats() const {
-    nb::list all;
-    const auto value = [](const std::atomic<uint64_t>& counter) {
-      return counter.load(std::memory_order_relaxed);
-    };
-    for (const auto& [id, c] : session().counters()) {
-      nb::dict entry;
-      entry["team"] = id.team;
-      entry["rank"] = id.rank;
-      entry["plans"] = value(c->plans);
-      entry["dispatches"] = value(c->dispatches);
-      entry["combines"] = value(c->combines);
-      entry["rows_received"] = value(c->rows_received);
-      entry["rows_dropped"] = value(c->rows_dropped);
-      entry["invalid_ids"] = value(c->invalid_ids);
-      entry["last_overflow"] = value(c->last_overflow);
-      entry["bytes_pulled"] = value(c->bytes_pulled);
-      entry["rows_sent_internode"] = value(c->rows_sent_internode);
-      entry["bytes_sent_internode"] = value(c->bytes_sent_internode);
-      entry["wait_ns"] = value(c->wait_ns);
-      nb::list pairs;
-      for (const auto& counter : c->pairs_per_expert) pairs.append(value(counter));
-      entry["pairs_per_expert"] = pairs;
-      entry["wait_by_peer"] = WaitsByPhase(ValuesOf(c->wait_by_peer));
-      all.append(entry);
-    }
-    return all;
-  }
 };
 
 std::vector<std::pair<std::string, std::vector<int>>> GpuDistances(
@@ -296,10 +302,7 @@ NB_MODULE(_core, m) {
            "Takes {process index: local_blob}.")
       .def("barrier", &PySession::Barrier, nb::arg("limit_s"), "Waits for every rank of the group.")
       .def("is_balanced", &PySession::IsBalanced,
-           "Whether the ranks of this process have been given the same number of calls.")
-      .def("rank_stats", &PySession::RankStats,
-           nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
-           "Counters of each local rank.");
+           "Whether the ranks of this process have been given the same number of calls.");
   PySession::Bind(session);
   jax_ep::BindGpu(m);
 }

@@ -21,6 +21,7 @@
 #include "xla_ffi/reporter.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
+#include "xla_ffi/totals.h"
 
 namespace jax_ep {
 
@@ -34,8 +35,7 @@ nanobind::dict Targets(std::span<const HandlerRegistration> handlers);
 
 nanobind::bytes ToBytes(const std::string& blob);
 nanobind::list ToList(const std::vector<FlowStats>& flows);
-// {phase: [N]} of [kNumWaitPhases * N].
-nanobind::dict WaitsByPhase(std::span<const uint64_t> wait_by_peer);
+nanobind::list ToList(const std::vector<RankTotals>& ranks);
 // {process index: bytes} as the sessions want it.
 std::map<uint32_t, std::string> ToBlobs(const nanobind::dict& blobs);
 
@@ -136,6 +136,11 @@ class PySessionOf {
   int64_t BlamedRank() const { return session_->failure().blamed_rank(); }
   std::string Report() const { return session_->Report(); }
   std::string DumpState() const { return session_->DumpState(); }
+  nanobind::list RankStats() const {
+    const Result<std::vector<RankTotals>> totals = session_->totals();
+    ThrowIfError(totals.status());
+    return ToList(*totals);
+  }
   nanobind::list FlowStatsList() const { return ToList(session_->flow_stats()); }
   uint64_t heap_bytes() const { return session_->heap_bytes(); }
 
@@ -167,6 +172,9 @@ class PySessionOf {
              "The first failure, or an empty string.")
         .def("blamed_rank", &PySessionOf::BlamedRank,
              "Of the first failure, in a group of one team; -1: nobody.")
+        .def("rank_stats", &PySessionOf::RankStats,
+             nanobind::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
+             "Counters of each local rank.")
         .def("flow_stats", &PySessionOf::FlowStatsList,
              nanobind::sig("def flow_stats(self) -> list[dict[str, int]]"),
              "Counters of each proxy flow.")

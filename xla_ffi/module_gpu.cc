@@ -40,34 +40,6 @@ class PyGpuSession : public PySessionOf<GpuSession> {
 
   void ForbidArenas(const std::string& reason) { session().ForbidArenas(reason); }
 
-  nb::list RankStats() const {
-    const auto counters = session().counters();
-    ThrowIfError(counters.status());
-    nb::list all;
-    for (const auto& [id, launches, c, pairs_per_expert, wait_by_peer, wait_ns] : *counters) {
-      nb::dict entry;
-      entry["team"] = id.team;
-      entry["rank"] = id.rank;
-      entry["launches"] = launches;
-      entry["plans"] = c.plans;
-      entry["dispatches"] = c.dispatches;
-      entry["combines"] = c.combines;
-      entry["rows_received"] = c.rows_received;
-      entry["rows_dropped"] = c.rows_dropped;
-      entry["invalid_ids"] = c.invalid_ids;
-      entry["last_overflow"] = c.last_overflow;
-      entry["bytes_pulled"] = c.bytes_pulled;
-      entry["bytes_staged"] = c.bytes_staged;
-      nb::list pairs;
-      for (const uint64_t count : pairs_per_expert) pairs.append(count);
-      entry["pairs_per_expert"] = pairs;
-      entry["wait_ns"] = wait_ns;
-      entry["wait_by_peer"] = WaitsByPhase(wait_by_peer);
-      all.append(entry);
-    }
-    return all;
-  }
-
   std::string data_path() const { return session().data_path(); }
 };
 
@@ -113,9 +85,6 @@ void BindGpu(nb::module_& m) {
            "be mapped, or an empty string.")
       .def("forbid_arenas", &PyGpuSession::ForbidArenas, nb::arg("reason"),
            "All ranks stage their rows from now on; before start.")
-      .def("rank_stats", &PyGpuSession::RankStats,
-           nb::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
-           "Counters of each local rank.")
       .def_prop_ro("data_path", &PyGpuSession::data_path, "\"in place\", or \"staged: REASON\".");
   PyGpuSession::Bind(session);
 }

@@ -4,7 +4,6 @@
 
 #include "proxy/abi/command.h"
 #include "proxy/base/env.h"
-#include "xla_ffi/counters_json.h"
 #include "xla_ffi/members.h"
 #include "xla_ffi/session_member.h"
 
@@ -157,27 +156,40 @@ uint64_t Session::heap_bytes() const {
   return lease ? layout_.total_bytes * members_.size() : 0;
 }
 
-std::string Session::CountersJson() const {
+Result<std::vector<RankTotals>> Session::totals() const {
   const auto value = [](const std::atomic<uint64_t>& counter) {
     return counter.load(std::memory_order_relaxed);
   };
-  std::vector<RankTotals> ranks;
+  const auto values = [&](const std::vector<std::atomic<uint64_t>>& counters) {
+    std::vector<uint64_t> all;
+    for (const auto& counter : counters) all.push_back(value(counter));
+    return all;
+  };
+  std::vector<RankTotals> all;
   for (const auto& [id, counters] : counters_) {
-    ranks.push_back({.id = id,
-                     .plans = value(counters->plans),
-                     .dispatches = value(counters->dispatches),
-                     .combines = value(counters->combines),
-                     .rows_received = value(counters->rows_received),
-                     .rows_dropped = value(counters->rows_dropped),
-                     .invalid_ids = value(counters->invalid_ids),
-                     .wait_ns = value(counters->wait_ns),
-                     .pairs_per_expert = ValuesOf(counters->pairs_per_expert),
-                     .wait_by_peer = ValuesOf(counters->wait_by_peer)});
+    all.push_back({.id = id,
+                   .plans = value(counters->plans),
+                   .dispatches = value(counters->dispatches),
+                   .combines = value(counters->combines),
+                   .rows_received = value(counters->rows_received),
+                   .rows_dropped = value(counters->rows_dropped),
+                   .invalid_ids = value(counters->invalid_ids),
+                   .last_overflow = value(counters->last_overflow),
+                   .bytes_pulled = value(counters->bytes_pulled),
+                   .wait_ns = value(counters->wait_ns),
+                   .pairs_per_expert = values(counters->pairs_per_expert),
+                   .wait_by_peer = values(counters->wait_by_peer),
+                   .rows_sent_internode = value(counters->rows_sent_internode),
+                   .bytes_sent_internode = value(counters->bytes_sent_internode)});
   }
+  return all;
+}
+
+std::string Session::CountersJson() const {
   return ToJson({.name = options_.name,
                  .num_ranks = options_.shape.num_ranks,
                  .failure = FailureText(),
-                 .ranks = std::move(ranks),
+                 .ranks = *totals(),
                  .flows = flow_stats()});
 }
 

@@ -23,6 +23,7 @@
 #include "xla_ffi/run_names.h"
 #include "xla_ffi/session_options.h"
 #include "xla_ffi/session_table.h"
+#include "xla_ffi/totals.h"
 #include "xla_ffi/worker_pool.h"
 
 namespace jax_ep {
@@ -73,11 +74,9 @@ class Session {
   // The first failure, or "". What happens to others while this process leaves is none of its own.
   std::string FailureText() const;
   uint64_t heap_bytes() const;  // of this process's ranks together; 0 after Close
-  const std::vector<std::pair<LocalRank, std::unique_ptr<RankCounters>>>& counters() const {
-    return counters_;
-  }
+  Result<std::vector<RankTotals>> totals() const;  // waits for nothing, at any time
   std::vector<FlowStats> flow_stats() const;
-  // Counters and flows as a JSON object (counters_json.h), without waiting for anything.
+  // The same and flows as a JSON object (totals.h).
   std::string CountersJson() const;
   // One page: who hangs, in the first line; what every rank does, and for whom it waits.
   std::string Report() const;

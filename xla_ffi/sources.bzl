@@ -3,7 +3,6 @@
 # No XLA, no Python.
 SESSION = [
     "continuation_watch.cc",
-    "counters_json.cc",
     "departure.cc",
     "executor.cc",
     "gpu_library.cc",
@@ -25,6 +24,7 @@ SESSION = [
     "session_connect.cc",
     "session_options.cc",
     "session_report.cc",
+    "totals.cc",
     "worker_pool.cc",
 ]
 

@@ -2,7 +2,6 @@
 
 # One executable each.
 TESTS = [
-    "counters_json_test.cc",
     "departure_test.cc",
     "executor_test.cc",
     "gpu_copies_test.cc",
@@ -15,5 +14,6 @@ TESTS = [
     "session_table_test.cc",
     "session_test.cc",
     "site_test.cc",
+    "totals_test.cc",
     "worker_pool_test.cc",
 ]

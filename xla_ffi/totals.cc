@@ -1,4 +1,4 @@
-#include "xla_ffi/counters_json.h"
+#include "xla_ffi/totals.h"
 
 #include <cstddef>
 #include <span>
@@ -78,12 +78,6 @@ std::string Object(const FlowStats& flow) {
 }
 
 }  // namespace
-
-std::vector<uint64_t> ValuesOf(const std::vector<std::atomic<uint64_t>>& counters) {
-  std::vector<uint64_t> values;
-  for (const auto& counter : counters) values.push_back(counter.load(std::memory_order_relaxed));
-  return values;
-}
 
 std::string ToJson(const SessionTotals& totals) {
   std::string out;

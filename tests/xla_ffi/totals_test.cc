@@ -1,11 +1,11 @@
-#include "xla_ffi/counters_json.h"
+#include "xla_ffi/totals.h"
 
 #include <gtest/gtest.h>
 
 namespace jax_ep {
 namespace {
 
-TEST(CountersJson, HasAllThatThePageShows) {
+TEST(Totals, AsJsonHaveAllThatThePageShows) {
   const SessionTotals totals{
       .name = "ep \"a\"\n",
       .num_ranks = 2,
