@@ -80,7 +80,6 @@ Endpoint::Endpoint(const ProxyOptions& proxy, const EndpointOptions& options,
       ll_slots_(options.ll_slots),
       heap_bytes_(options.heap.size()),
       must_poll_(!options.ring_memory.empty()),
-      flush_heap_(options.flush_heap),
       doorbell_(options.doorbell),
       trace_(options.trace),
       transport_(std::move(transport)),
@@ -217,7 +216,10 @@ void Endpoint::AppendPairs(std::vector<PeerPair>* pairs) const {
 }
 
 void Endpoint::SetRoles(std::span<const LeadRole> roles) {
-  for (size_t i = 0; i < peers_.size(); ++i) peers_[i].role = roles[i];
+  for (uint32_t i = 0; i < peers_.size(); ++i) {
+    peers_[i].role = roles[i];
+    watch_.SetCarrier(i, roles[i].carries_heartbeat);
+  }
 }
 
 std::vector<uint32_t> Endpoint::BarrierPeers() const {

@@ -151,10 +151,9 @@ class Endpoint {
   Status OnArrival(const TransportEvent& event);
   Status OnMessage(uint32_t flow_index, const Imm& imm);
   Status OnControl(uint32_t flow_index, const Imm& imm);
-  // Takes note of the proxies that have said goodbye, on whichever endpoint.
+  // Takes note of the processes that have said goodbye, on whichever endpoint.
   Status SeeDepartures();
   Status Publish();
-  Status FlushHeap();
   void RingIfFlagChanged();
   // What peer and channel of a flow have come to: kFlag or kAcknowledged.
   void TraceProgress(TraceKind kind, uint32_t flow_index, uint64_t value, uint64_t detail) const;
@@ -176,7 +175,6 @@ class Endpoint {
   const uint32_t ll_slots_;
   const uint64_t heap_bytes_;
   const bool must_poll_;
-  const std::function<Status()> flush_heap_;  // null: nothing to do
   Doorbell* const doorbell_;
   const std::shared_ptr<TraceTrack> trace_;  // null: none
   std::unique_ptr<Transport> transport_;

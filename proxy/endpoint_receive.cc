@@ -182,7 +182,6 @@ Status Endpoint::SeeDepartures() {
 Status Endpoint::Publish() {
   if (dirty_flows_.empty() && flushing_flows_.empty()) return Status::Ok();
   if (caps_.arrival_implies_visible) {
-    JAX_EP_RETURN_IF_ERROR(FlushHeap());
     for (const uint32_t index : dirty_flows_) {
       RecvFlow& flow = recv_flows_[index];
       flow.is_dirty = false;
@@ -209,7 +208,6 @@ Status Endpoint::Publish() {
     is_flushing_ = !*is_flushed;
     if (is_flushing_) return Status::Ok();
   }
-  JAX_EP_RETURN_IF_ERROR(FlushHeap());
   for (const uint32_t index : flushing_flows_) {
     const RecvFlow& flow = recv_flows_[index];
     JAX_EP_RETURN_IF_ERROR(PublishFlow(index, flow.flushing_progress, flow.flushing_flag));
@@ -217,13 +215,6 @@ Status Endpoint::Publish() {
   flushing_flows_.clear();
   RingIfFlagChanged();
   return Status::Ok();
-}
-
-Status Endpoint::FlushHeap() {
-  if (!flush_heap_) return Status::Ok();
-  const Status flushed = flush_heap_();
-  if (flushed.ok()) return flushed;
-  return Status(flushed.code(), Where() + ": flushing arrivals: " + flushed.message());
 }
 
 void Endpoint::RingIfFlagChanged() {

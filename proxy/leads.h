@@ -3,8 +3,7 @@
 //
 // Who has to be told what, and over which pair:
 //   heartbeat  every other process, lest it takes this one for dead: the lead of the lowest team.
-//   goodbye    the same. It says that everything this process sent has arrived and been
-//   acknowledged,
+//   goodbye    the same. It says that all that this process sent has arrived and been acknowledged,
 //              so it may overtake nothing that anybody waits for (Progress: Stop).
 //   barrier    every other process, in each team: the leads. Whoever pushes kBarrier has seen all
 //              of this process's endpoints quiet before.

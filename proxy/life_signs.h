@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 
@@ -32,7 +33,8 @@ class LifeSigns {
     return static_cast<uint32_t>(processes_.size() - 1);
   }
 
-  // Something arrived from it. Cheap; returns the number of this arrival.
+  // Something arrived from it. Cheap; returns the number of this arrival. A tick between the two
+  // steps may miss it, and sees the next one.
   uint64_t Heard(uint32_t process) {
     const uint64_t number = num_arrivals_.fetch_add(1, std::memory_order_relaxed) + 1;
     processes_[process].last_arrival.store(number, std::memory_order_relaxed);
@@ -64,7 +66,10 @@ class LifeSigns {
   bool has_ended() const { return num_sending_.load(std::memory_order_relaxed) == 0; }
 
  private:
-  struct Process {
+  // Threads write these at the rate of messages: no two of them share a cache line.
+  static constexpr size_t kLineBytes = 64;
+
+  struct alignas(kLineBytes) Process {
     explicit Process(uint64_t its_id) : id(its_id) {}
 
     const uint64_t id;
@@ -73,8 +78,8 @@ class LifeSigns {
   };
 
   std::deque<Process> processes_;  // stay where they are
-  std::atomic<uint64_t> num_arrivals_{0};
-  std::atomic<uint32_t> num_departed_{0};
+  alignas(kLineBytes) std::atomic<uint64_t> num_arrivals_{0};
+  alignas(kLineBytes) std::atomic<uint32_t> num_departed_{0};
   std::atomic<uint32_t> num_sending_{0};
 };
 

@@ -36,10 +36,9 @@ void PeerWatch::Refresh(Peer& peer, bool is_awaited, Time now) const {
   if (is_own || last_of_process > num_arrivals_at_tick_) peer.process_last_heard = now;
   // Its process has just been started: what was sent to it before counts from now.
   const bool is_new = !peer.was_heard && (is_own || last_of_process > 0);
-  if (is_new || peer.last_sign > num_arrivals_at_tick_ || (is_own && !is_awaited)) {
-    peer.last_heard = now;
-    peer.was_heard = true;
-  }
+  const bool has_sign = is_new || peer.last_sign > num_arrivals_at_tick_;
+  if (has_sign || (!is_awaited && (is_own || !peer.is_carrier))) peer.last_heard = now;
+  if (has_sign || (!is_awaited && is_own)) peer.was_heard = true;
 }
 
 std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
@@ -47,6 +46,7 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
   const Duration gap = now - last_tick_;
   const Duration not_listened = gap > kLateIntervals * interval_ ? gap - interval_ : Duration(0);
   last_tick_ = now;
+  const uint64_t num_arrivals = signs_.num_arrivals();  // what comes meanwhile counts next time
   std::vector<Dead> dead;
   for (uint32_t i = 0; i < peers_.size(); ++i) {
     Peer& peer = peers_[i];
@@ -65,7 +65,7 @@ std::vector<PeerWatch::Dead> PeerWatch::Tick(Time now,
                           .is_cut_off = now - peer.process_last_heard < silence / 2});
     }
   }
-  num_arrivals_at_tick_ = signs_.num_arrivals();
+  num_arrivals_at_tick_ = num_arrivals;
   std::stable_sort(dead.begin(), dead.end(), [this](const Dead& a, const Dead& b) {
     return peers_[a.peer].last_sign < peers_[b.peer].last_sign;
   });

@@ -33,6 +33,9 @@ class PeerWatch {
 
   // Which process runs the peer, by LifeSigns. For each before Start.
   void SetProcess(uint32_t peer, uint32_t process) { peers_[peer].process = process; }
+  // Whether its pair carries the heartbeat of the process (leads.h); true unless said. If not, its
+  // silence is judged where it is heard, and here only whether it answers. For each before Start.
+  void SetCarrier(uint32_t peer, bool is_carrier) { peers_[peer].is_carrier = is_carrier; }
   void Start(Time now);
 
   // A peer sent something. Cheap; called for every arrival.
@@ -62,6 +65,7 @@ class PeerWatch {
 
   struct Peer {
     uint32_t process = LifeSigns::kOwn;
+    bool is_carrier = true;
     uint64_t last_arrival = 0;  // from itself
     uint64_t last_sign = 0;     // the newest arrival that counted for it
     bool was_heard = false;     // a sign, at a tick

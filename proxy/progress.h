@@ -108,7 +108,7 @@ class Progress {
 
   // Latches; who waits for an endpoint is woken.
   void Latch(Status status, int64_t blamed);
-  // Tells the other proxies what the latch holds: the thread's last act.
+  // Tells the other processes what the latch holds: the thread's last act.
   void TellFailure();
   void SayToAll(ImmControl control, std::chrono::nanoseconds limit);
 

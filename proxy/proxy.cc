@@ -65,7 +65,7 @@ Result<std::unique_ptr<Proxy>> Proxy::Create(ProxyOptions options, FailureLatch*
 
 Result<std::shared_ptr<LifeSigns>> Proxy::MakeSigns(const std::string& group_name) {
   uint64_t id = 0;  // random, so that nobody has to hand out numbers
-  JAX_EP_RETURN_IF_ERROR(DrawRandom("group " + group_name + ": proxy", &id));
+  JAX_EP_RETURN_IF_ERROR(DrawRandom("group " + group_name + ": process", &id));
   return std::make_shared<LifeSigns>(id);
 }
 
@@ -112,6 +112,9 @@ Status Proxy::StartAll(std::span<Proxy* const> proxies) {
   std::vector<Endpoint*> endpoints;
   for (Proxy* const proxy : proxies) {
     if (proxy->impl_->is_started) return FailedPrecondition("proxy: Start was already called");
+    if (proxy->impl_->options.signs != proxies.front()->impl_->options.signs) {
+      return FailedPrecondition("proxy: StartAll of proxies that do not share their signs");
+    }
     for (const auto& endpoint : proxy->impl_->endpoints) endpoints.push_back(endpoint.get());
   }
   std::vector<PeerPair> pairs;
@@ -129,7 +132,11 @@ Status Proxy::StartAll(std::span<Proxy* const> proxies) {
     left = left.subspan(endpoint->num_peers());
   }
   for (Proxy* const proxy : proxies) {
-    JAX_EP_RETURN_IF_ERROR(proxy->impl_->progress.Start());
+    const Status started = proxy->impl_->progress.Start();
+    if (!started.ok()) {
+      StopAll(proxies);
+      return started;
+    }
     proxy->impl_->is_started = true;
   }
   return Status::Ok();

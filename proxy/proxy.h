@@ -42,10 +42,10 @@ struct ProxyOptions {
   uint32_t window_messages = 256;
   uint64_t window_bytes = 0;
   uint32_t inbox_slots = 8192;  // power of two
-  // A peer whose proxy was heard and then is silent for longer is reported as dead, and one that
+  // A peer whose process was heard and then is silent for longer is reported as dead, and one that
   // acknowledges nothing for as long.
   std::chrono::nanoseconds peer_timeout = std::chrono::seconds(15);
-  // A peer whose proxy was never heard since Start is reported after this.
+  // A peer whose process was never heard since Start is reported after this.
   std::chrono::nanoseconds timeout = std::chrono::seconds(600);
   // Whether threads that wait may do the proxy's rounds, where the network wakes it dearly.
   bool caller_progress = true;
@@ -68,10 +68,7 @@ struct EndpointOptions {
   std::string heap_export = {};      // MemoryRegion::export_blob; needed by shm and cuda
   int heap_device = -1;              // MemoryRegion::device
   int heap_dmabuf_fd = -1;           // MemoryRegion::dmabuf_fd; AddEndpoint alone uses it
-  // Returns when the GPUs see what the network has written to the heap, which the transport takes
-  // for visible; null: they see it then. Called before flags of such arrivals are set.
-  std::function<Status()> flush_heap = {};
-  DeviceCopies* copies = nullptr;  // TransportOptions::copies
+  DeviceCopies* copies = nullptr;    // TransportOptions::copies
   // Address of flag[channel][source], in host memory; nullptr where that pair has none. Called for
   // every peer and channel in AddEndpoint, and not kept. Its value then is what the flow's signals
   // count on from: 0 in fresh memory; tests start near wrap-around.
@@ -96,7 +93,7 @@ struct EndpointOptions {
 // epoch (it counts 1, 2, 3, ... per endpoint), Kick, wait until each *quiet_flag(endpoint) has
 // reached it; then all that they sent has arrived. Push kBarrier on each with its next epoch, Kick,
 // wait until flag(kBarrier, peer) of all BarrierPeers of each has reached it; then all other
-// proxies have come as far.
+// processes have come as far.
 //
 // Ranks of one process live and die together (life_signs.h). Two processes have one heartbeat, one
 // goodbye and one barrier signal for each team, all over one pair of ranks (leads.h). So whatever
@@ -105,8 +102,8 @@ struct EndpointOptions {
 //
 // Failure: the first of {dead peer, transport error, protocol violation, bad command, a peer that
 // reports failure, a latch set by others} is latched with group, rank and peer, every endpoint's
-// doorbell is rung, the other proxies are told whom the latch blames, so that they fail at once and
-// blame the same, and the thread ends.
+// doorbell is rung, the other processes are told whom the latch blames, so that they fail at once
+// and blame the same, and the thread ends.
 class Proxy final : public ProxyPort {
  public:
   static Result<std::unique_ptr<Proxy>> Create(ProxyOptions options, FailureLatch* failure);
@@ -124,7 +121,8 @@ class Proxy final : public ProxyPort {
   // \error kInvalidArgument  version, group, window or slots differ from ours (both are named)
   Status Connect(int endpoint, uint32_t peer, std::string_view blob, Deadline deadline);
 
-  // \error kFailedPrecondition  an endpoint is not connected to all of its peers; already started
+  // \error kFailedPrecondition  an endpoint is not connected to all of its peers; already started;
+  //                             signs differ
   // \error kResourceExhausted   no thread
   Status Start() { return StartAll(std::array{this}); }
   // All that share signs, in the same order as in other processes: by rank, then as the proxies of
@@ -134,7 +132,8 @@ class Proxy final : public ProxyPort {
   // Sends what is queued, says goodbye to the other processes, joins the thread. Idempotent; takes
   // at most about kMaxStopTime whatever the peers do. Afterwards nothing of this object runs.
   void Stop() { StopAll(std::array{this}); }
-  // All that share signs: one that is stopped alone waits until the others are, or kMaxStopTime.
+  // All that share signs. One that is stopped alone waits for the others, but not longer than that,
+  // and then says goodbye for all.
   static void StopAll(std::span<Proxy* const> proxies);
   static constexpr std::chrono::seconds kMaxStopTime{3};
 

@@ -141,10 +141,9 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
   place.device_pci = pci_address.data();
   const Mover mover = MoverOf(options_);
   Descriptor dmabuf;
-  std::function<Status()> flush;
-  if (mover == Mover::kNic) {
+  // libfabric's providers export it themselves.
+  if (mover == Mover::kNic && options_.transport == "verbs") {
     JAX_EP_ASSIGN_OR_RETURN(dmabuf, ExportStage(member));
-    JAX_EP_ASSIGN_OR_RETURN(flush, FlushOf(member));
   }
   std::byte* const signals = member.signal_memory.bytes().data();
   for (uint32_t ring = 0; ring < env_.proxy_threads; ++ring) {
@@ -174,7 +173,6 @@ Status GpuNetwork::AddProxies(Member& member, FailureLatch* failure) {
     if (member.has_device_stage()) {
       endpoint.heap_device = member.device();
       endpoint.heap_dmabuf_fd = dmabuf.fd();
-      endpoint.flush_heap = flush;
     }
     if (mover == Mover::kEngines) {
       endpoint.heap_export = StageName(member.id.team, member.id.rank);
@@ -208,15 +206,6 @@ Result<Descriptor> GpuNetwork::ExportStage(const Member& member) const {
                                   "group " + options_.name + ": the network stage of " +
                                       options_.NameOf(member.id) + ", for NICs"));
   return Descriptor(fd);
-}
-
-Result<std::function<Status()>> GpuNetwork::FlushOf(const Member& member) const {
-  gpu::NicAccess access;
-  JAX_EP_RETURN_IF_ERROR(ToStatus(api_.memory->nic_access(member.device(), &access), "network"));
-  if (!access.must_flush) return std::function<Status()>();
-  return std::function<Status()>([&memory = *api_.memory, device = member.device()] {
-    return ToStatus(memory.flush_nic_writes(device), "GPU " + std::to_string(device));
-  });
 }
 
 std::string GpuNetwork::LocalBlob(size_t index) const {
@@ -279,7 +268,7 @@ Status GpuNetwork::ConnectMember(Member& member, const Blobs& blobs,
         return InvalidArgument(who + " is in " +
                                (stage_export.empty() ? "its GPU's" : "the host's") +
                                " memory, and this rank's is not; set JAX_EP_GPU_DIRECT alike on "
-                               "all processes");
+                               "all processes of a node");
       }
       if (member.has_device_stage()) {
         member.stages.push_back(device_stages[peer]);

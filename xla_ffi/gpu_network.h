@@ -4,7 +4,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -86,9 +85,7 @@ class GpuNetwork {
   Status AddMember(const LocalRank& local, std::span<std::byte> device_stage,
                    FailureLatch* failure);
   Status AddProxies(Member& member, FailureLatch* failure);
-  // For NICs: the stage's dmabuf, or none; what makes their writes to it visible, or null.
-  Result<Descriptor> ExportStage(const Member& member) const;
-  Result<std::function<Status()>> FlushOf(const Member& member) const;
+  Result<Descriptor> ExportStage(const Member& member) const;  // its dmabuf, or none
   Status ConnectMember(Member& member, const Blobs& blobs,
                        const std::vector<std::byte*>& device_stages);
   Result<SharedMemory> MakePinned(uint64_t bytes, bool shareable);

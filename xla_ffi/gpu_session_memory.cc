@@ -45,8 +45,13 @@ Status GpuSession::AllocateMember(size_t index) {
   if (for_nics) {
     gpu::NicAccess access;
     JAX_EP_RETURN_IF_ERROR(ToStatus(memory.nic_access(member.device(), &access), who));
-    if (access.refusal != nullptr) {
-      return InvalidArgument(who + ": JAX_EP_GPU_DIRECT=1, but " + access.refusal +
+    const char* refusal = access.refusal;
+    const bool is_ordered = shape.node_size == 1 ? access.owner_sees : access.all_see;
+    if (refusal == nullptr && !is_ordered) {
+      refusal = "the GPUs of its node may see a NIC's signals before its rows";
+    }
+    if (refusal != nullptr) {
+      return InvalidArgument(who + ": JAX_EP_GPU_DIRECT=1, but " + refusal +
                              "; unset it, and rows go through pinned host memory");
     }
   }
@@ -157,6 +162,7 @@ Status GpuSession::ConnectMember(
   const gpu::DeviceMemoryApi& memory = *api_->memory;
   const GroupShape& shape = options().shape;
   const uint32_t node_begin = member.id.rank / shape.node_size * shape.node_size;
+  const GpuNetwork::Mover mover = GpuNetwork::MoverOf(options());
   const int device = member.device();
   JAX_EP_RETURN_IF_ERROR(ToStatus(memory.use_device(device), "connect"));
   member.peers.assign(shape.node_size, {});
@@ -169,7 +175,9 @@ Status GpuSession::ConnectMember(
     if (record.heap_bytes < WholeHeapBytes()) {
       return InvalidArgument(who + " has " + std::to_string(record.heap_bytes) +
                              " bytes, expected " + std::to_string(WholeHeapBytes()) +
-                             "; set JAX_EP_GPU_DIRECT alike on all processes");
+                             (mover == GpuNetwork::Mover::kNic
+                                  ? "; set JAX_EP_GPU_DIRECT alike on all processes of a node"
+                                  : "; this group's layout differs there"));
     }
     gpu::DeviceRange heap;
     JAX_EP_RETURN_IF_ERROR(
@@ -213,7 +221,6 @@ Status GpuSession::ConnectMember(
     member.controls.push_back(std::move(control));
     member.peers[local] = {.heap = heap, .arena = arena.base, .arena_bytes = arena.bytes};
   }
-  const GpuNetwork::Mover mover = GpuNetwork::MoverOf(options());
   if (mover == GpuNetwork::Mover::kHost) return Status::Ok();
   for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
     std::byte* heap = nullptr;

@@ -14,7 +14,7 @@ enum class Op : uint8_t {
   kWriteSignal = 1,  // the same, then bump the flag (sequenced channels only)
   kSignal = 2,       // bump the flag; on a counted channel: the count message
   kQuiet = 3,        // marker: complete when everything before it in this ring is acknowledged
-  kBarrier = 4,      // signal Channel::kBarrier to every peer of the endpoint
+  kBarrier = 4,      // signal Channel::kBarrier to the peers that the endpoint leads to
 };
 inline constexpr uint32_t kNumOps = 5;
 

@@ -31,7 +31,8 @@ Result<OpenedRails> OpenRails(const OfiLibrary& library, const TransportOptions&
     for (OfiInfo& info : infos) {
       JAX_EP_ASSIGN_OR_RETURN(
           std::unique_ptr<OfiRail> rail,
-          OfiRail::Create(library, std::move(info), /*must_wake=*/options.bell != nullptr));
+          OfiRail::Create(library, std::move(info), /*must_wake=*/options.bell != nullptr,
+                          options.serves_device));
       opened.rails.push_back(std::move(rail));
     }
     return Status::Ok();

@@ -212,7 +212,17 @@ Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
     std::vector<OfiInfo> rails =
         QueryRails(library, env, wanted, interfaces, options.rank, options.place);
     tried += (tried.empty() ? "" : ", ") + provider;
-    if (rails.empty()) continue;
+    if (rails.empty()) {
+      if (!wanted.hmem) continue;
+      Wanted plain = wanted;
+      plain.hmem = false;
+      if (QueryRails(library, env, plain, interfaces, options.rank, options.place).empty())
+        continue;
+      const std::string reason = provider + " registers no memory of a GPU";
+      left_out += (left_out.empty() ? "" : "; ") + reason;
+      tried += " (it registers no memory of a GPU)";
+      continue;
+    }
     const Status opened = open(std::move(rails));
     if (opened.ok()) {
       if (IsTcpRxm(library, provider) && HasTcpRxmFault(library)) {

@@ -37,9 +37,9 @@ Result<uint64_t> RandomKey(size_t num_bytes) {
 }  // namespace
 
 Result<std::unique_ptr<OfiRail>> OfiRail::Create(const OfiLibrary& library, OfiInfo info,
-                                                 bool must_wake) {
+                                                 bool must_wake, bool serves_device) {
   std::unique_ptr<OfiRail> rail(new OfiRail(library, std::move(info)));
-  JAX_EP_RETURN_IF_ERROR(rail->Open(must_wake));
+  JAX_EP_RETURN_IF_ERROR(rail->Open(must_wake, serves_device));
   JAX_EP_ASSIGN_OR_RETURN(rail->signal_, rail->Register(rail->signal_bytes_, /*device=*/-1));
   JAX_EP_RETURN_IF_ERROR(rail->CheckSelf());
   return rail;
@@ -62,7 +62,7 @@ OfiRail::~OfiRail() {
   av_.reset();
 }
 
-Status OfiRail::Open(bool must_wake) {
+Status OfiRail::Open(bool must_wake, bool serves_device) {
   const auto failed = [this](const char* operation, int error) {
     return Unavailable("ofi: provider " + std::string(info_->fabric_attr->prov_name) + ", domain " +
                        info_->domain_attr->name + ": " + library_.Describe(operation, error));
@@ -94,6 +94,13 @@ Status OfiRail::Open(bool must_wake) {
   if (const int rc = fi_ep_bind(ep, &av->fid, 0); rc != 0) return failed("fi_ep_bind(av)", rc);
   if (const int rc = fi_ep_bind(ep, &cq_->fid, FI_TRANSMIT | FI_RECV); rc != 0) {
     return failed("fi_ep_bind(cq)", rc);
+  }
+  if (serves_device) {
+    const int p2p = FI_HMEM_P2P_REQUIRED;
+    if (const int rc = fi_setopt(&ep->fid, FI_OPT_ENDPOINT, FI_OPT_FI_HMEM_P2P, &p2p, sizeof(p2p));
+        rc != 0) {
+      return failed("fi_setopt(FI_OPT_FI_HMEM_P2P)", rc);
+    }
   }
   if (const int rc = fi_enable(ep); rc != 0) {
     return failed("fi_enable (on soft-RoCE set FI_UNIVERSE_SIZE=16)", rc);

@@ -46,9 +46,11 @@ struct OfiLocal {
 class OfiRail {
  public:
   // `must_wake`: make the completion queue waitable; wait_fd() is -1 where the provider cannot.
+  // `serves_device`: the NIC itself reads and writes GPUs' memory. A provider that copied it
+  // through the host would wait for the GPU, whose kernels wait for the copy.
   // \error kUnavailable  the provider cannot make it, or no immediate came through
   static Result<std::unique_ptr<OfiRail>> Create(const OfiLibrary& library, OfiInfo info,
-                                                 bool must_wake);
+                                                 bool must_wake, bool serves_device);
   ~OfiRail();
 
   const fi_info& info() const { return *info_; }
@@ -105,7 +107,7 @@ class OfiRail {
   using Owned = std::unique_ptr<Fid, Close>;
 
   OfiRail(const OfiLibrary& library, OfiInfo info) : library_(library), info_(std::move(info)) {}
-  Status Open(bool must_wake);
+  Status Open(bool must_wake, bool serves_device);
   Status OpenQueue(bool must_wake);
   Status CheckSelf();
 

@@ -209,27 +209,34 @@ Result<VerbsAddress> VerbsRail::Accept(const VerbsAddress& peer) {
   return own;
 }
 
-Result<ibv_mr*> VerbsRail::Register(std::span<std::byte> bytes, int dmabuf_fd) {
+Result<ibv_mr*> VerbsRail::Register(const MemoryRegion& region) {
   constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
-  ibv_mr* region = nullptr;
-  if (dmabuf_fd >= 0) {
+  const std::span<std::byte> bytes = region.bytes;
+  const bool has_dmabuf = region.dmabuf_fd >= 0;
+  ibv_mr* memory = nullptr;
+  if (has_dmabuf) {
     if (library_.reg_dmabuf_mr == nullptr) {
       return Unimplemented("verbs: this libibverbs cannot register a dmabuf");
     }
-    region = library_.reg_dmabuf_mr(pd_, /*offset=*/0, bytes.size(),
-                                    reinterpret_cast<uint64_t>(bytes.data()), dmabuf_fd, kAccess);
+    memory =
+        library_.reg_dmabuf_mr(pd_, /*offset=*/0, bytes.size(),
+                               reinterpret_cast<uint64_t>(bytes.data()), region.dmabuf_fd, kAccess);
   } else {
     // Also GPU memory where the kernel's peer memory module serves it.
-    region = library_.reg_mr(pd_, bytes.data(), bytes.size(), kAccess);
+    memory = library_.reg_mr(pd_, bytes.data(), bytes.size(), kAccess);
   }
-  if (region == nullptr) {
-    Status status = Failed("ibv_reg_mr");
+  if (memory == nullptr) {
+    const char* hint = "is the locked memory limit (ulimit -l) large enough?";
+    if (region.device >= 0) {
+      hint = has_dmabuf ? "can this NIC's driver import the memory of a GPU (dmabuf)?"
+                        : "is the kernel module nvidia_peermem loaded?";
+    }
+    const Status status = Failed(has_dmabuf ? "ibv_reg_dmabuf_mr" : "ibv_reg_mr");
     return Status(status.code(),
-                  status.message() + " for " + std::to_string(bytes.size()) +
-                      " bytes; is the locked memory limit (ulimit -l) large enough?");
+                  status.message() + " for " + std::to_string(bytes.size()) + " bytes; " + hint);
   }
-  regions_.push_back(region);
-  return region;
+  regions_.push_back(memory);
+  return memory;
 }
 
 int VerbsRail::Post(VerbsSender* sender, const Write& write) {

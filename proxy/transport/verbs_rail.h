@@ -57,7 +57,7 @@ class VerbsRail {
   // The receiving end for a peer's queue pair.
   Result<VerbsAddress> Accept(const VerbsAddress& peer);
 
-  Result<ibv_mr*> Register(std::span<std::byte> bytes, int dmabuf_fd);
+  Result<ibv_mr*> Register(const MemoryRegion& region);
 
   // False: the send queue is full.
   bool HasRoom(const VerbsSender& sender) const { return sender.num_posted < max_sends_; }

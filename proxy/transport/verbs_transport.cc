@@ -112,7 +112,7 @@ class VerbsTransport : public Transport {
     key.U64(reinterpret_cast<uint64_t>(region.bytes.data())).U64(rails_.size());
     Region local{.base = reinterpret_cast<uint64_t>(region.bytes.data()), .keys = {}};
     for (const auto& rail : rails_) {
-      JAX_EP_ASSIGN_OR_RETURN(const ibv_mr* memory, rail->Register(region.bytes, region.dmabuf_fd));
+      JAX_EP_ASSIGN_OR_RETURN(const ibv_mr* memory, rail->Register(region));
       local.keys.push_back(memory->lkey);
       key.U64(memory->rkey);
     }

@@ -341,7 +341,7 @@ class PeerWatchTest : public testing::Test {
     EXPECT_LE(now_ - begin, kTimeout + 2 * watch_.interval());
   }
 
-  // Each peer has a proxy of its own.
+  // Each peer has a process of its own.
   PeerWatchTest() {
     for (uint32_t peer = 0; peer < 2; ++peer) watch_.SetProcess(peer, signs_.IndexOf(10 + peer));
   }
@@ -420,8 +420,8 @@ TEST_F(PeerWatchTest, time_in_which_we_did_not_run_is_not_counted) {
   EXPECT_TRUE(TickUntil(now_ + kTimeout, -1).has_value());
 }
 
-// Peer 1 does not say a word: what its proxy sends for another rank is enough.
-TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_proxy_is_heard) {
+// Peer 1 does not say a word: what its process sends for another rank is enough.
+TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_process_is_heard) {
   watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   EXPECT_FALSE(TickUntil(now_ + 2 * kFirst, /*heard_peer=*/0).has_value());
@@ -435,7 +435,7 @@ TEST_F(PeerWatchTest, a_peer_lives_as_long_as_its_proxy_is_heard) {
 }
 
 // On another endpoint of ours, which has a watch of its own.
-TEST_F(PeerWatchTest, a_peer_lives_if_its_proxy_is_heard_elsewhere) {
+TEST_F(PeerWatchTest, a_peer_lives_if_its_process_is_heard_elsewhere) {
   watch_.Start(now_);
   for (const Time end = now_ + 2 * kFirst; now_ < end;) {
     now_ += watch_.interval();
@@ -445,7 +445,7 @@ TEST_F(PeerWatchTest, a_peer_lives_if_its_proxy_is_heard_elsewhere) {
   }
 }
 
-TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard) {
+TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_process_is_heard) {
   watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   EXPECT_FALSE(TickUntil(now_ + kTimeout, 0).has_value());
@@ -459,7 +459,7 @@ TEST_F(PeerWatchTest, one_that_owes_an_answer_is_dead_though_its_proxy_is_heard)
 }
 
 // It was sent to before its process had come up.
-TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_proxy_is_first_heard) {
+TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_process_is_first_heard) {
   watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   is_awaited_[1] = true;
@@ -470,8 +470,8 @@ TEST_F(PeerWatchTest, the_time_for_an_answer_begins_when_the_proxy_is_first_hear
   EXPECT_EQ(dead->peer, 1u);
 }
 
-// The rest of this very proxy is not silent, as long as it owes nothing.
-TEST_F(PeerWatchTest, a_peer_of_the_own_proxy_needs_no_heartbeat) {
+// The rest of this very process is not silent, as long as it owes nothing.
+TEST_F(PeerWatchTest, a_peer_of_the_own_process_needs_no_heartbeat) {
   watch_.SetProcess(0, LifeSigns::kOwn);
   watch_.SetProcess(1, LifeSigns::kOwn);
   watch_.Start(now_);
@@ -482,7 +482,23 @@ TEST_F(PeerWatchTest, a_peer_of_the_own_proxy_needs_no_heartbeat) {
   EXPECT_EQ(dead->peer, 0u);
 }
 
-TEST_F(PeerWatchTest, a_goodbye_is_that_of_all_ranks_of_the_proxy) {
+// Who carries it has a thread of its own, perhaps, which may stand while this one runs.
+TEST_F(PeerWatchTest, a_peer_whose_heartbeat_another_pair_carries_owes_answers_alone) {
+  watch_.SetCarrier(1, false);
+  watch_.Start(now_);
+  EXPECT_FALSE(TickUntil(now_ + kTimeout, /*heard_peer=*/1).has_value());
+  const auto silent = TickUntil(now_ + 2 * kFirst, -1);
+  ASSERT_TRUE(silent.has_value());
+  EXPECT_EQ(silent->peer, 0u);
+  is_awaited_[1] = true;
+  const Time begin = now_;
+  std::vector<PeerWatch::Dead> dead;
+  while (dead.size() < 2 && now_ < begin + 2 * kTimeout) dead = Tick(now_ += watch_.interval());
+  ASSERT_EQ(dead.size(), 2u);
+  ExpectTimeoutSince(begin);
+}
+
+TEST_F(PeerWatchTest, a_goodbye_is_that_of_all_ranks_of_the_process) {
   watch_.SetProcess(1, signs_.IndexOf(10));
   watch_.Start(now_);
   watch_.Heard(0);

@@ -53,7 +53,8 @@ class FakeFabric {
   FakeFabric(const FakeFabric&) = delete;
 
   std::unique_ptr<Transport> Make(const TransportOptions& options) {
-    auto rail = OfiRail::Create(library_, OfiInfo(&info_, {&library_}), /*must_wake=*/false);
+    auto rail = OfiRail::Create(library_, OfiInfo(&info_, {&library_}), /*must_wake=*/false,
+                                options.serves_device);
     EXPECT_TRUE(rail.ok()) << rail.status().message();
     std::vector<std::unique_ptr<OfiRail>> rails;
     rails.push_back(std::move(*rail));
@@ -67,6 +68,8 @@ class FakeFabric {
     info_.caps |= FI_HMEM;
     domain_attr_.mr_mode = mr_mode;
   }
+  // FI_OPT_FI_HMEM_P2P as it was set, or -1.
+  int p2p() const { return p2p_; }
   // What the last region was registered with; its one part is `registered_part`.
   const fi_mr_attr& registered() const { return registered_; }
   const iovec& registered_part() const { return registered_part_; }
@@ -173,6 +176,15 @@ class FakeFabric {
   }
 
   void SetEndpoint() {
+    ep_.ops = &ep_ops_;
+    ep_ops_.setopt = [](fid*, int level, int option, const void* value, size_t bytes) {
+      if (level != FI_OPT_ENDPOINT || option != FI_OPT_FI_HMEM_P2P || bytes != sizeof(int)) {
+        return -FI_ENOPROTOOPT;
+      }
+      if ((instance->info_.caps & FI_HMEM) == 0) return -FI_EOPNOTSUPP;
+      memcpy(&instance->p2p_, value, bytes);
+      return 0;
+    };
     ep_.cm = &cm_ops_;
     cm_ops_.getname = [](fid*, void* address, size_t* num_bytes) {
       if (address != nullptr) memset(address, 1, *num_bytes);
@@ -213,6 +225,8 @@ class FakeFabric {
   fi_ops_mr mr_ops_{};
   fi_ops_av av_ops_{};
   fi_ops_cq cq_ops_{};
+  fi_ops_ep ep_ops_{};
+  int p2p_ = -1;
   fi_ops_cm cm_ops_{};
   fi_ops_msg msg_ops_{};
   fi_ops_rma rma_ops_{};

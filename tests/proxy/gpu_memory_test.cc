@@ -52,7 +52,8 @@ TEST(GpuMemory, is_refused_by_a_libibverbs_that_knows_no_dmabuf) {
 TEST(GpuMemory, is_registered_with_ofi_by_interface_and_device) {
   FakeFabric fabric;
   fabric.ServeGpuMemory(FI_MR_HMEM);
-  const auto transport = fabric.Make({});
+  const auto transport = fabric.Make({.serves_device = true});
+  EXPECT_EQ(fabric.p2p(), FI_HMEM_P2P_REQUIRED);  // never through the host
   const auto region = transport->Register({.bytes = memory, .device = kDevice});
   ASSERT_TRUE(region.ok()) << region.status().message();
   const fi_mr_attr& got = fabric.registered();
@@ -69,7 +70,7 @@ TEST(GpuMemory, is_registered_with_ofi_by_interface_and_device) {
 TEST(GpuMemory, is_named_by_its_descriptor_in_writes_of_ofi) {
   FakeFabric fabric;
   fabric.ServeGpuMemory(FI_MR_HMEM);
-  const auto transport = fabric.Make({});
+  const auto transport = fabric.Make({.serves_device = true});
   const auto peer = transport->Connect(transport->LocalAddress(), Deadline::After({}));
   ASSERT_TRUE(peer.ok());
   for (const int device : {kDevice, -1}) {
@@ -91,6 +92,7 @@ TEST(GpuMemory, is_named_by_its_descriptor_in_writes_of_ofi) {
 TEST(GpuMemory, is_refused_by_a_provider_of_ofi_that_knows_none) {
   FakeFabric fabric;
   const auto transport = fabric.Make({});
+  EXPECT_EQ(fabric.p2p(), -1);
   const Status refused = transport->Register({.bytes = memory, .device = kDevice}).status();
   EXPECT_EQ(refused.code(), StatusCode::kUnimplemented);
   EXPECT_NE(refused.message().find("does not register a GPU's memory"), std::string::npos)

@@ -247,7 +247,6 @@ const DeviceMemoryApi* GetDeviceMemoryApi() {
                                    .allocate = Allocate,
                                    .nic_access = GetNicAccess,
                                    .export_dmabuf = ExportDmabuf,
-                                   .flush_nic_writes = FlushNicWrites,
                                    .find_arena = FindArena,
                                    .export_fd = ExportFd,
                                    .import_fds = ImportFds,

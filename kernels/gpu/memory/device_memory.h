@@ -34,11 +34,12 @@ constexpr std::array<DeviceRange, 2> PartsOf(const DeviceRange& range) {
 
 inline constexpr uint32_t kMaxCopyBatches = 2;
 
-// What a device promises NICs that read and write its memory (GPUDirect RDMA).
+// Whether NICs may read and write a device's memory (GPUDirect RDMA), and who sees what they wrote
+// once the host has seen that it was written.
 struct NicAccess {
   const char* refusal = nullptr;  // why they cannot; null: they can, in what `for_nics` allocates
-  // What a NIC has written is seen by kernels after flush_nic_writes alone.
-  bool must_flush = false;
+  bool owner_sees = false;        // kernels of the device
+  bool all_see = false;           // and those of all others
 };
 
 // Copies of one device's memory to others, on a stream of their own.
@@ -57,8 +58,6 @@ struct DeviceMemoryApi {
   // A dmabuf descriptor of whole pages within one part of what `allocate` gave; the caller closes
   // it. -1: the driver exports none, and NICs know the memory by its address.
   const char* (*export_dmabuf)(int device, DeviceRange pages, int* fd);
-  // Until kernels of all devices see what NICs have written to `device` and reported. Any thread.
-  const char* (*flush_nic_writes)(int device);
   // The mapping that contains a live pointer, if it is one exportable allocation that all of
   // `accessors` (of this process) may read; else out->bytes is 0 and `reason` says why.
   const char* (*find_arena)(const void* live, const int* accessors, int num_accessors,

@@ -17,8 +17,6 @@ const char* ExportDmabuf(int /*device*/, DeviceRange /*pages*/, int* fd) {
   *fd = -1;
   return nullptr;
 }
-
-const char* FlushNicWrites(int /*device*/) { return Fail("no NIC writes to AMD GPUs"); }
 #else
 namespace {
 
@@ -29,11 +27,10 @@ const char* Attribute(int device, CUdevice_attribute attribute, int* value) {
 
 }  // namespace
 
-// CUDA driver API, CUdevice_attribute: who sees a NIC's writes after the CPU has seen its
-// completion (CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING), and that a flush is a no-op
-// where there are several ways to the memory: then ordering is the caller's affair. So it is on
-// machines where CPU and GPU share page tables (GH200, GB200): flags go by NVLink-C2C there, rows
-// may go by PCIe.
+// CUDA driver API, CUdevice_attribute and cuFlushGPUDirectRDMAWrites. The latter also says that
+// ordering is the caller's affair where there are several ways to the memory. So it is on machines
+// where CPU and GPU share page tables (GH200, GB200): flags go by NVLink-C2C there, rows may go by
+// PCIe.
 const char* GetNicAccess(int device, NicAccess* out) {
   *out = {};
   const Driver& driver = TheDriver();
@@ -41,23 +38,21 @@ const char* GetNicAccess(int device, NicAccess* out) {
     out->refusal = "the CUDA driver lacks the functions for it; it must support CUDA 12";
     return nullptr;
   }
-  int is_supported = 0, has_mappings = 0, has_two_ways = 0, ordering = 0, flushes = 0;
+  int is_supported = 0, has_mappings = 0, has_two_ways = 0, ordering = 0;
   for (const auto& [attribute, value] :
        {std::pair{CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, &is_supported},
         {CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED, &has_mappings},
         {CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES, &has_two_ways},
-        {CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, &ordering},
-        {CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS, &flushes}}) {
+        {CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING, &ordering}}) {
     if (const char* error = Attribute(device, attribute, value)) return error;
   }
-  out->must_flush = ordering < CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES;
+  out->owner_sees = ordering >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER;
+  out->all_see = ordering >= CU_GPU_DIRECT_RDMA_WRITES_ORDERING_ALL_DEVICES;
   if (is_supported == 0 || has_mappings == 0) {
     out->refusal = "the driver gives no mapped memory of this GPU to NICs";
   } else if (has_two_ways != 0) {
     out->refusal =
         "flags and rows take different ways to this GPU (NVLink-C2C, PCIe), which nothing orders";
-  } else if (out->must_flush && (flushes & CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST) == 0) {
-    out->refusal = "this GPU sees a NIC's writes in no order, and the driver cannot flush them";
   }
   return nullptr;
 }
@@ -72,13 +67,6 @@ const char* ExportDmabuf(int device, DeviceRange pages, int* fd) {
   JAX_EP_DRIVER("cuMemGetHandleForAddressRange",
                 TheDriver().range_handle(fd, reinterpret_cast<CUdeviceptr>(pages.base), pages.bytes,
                                          CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, /*flags=*/0));
-  return nullptr;
-}
-
-const char* FlushNicWrites(int device) {
-  JAX_EP_RUNTIME(cudaSetDevice(device));
-  JAX_EP_RUNTIME(cudaDeviceFlushGPUDirectRDMAWrites(cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
-                                                    cudaFlushGPUDirectRDMAWritesToAllDevices));
   return nullptr;
 }
 #endif

@@ -8,6 +8,5 @@ namespace jax_ep::gpu {
 
 const char* GetNicAccess(int device, NicAccess* out);
 const char* ExportDmabuf(int device, DeviceRange pages, int* fd);
-const char* FlushNicWrites(int device);
 
 }  // namespace jax_ep::gpu
