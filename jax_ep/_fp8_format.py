@@ -11,6 +11,7 @@ import numpy as np
 Scale = Literal["float32", "ue8m0"]
 
 RECORD_ALIGN = 32  # bytes; GPUs move rows in such sectors
+MIN_PRODUCT_BLOCK = 32  # the least depth of products in FP8 (jax_ep/pallas/_kernels.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,9 @@ class FP8:
         """Validates what needs no hidden."""
         is_int = isinstance(self.block, (int, np.integer)) and not isinstance(self.block, bool)
         if not is_int or not 1 <= self.block < 2**31:
-            raise ValueError(f"FP8.block: got {self.block!r}, expected an int of at least 1")
+            raise ValueError(
+                f"FP8.block: got {self.block!r}, expected an int of at least 1 and below 2**31"
+            )
         object.__setattr__(self, "block", int(self.block))
         if self.scale not in get_args(Scale):
             raise ValueError(f"FP8.scale: got {self.scale!r}, expected one of {get_args(Scale)}")
@@ -60,17 +63,36 @@ class FP8:
 
     def misfit(self, hidden: int, dtype: Any) -> str:
         """What rows of `hidden` elements of `dtype` would need; "" if they can travel so."""
-        if hidden % self.block:
-            return f"a block that divides hidden={hidden}; use {_divisor(hidden, self.block)}"
         in_dtype = hidden * np.dtype(dtype).itemsize
-        if self.record_bytes(hidden) > in_dtype:
-            return (
+        wrong = ""
+        if hidden % self.block:
+            wrong = f"a block that divides hidden={hidden}"
+        elif self.record_bytes(hidden) > in_dtype:
+            wrong = (
                 f"rows of at most the {in_dtype} bytes that they have in {np.dtype(dtype).name}, "
-                f"not {self.record_bytes(hidden)}; use a larger block"
+                f"not {self.record_bytes(hidden)}"
             )
-        return ""
+        if not wrong:
+            return ""
+        fitting = [
+            block
+            for block in range(1, hidden + 1)
+            if hidden % block == 0
+            and dataclasses.replace(self, block=block).record_bytes(hidden) <= in_dtype
+        ]
+        if not fitting:
+            return f"{wrong}; no block makes them fit: leave out the wire"
+        smaller = [block for block in fitting if block <= self.block]
+        return f"{wrong}; use {smaller[-1] if smaller else fitting[0]}"
 
-
-def _divisor(number: int, at_most: int) -> int:
-    """The largest divisor of `number` up to `at_most`."""
-    return next(n for n in range(min(at_most, number), 0, -1) if number % n == 0)
+    def product_misfit(self, hidden: int) -> str:
+        """What products in FP8 (`jax_ep.pallas.grouped_ffn_fp8`) would need of rows; "" if none."""
+        block = self.block
+        if hidden % block == 0 and block >= MIN_PRODUCT_BLOCK and not block & (block - 1):
+            return ""
+        largest = hidden & -hidden  # power of two
+        fix = f"use {min(largest, 128)}" if largest >= MIN_PRODUCT_BLOCK else "no block does"
+        return (
+            f"a block that is a power of two of at least {MIN_PRODUCT_BLOCK} and divides "
+            f"hidden={hidden}; {fix}"
+        )

@@ -493,12 +493,17 @@ class Group:
             ranks of other processes are zeros.
 
         Raises:
-            ValueError: there is no such phase.
+            ValueError: there is no such phase or team.
 
         Example:
             >>> waits = group.wait_ns()
             >>> slowest = waits.sum(axis=0).argmax()  # whom the others wait for
         """
+        num_teams = self.mesh.size // self.num_ranks
+        if team not in range(num_teams):
+            raise ValueError(
+                f"Group.wait_ns: got team={team!r}, expected one of the group's {num_teams}, from 0"
+            )
         ranks = self.stats().get("ranks", ())
         return _stats.wait_matrix(self.num_ranks, ranks, phase, team)
 

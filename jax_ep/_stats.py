@@ -83,15 +83,17 @@ class RankStats(_Counts):
         rank: its number there.
         plans: plans made; dispatches, combines: calls that have ended, halves counted as one.
         rows_received: rows that dispatches have placed here.
-        rows_dropped: pairs (token, k) of this rank that found no room, or whose id is none.
+        rows_dropped: pairs (token, k) of this rank that found no room, or whose id is num_experts
+            or more. Ids below 0 name no expert and are not counted.
         invalid_ids: expert ids of num_experts or more in plans of this rank.
         last_overflow: 1 if rows of the newest plan did not fit (of any rank), else 0.
-        bytes_pulled: bytes of rows read from ranks of the node.
+        bytes_pulled: bytes of rows that dispatches of mode ht have read from ranks of the node.
         pairs_per_expert: by local expert of the group, the pairs (token, k) that plans have given
             it; those of views (`Group.view`) count at their own local index, and with a `Placement`
             those of slots. What `jax_ep.eplb` exchanges is not counted.
-        rows_sent_internode, bytes_sent_internode: rows and bytes that went to other nodes; a token
-            counts once for each node. CPUs only.
+        rows_sent_internode, bytes_sent_internode: rows and bytes that dispatches and combines have
+            sent to other nodes; a token counts once for each node, in mode ll once for each rank.
+            CPUs only.
         wait_ns: nanoseconds spent waiting for other ranks: how unevenly ranks arrive. GPUs wait for
             all at once: there it is the sum over phases of the largest of wait_by_peer.
         wait_by_peer: the same by phase and by the rank waited for: {phase: [N]}. Phases are "plan",

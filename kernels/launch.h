@@ -34,8 +34,9 @@ struct RankCounters {
   std::atomic<uint64_t> plans, dispatches, combines;  // calls completed (LL included)
   std::atomic<uint64_t> rows_received,
       rows_dropped;                    // rows placed; this rank's (t, k) pairs dropped
-  std::atomic<uint64_t> bytes_pulled;  // read from node-mates (memory or heap)
-  std::atomic<uint64_t> rows_sent_internode, bytes_sent_internode;  // rows once per (token, node)
+  std::atomic<uint64_t> bytes_pulled;  // by HT dispatches, from node-mates (memory or heap)
+  // Once per (token, node), in LL per (token, rank).
+  std::atomic<uint64_t> rows_sent_internode, bytes_sent_internode;
   std::atomic<uint64_t> wait_ns;                                    // time spent waiting for peers
   std::atomic<uint64_t> last_overflow;  // 1 if the newest plan overflowed
   std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans

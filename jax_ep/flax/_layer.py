@@ -118,7 +118,9 @@ class Layer:
                 f" with gated={config.gated}, activation={activation}, expected gated experts with "
                 "jax.nn.silu; use precision=None for others"
             )
-        elif misfit := wire.misfit(group.hidden, group.dtype):
+        elif misfit := (
+            wire.product_misfit(group.hidden) or wire.misfit(group.hidden, group.dtype)
+        ):
             wrong = f" with rows in {wire}, expected {misfit}; set Config.wire"
         if wrong:
             raise ValueError(f"jax_ep.flax.MoE: got precision={self.precision!r}{wrong}")

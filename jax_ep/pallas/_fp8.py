@@ -80,10 +80,9 @@ def _check_rows(name: str, x: jax_ep.Quantized) -> None:
             "in expert_major"
         )
     block = hidden // in_rows.shape[1]
-    if block < _kernels.MIN_FP8_DEPTH or block & (block - 1):
+    if misfit := jax_ep.FP8(block=block).product_misfit(hidden):
         raise ValueError(
-            f"jax_ep.pallas.{name}: got blocks of {block}, expected a power of two of at least "
-            f"{_kernels.MIN_FP8_DEPTH}, the depth of a product in FP8; set FP8(block=) so"
+            f"jax_ep.pallas.{name}: got blocks of {block}, expected {misfit}; set FP8(block=) so"
         )
 
 

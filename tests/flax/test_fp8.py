@@ -52,10 +52,12 @@ def test_a_layer_in_fp8_is_close_to_that_in_dtype_and_trains():
     np.testing.assert_array_equal(again, out)
 
     graph, state = nnx.split(moe, nnx.Param)
+    values = [value]
     for _ in range(3):
-        state = jax.tree.map(lambda w, g: w - 0.05 * g, state, nnx.state(gradients, nnx.Param))
+        state = jax.tree.map(lambda w, g: w - 0.002 * g, state, nnx.state(gradients, nnx.Param))
         (newer, _), gradients = step(nnx.merge(graph, state), x)
-    assert newer < value
+        values.append(newer)
+    assert np.all(np.diff(values) < 0), values
 
 
 @nnx.jit
@@ -176,7 +178,7 @@ def test_it_trains_as_the_layer_in_dtype_does():
         (
             {"hidden": 64},
             {"precision": "fp8"},
-            r"rows in FP8\(.*expected a block that divides hidden=64; use 64; set Config.wire",
+            r"rows in FP8\(.*of at least 32 and divides hidden=64; use 64; set Config.wire",
         ),
         (
             {},

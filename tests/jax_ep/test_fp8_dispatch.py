@@ -132,6 +132,35 @@ def test_an_overflow_poisons_all_of_it(implementation: str) -> None:
     assert np.all(data == 0xFF)
 
 
+@pytest.mark.parametrize(
+    ("block", "hidden", "dtype", "fix"),
+    [
+        (128, 48, "float32", "use 48"),
+        (32, 48, "float32", "use 24"),
+        (128, 131, "float32", "use 131"),  # a prime: with blocks of 1 its scales take too much
+        (128, 262, "bfloat16", "use 131"),
+        (1, 64, "bfloat16", "use 4"),  # rows of 1 scale for each element are longer
+        (3, 1, "float16", "no block makes them fit: leave out the wire"),
+    ],
+)
+def test_a_block_that_is_refused_is_told_one_that_fits(block, hidden, dtype, fix) -> None:
+    misfit = jax_ep.FP8(block=block).misfit(hidden, dtype)
+    assert misfit.endswith(fix), misfit
+    if fix.startswith("use "):
+        assert not jax_ep.FP8(block=int(fix[4:])).misfit(hidden, dtype)
+
+
+@pytest.mark.parametrize(
+    ("block", "hidden", "fix"),
+    [(128, 320, "use 64"), (96, 96, "use 32"), (16, 256, "use 128"), (100, 100, "no block does")],
+)
+def test_products_in_fp8_say_which_blocks_they_take(block, hidden, fix) -> None:
+    misfit = jax_ep.FP8(block=block).product_misfit(hidden)
+    assert misfit.endswith(fix), misfit
+    if fix.startswith("use "):
+        assert not jax_ep.FP8(block=int(fix[4:])).product_misfit(hidden)
+
+
 def test_views_and_no_tokens() -> None:
     case = Case(hidden=128)
     group = group_with(case, jax_ep.FP8(block=32), "native")

@@ -210,7 +210,9 @@ class TestWaits:
         assert group.wait_ns().tolist() == by_phase.tolist()
         sums = [rank["wait_ns"] for rank in group.stats()["ranks"]]
         assert group.wait_ns().sum(axis=1).tolist() == sums
-        assert not group.wait_ns(team=1).any()
+        for team in (1, -1, "a"):
+            with pytest.raises(ValueError, match=r"got team=.*, expected one of the group's 1"):
+                group.wait_ns(team=team)
 
     def test_an_unknown_phase_is_an_error(self):
         with pytest.raises(ValueError, match="got phase='ht', expected one of"):

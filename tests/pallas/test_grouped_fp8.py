@@ -13,7 +13,8 @@ from jaxlib.triton import dialect as triton_dialect
 from test_grouped import close, random, triton_modules
 
 import jax_ep
-from jax_ep.pallas import grouped_ffn, grouped_ffn_fp8
+from jax_ep import _fp8_format
+from jax_ep.pallas import _kernels, grouped_ffn, grouped_ffn_fp8
 
 ROWS, GROUPS, HIDDEN, WIDTH = 70, 4, 64, 40  # the last block of the width is a part
 SIZES = {"odd": [21, 7, 0, 35], "rows beyond": [5, 0, 17, 0], "nothing": [0, 0, 0, 0]}
@@ -164,3 +165,7 @@ def test_misuse(x, message):
     hidden = x.carrier.shape[-1] if isinstance(x, jax_ep.Quantized) and x is not GOOD else 32
     with pytest.raises(ValueError, match=message):
         grouped_ffn_fp8(x, jnp.array(SIZES["odd"]), *weights(hidden=hidden))
+
+
+def test_the_least_block_of_products_is_their_least_depth():
+    assert _fp8_format.MIN_PRODUCT_BLOCK == _kernels.MIN_FP8_DEPTH
