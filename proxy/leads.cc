@@ -27,8 +27,8 @@ std::vector<LeadRole> ChooseLeads(std::span<const PeerPair> pairs) {
   }
   std::vector<LeadRole> roles(pairs.size());
   uint32_t last_process = LifeSigns::kOwn;
-  for (const auto& [key, index] :
-       leads) {  // teams of a process follow each other, the lowest first
+  // Teams of a process follow each other, the lowest first.
+  for (const auto& [key, index] : leads) {
     roles[index] = {.is_lead = true, .carries_heartbeat = key.first != last_process};
     last_process = key.first;
   }

@@ -207,20 +207,23 @@ Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
   if (!env.ofi_provider.empty()) candidates = {env.ofi_provider};
   std::string tried;
   std::string left_out;
+  const auto query = [&](bool hmem) {
+    Wanted asked = wanted;
+    asked.hmem = hmem;
+    return QueryRails(library, env, asked, interfaces, options.rank, options.place);
+  };
+  const auto leave_out = [&](const std::string& reason) {
+    left_out += (left_out.empty() ? "" : "; ") + reason;
+    tried += " (" + reason + ")";
+  };
   for (const std::string& provider : candidates) {
     wanted.provider = provider;
-    std::vector<OfiInfo> rails =
-        QueryRails(library, env, wanted, interfaces, options.rank, options.place);
+    std::vector<OfiInfo> rails = query(wanted.hmem);
     tried += (tried.empty() ? "" : ", ") + provider;
     if (rails.empty()) {
-      if (!wanted.hmem) continue;
-      Wanted plain = wanted;
-      plain.hmem = false;
-      if (QueryRails(library, env, plain, interfaces, options.rank, options.place).empty())
-        continue;
-      const std::string reason = provider + " registers no memory of a GPU";
-      left_out += (left_out.empty() ? "" : "; ") + reason;
-      tried += " (it registers no memory of a GPU)";
+      if (wanted.hmem && !query(/*hmem=*/false).empty()) {
+        leave_out(provider + " registers no memory of a GPU");
+      }
       continue;
     }
     const Status opened = open(std::move(rails));
@@ -232,8 +235,7 @@ Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
       }
       return left_out;
     }
-    left_out += (left_out.empty() ? "" : "; ") + opened.message();
-    tried += " (" + opened.message() + ")";
+    leave_out(opened.message());
   }
   std::string on;
   if (!env.ofi_domain.empty()) on = " on JAX_EP_OFI_DOMAIN=" + env.ofi_domain;

@@ -42,8 +42,7 @@ using OfiInfo = std::unique_ptr<fi_info, OfiInfoDeleter>;
 // environment names), until `open` can open them. Rails are the domains or interfaces that the
 // environment names, else one interface for providers on IP, and for the others the domains that
 // ChooseNics gives this rank. They register a GPU's memory where the options say that they will be
-// asked to. Returns which better providers were there but did not open, and why;
-// "" for none.
+// asked to. Returns which better providers were there but did not do, and why; "" for none.
 // `delivery_complete`: completions must mean that the bytes are at the target.
 // \error kUnavailable  none opens; says what each answered
 Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
