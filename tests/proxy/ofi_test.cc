@@ -164,6 +164,23 @@ TEST(Ofi, a_provider_that_does_not_open_is_left_out_with_the_reason) {
   EXPECT_NE(all.message().find("(no immediates)"), std::string::npos) << all.message();
 }
 
+// libfabric of this machine, perhaps, knows no GPU.
+TEST(Ofi, a_provider_that_registers_no_memory_of_a_gpu_is_left_out_with_the_reason) {
+  const Result<const OfiLibrary*> library = OfiLibrary::Get();
+  if (!library.ok()) GTEST_SKIP() << library.status().message();
+  Env env;
+  env.socket_ifname = "lo";
+  const Result<std::string> left_out =
+      ChooseOfiRails(**library, env, TransportOptions{.serves_device = true},
+                     /*delivery_complete=*/false, [](const std::vector<OfiInfo>& rails) {
+                       EXPECT_NE(rails.front()->caps & FI_HMEM, 0u);
+                       return Status::Ok();
+                     });
+  if (left_out.ok()) GTEST_SKIP() << "this libfabric serves GPUs";
+  EXPECT_NE(left_out.status().message().find("registers no memory of a GPU"), std::string::npos)
+      << left_out.status().message();
+}
+
 TEST(Ofi, an_unknown_provider_or_interface_is_explained) {
   setenv("JAX_EP_OFI_PROVIDER", "nosuch", 1);
   const Status provider = MakeTransport("ofi", TransportOptions{}).status();
