@@ -37,7 +37,7 @@ struct RankCounters {
   std::atomic<uint64_t> bytes_pulled;  // by HT dispatches, from node-mates (memory or heap)
   // Once per (token, node), in LL per (token, rank).
   std::atomic<uint64_t> rows_sent_internode, bytes_sent_internode;
-  std::atomic<uint64_t> wait_ns;                                    // time spent waiting for peers
+  std::atomic<uint64_t> wait_ns;        // time spent waiting for peers
   std::atomic<uint64_t> last_overflow;  // 1 if the newest plan overflowed
   std::atomic<uint64_t> invalid_ids;    // expert ids >= num_experts seen in plans
   // By local expert of the group, or of a view of it: pairs that plans (PlanParams.counts_load)
