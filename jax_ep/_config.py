@@ -199,7 +199,7 @@ class Config:
         if not isinstance(self.wire, FP8):
             raise _bad("wire", self.wire, "None or a jax_ep.FP8", "pass jax_ep.FP8()")
         if wrong := self.wire.misfit(self.hidden, self.dtype):
-            raise ValueError(f"Config.wire: got {self.wire}, expected {wrong}, or leave wire out")
+            raise ValueError(f"Config.wire: got {self.wire}, expected {wrong}; or leave wire out")
 
     def memory(
         self,

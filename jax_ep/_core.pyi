@@ -90,9 +90,6 @@ class Session:
         Whether the ranks of this process have been given the same number of calls.
         """
 
-    def rank_stats(self) -> list[dict[str, Any]]:
-        """Counters of each local rank."""
-
     def local_blob(self) -> bytes:
         """What other processes need (opaque)."""
 
@@ -112,6 +109,9 @@ class Session:
 
     def blamed_rank(self) -> int:
         """Of the first failure, in a group of one team; -1: nobody."""
+
+    def rank_stats(self) -> list[dict[str, Any]]:
+        """Counters of each local rank."""
 
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""
@@ -161,9 +161,6 @@ class GpuSession:
     def forbid_arenas(self, reason: str) -> None:
         """All ranks stage their rows from now on; before start."""
 
-    def rank_stats(self) -> list[dict[str, Any]]:
-        """Counters of each local rank."""
-
     @property
     def data_path(self) -> str:
         """ "in place", or "staged: REASON"."""
@@ -187,6 +184,9 @@ class GpuSession:
 
     def blamed_rank(self) -> int:
         """Of the first failure, in a group of one team; -1: nobody."""
+
+    def rank_stats(self) -> list[dict[str, Any]]:
+        """Counters of each local rank."""
 
     def flow_stats(self) -> list[dict[str, int]]:
         """Counters of each proxy flow."""

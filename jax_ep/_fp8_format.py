@@ -81,7 +81,7 @@ class FP8:
             and dataclasses.replace(self, block=block).record_bytes(hidden) <= in_dtype
         ]
         if not fitting:
-            return f"{wrong}; no block makes them fit: leave out the wire"
+            return f"{wrong}; no block makes them fit"
         smaller = [block for block in fitting if block <= self.block]
         return f"{wrong}; use {smaller[-1] if smaller else fitting[0]}"
 

@@ -140,7 +140,7 @@ def test_an_overflow_poisons_all_of_it(implementation: str) -> None:
         (128, 131, "float32", "use 131"),  # a prime: with blocks of 1 its scales take too much
         (128, 262, "bfloat16", "use 131"),
         (1, 64, "bfloat16", "use 4"),  # rows of 1 scale for each element are longer
-        (3, 1, "float16", "no block makes them fit: leave out the wire"),
+        (3, 1, "float16", "no block makes them fit"),
     ],
 )
 def test_a_block_that_is_refused_is_told_one_that_fits(block, hidden, dtype, fix) -> None:

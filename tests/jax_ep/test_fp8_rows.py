@@ -160,7 +160,7 @@ VALID: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 256, "max_token
         ({"wire": "fp8"}, r"Config.wire: got 'fp8', expected None or a jax_ep.FP8"),
         (
             {"wire": jax_ep.FP8(block=2)},
-            r"at most the 512 bytes .* bfloat16, not 768; use a larger",
+            r"at most the 512 bytes .* bfloat16, not 768; use 4;",
         ),
         ({"wire_backward": True}, r"wire_backward: got True, expected False without a wire"),
         ({"wire": jax_ep.FP8(), "wire_backward": 1}, r"wire_backward: got 1, expected True or"),
