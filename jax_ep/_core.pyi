@@ -104,6 +104,9 @@ class Session:
     def abort(self, reason: str) -> None:
         """close, without waiting for the others; they are told the reason."""
 
+    def end_to_agree(self) -> None:
+        """abort, because the processes agree anew on who takes part."""
+
     def failure_text(self) -> str:
         """The first failure, or an empty string."""
 
@@ -178,6 +181,9 @@ class GpuSession:
 
     def abort(self, reason: str) -> None:
         """close, without waiting for the others; they are told the reason."""
+
+    def end_to_agree(self) -> None:
+        """abort, because the processes agree anew on who takes part."""
 
     def failure_text(self) -> str:
         """The first failure, or an empty string."""

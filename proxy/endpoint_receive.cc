@@ -136,6 +136,10 @@ Status Endpoint::OnControl(uint32_t flow_index, const Imm& imm) {
     case ImmControl::kFailed: {
       const uint32_t reporter = peers_[peer].rank;
       const int64_t culprit = BlamedBy(imm.payload, team_.num_teams);
+      if (culprit == FailureLatch::kAgreement) {
+        blamed_rank_ = culprit;
+        return FailedPrecondition(Where() + ": " + NameOf(reporter) + std::string(kAgreesAnew));
+      }
       Blame(reporter);
       const bool is_its_own = culprit == FailureLatch::kNobody || culprit == blamed_rank_;
       if (!is_its_own) blamed_rank_ = culprit;

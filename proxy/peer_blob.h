@@ -13,7 +13,7 @@
 
 namespace jax_ep {
 
-inline constexpr uint64_t kProtocolVersion = 7;  // commands, immediates, this blob, flag meaning
+inline constexpr uint64_t kProtocolVersion = 8;  // commands, immediates, this blob, flag meaning
 
 struct PeerBlob {
   std::string group_name = {};

@@ -112,7 +112,10 @@ Status Progress::Round(bool* did_work, int64_t* blamed) noexcept try {
 }
 
 void Progress::Latch(Status status, int64_t blamed) {
-  if (failure_.Set(std::move(status), blamed)) LogError(failure_.message());
+  const bool is_failure = blamed != FailureLatch::kAgreement;
+  if (failure_.Set(std::move(status), blamed)) {
+    Log(is_failure ? LogLevel::kError : LogLevel::kInfo, failure_.message());
+  }
   for (const auto& endpoint : endpoints_) endpoint->RingDoorbell();
 }
 

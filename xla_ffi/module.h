@@ -131,6 +131,15 @@ class PySessionOf {
     Close(/*program_ended=*/false);
   }
 
+  // Abort, as a process does that agrees with the others on who takes part in the next session.
+  void EndToAgree() {
+    if (session_->lifecycle().is_forked()) return;
+    session_->failure().Set(
+        FailedPrecondition("group " + session_->options().name + ": this process called agree"),
+        FailureLatch::kAgreement);
+    Close(/*program_ended=*/false);
+  }
+
   // The first failure's message, or "" while the group works, or worked when it was closed.
   std::string FailureText() const { return session_->FailureText(); }
   int64_t BlamedRank() const { return session_->failure().blamed_rank(); }
@@ -166,6 +175,8 @@ class PySessionOf {
              "Drains, says good-bye, stops, frees; idempotent. Nothing in a forked child.")
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
+        .def("end_to_agree", &PySessionOf::EndToAgree,
+             "abort, because the processes agree anew on who takes part.")
         // On a GPU its cause may be waited for, which other threads need not do.
         .def("failure_text", &PySessionOf::FailureText,
              nanobind::call_guard<nanobind::gil_scoped_release>(),

@@ -11,6 +11,7 @@
 #include "proxy/base/doorbell.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/thread.h"
+#include "proxy/blame.h"
 
 namespace jax_ep {
 namespace {
@@ -124,6 +125,11 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_plus_1;
       if (culprit != 0) blamed = static_cast<int64_t>(culprit - 1);
+      if (blamed == FailureLatch::kAgreement) {
+        const std::string group = "group " + options_.group_name + ": ";
+        failure_->Set(FailedPrecondition(group + name + std::string(kAgreesAnew)), blamed);
+        return;
+      }
       failure_->Set(Unavailable(FailedFirst(options_.group_name, name, shown)), blamed);
       return;
     }

@@ -122,7 +122,7 @@ class NativeSession:
                 raise RuntimeError(self._trouble())
             self._await_executions(deadline)
             failure = str(self._session.failure_text())
-            end = threading.Thread(target=self._end_session, name="jax_ep-agree")
+            end = threading.Thread(target=self._session.end_to_agree, name="jax_ep-agree")
             if failure:  # nobody needs it any more, and a proxy may take seconds to stop
                 end.start()
 
@@ -150,9 +150,6 @@ class NativeSession:
             raise RuntimeError(self._trouble())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._elastic.readmit(rank, time.monotonic() + limit_s)
-
-    def _end_session(self) -> None:
-        self._session.abort(f"group {self.name}: its processes agree anew on who takes part")
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""

@@ -53,9 +53,11 @@ inline constexpr uint32_t kImmControlChannel = kNumChannels - 1;
 static_assert(static_cast<uint32_t>(kLastChannel) < kImmAckChannel,
               "no flow uses the channels of control messages");
 
-// Payload of kFailed: a rank for which there are not bits enough.
+// Payloads of kFailed: a rank for which there are not bits enough; nobody failed, the processes
+// agree.
 inline constexpr uint32_t kImmUnnamed = (1u << kImmPayloadBits) - 1;
-static_assert(kMaxRanks < kImmUnnamed, "every rank of a group of one team has a name");
+inline constexpr uint32_t kImmAgreement = kImmUnnamed - 1;
+static_assert(kMaxRanks < kImmAgreement, "every rank of a group of one team has a name");
 static_assert(kMaxCommandValue < 1u << kImmPayloadBits, "slots and counts fit");
 
 inline constexpr uint32_t kMaxFlows = 1u << kImmFlowBits;

@@ -28,6 +28,8 @@ class FailureLatch {
   static constexpr int64_t kNobody = -1;
   // Somebody of a group so large that a message had no room for the name (proxy/blame.h).
   static constexpr int64_t kUnnamed = INT64_MAX;
+  // No failure: a process agrees anew on who takes part (Group.agree), which ends this session.
+  static constexpr int64_t kAgreement = -2;
 
   // Keeps `status` if it is the first failure. Returns true if it was kept. `blamed` is the rank
   // whose fault it was (RankOfTeam), where that is known: it travels to the other processes and

@@ -119,6 +119,13 @@ class Job:
         # A rank that waits in vain says so itself before.
         self.children[index] = Child(pid, command_in, report_out, log, 2 * self.setup.timeout_s)
 
+    def check_logs(self):
+        """Each failure that ranks heard of has a name; that others agree anew is none."""
+        for log in self.folder.glob("*.log"):
+            lines = log.read_text(errors="replace").splitlines()
+            nameless = [line for line in lines if "reported a failure;" in line]
+            assert not nameless, f"{log.name}: {nameless}"
+
     def all(self, *command, but=()):
         """The results of a command that all do at once."""
         doing = [i for i in self.children if i not in but]

@@ -496,6 +496,23 @@ TEST(FailureOfOthers, in_a_later_team_names_its_rank) {
   world.Stop();
 }
 
+// It was logged as an error that "its own error says more" of; there was none.
+TEST(FailureOfOthers, is_none_where_the_processes_agree_anew) {
+  ProxyWorld world(ThreeProxies({}));
+  world.Start();
+  testing::internal::CaptureStderr();
+  world.failure(0).Set(FailedPrecondition("this process called agree"), FailureLatch::kAgreement);
+  world.proxy(0).Kick();
+  const std::string message = AwaitFailure(world, 1);
+  AwaitFailure(world, 2);
+  world.Stop();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_TRUE(Contains(message, "rank 0 says that the processes of the group agree anew"))
+      << message;
+  EXPECT_EQ(world.failure(1).status().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(world.failure(1).blamed_rank(), FailureLatch::kAgreement);
+}
+
 TEST(Stop, of_one_side_after_a_barrier_is_no_death_for_the_other) {
   WorldOptions options;
   options.ranks_per_process = 1;

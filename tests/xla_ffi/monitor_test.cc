@@ -26,6 +26,31 @@ void WaitFor(Ready&& ready) {
   }
 }
 
+// Nobody failed, and nobody is blamed.
+TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
+  SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
+  auto* const control = reinterpret_cast<ControlBlock*>(mate.bytes().data());
+  const auto monitor_of = [&](FailureLatch* failure, bool is_own) {
+    MonitorOptions options{.group_name = "test", .peer_timeout = kTimeout};
+    if (is_own) {
+      options.own.push_back(control);
+    } else {
+      options.peers.push_back(
+          {.rank = 1, .pid = static_cast<uint64_t>(getpid()), .control = control});
+    }
+    return std::move(*Monitor::Create(std::move(options), failure));
+  };
+  FailureLatch of_mate, failure;
+  const std::unique_ptr<Monitor> monitor_of_mate = monitor_of(&of_mate, /*is_own=*/true);
+  const std::unique_ptr<Monitor> monitor = monitor_of(&failure, /*is_own=*/false);
+  of_mate.Set(FailedPrecondition("this process called agree"), FailureLatch::kAgreement);
+  WaitFor([&] { return failure.failed(); });
+  EXPECT_EQ(failure.message(),
+            "group test: rank 1 says that the processes of the group agree anew on who takes part; "
+            "call group.agree in this process, too");
+  EXPECT_EQ(failure.blamed_rank(), FailureLatch::kAgreement);
+}
+
 // It ended the process. Its mates must hear of it all the same, and not take it for dead.
 TEST(Monitor, that_runs_out_of_memory_fails_the_group_and_shows_its_mates) {
   SharedMemory own = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
