@@ -34,9 +34,8 @@ class Memory:
         heap_bytes: exchange buffers that the rank holds until `close`: on CPUs host memory, on GPUs
             device memory, which the driver rounds up. 0 with "xla". None: see `unknown`.
         network_stage_bytes: memory of the rank for rows between nodes, on GPUs; else 0. Pinned host
-            memory, or its GPU's where Config.transport is "cuda" or NICs reach
-            it (JAX_EP_GPU_DIRECT).
-            None: see `unknown`.
+            memory, or its GPU's where Config.transport is "cuda" or NICs reach it
+            (JAX_EP_GPU_DIRECT). None: see `unknown`.
         expert_major: rows of a dispatch in that layout; XLA allocates them per call.
         expert_batched: the same.
         rank_major: the same.

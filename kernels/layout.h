@@ -61,7 +61,12 @@ struct OrderEntry {
 inline constexpr uint64_t kOrderLogEntries = 1024;  // power of two
 
 // A rank that has closed its group has gone in peace: its silence is no failure.
-enum class MemberState : uint64_t { kRunning = 0, kFailed = 1, kClosed = 2 };
+enum class MemberState : uint64_t {
+  kRunning = 0,
+  kFailed = 1,
+  kClosed = 2,
+  kAgrees = 3,  // anew with the others on who takes part (FailureLatch::kAgreement)
+};
 inline constexpr uint64_t kFailureTextBytes = 1000;
 
 // Why a rank leaves its group.

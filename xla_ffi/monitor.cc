@@ -102,8 +102,10 @@ void Monitor::Publish() {
   for (ControlBlock* const control : options_.own) {
     control->blamed_plus_1 = static_cast<uint64_t>(failure_->blamed_rank()) + 1;
     std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
+    const bool agrees = failure_->blamed_rank() == FailureLatch::kAgreement;
     // Release: pairs with the acquire in Check; publishes the text.
-    control->state.store(MemberState::kFailed, std::memory_order_release);
+    control->state.store(agrees ? MemberState::kAgrees : MemberState::kFailed,
+                         std::memory_order_release);
     control->doorbell.Ring();
   }
 }
@@ -125,14 +127,14 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_plus_1;
       if (culprit != 0) blamed = static_cast<int64_t>(culprit - 1);
-      if (blamed == FailureLatch::kAgreement) {
-        const std::string group = "group " + options_.group_name + ": ";
-        failure_->Set(FailedPrecondition(group + name + std::string(kAgreesAnew)), blamed);
-        return;
-      }
       failure_->Set(Unavailable(FailedFirst(options_.group_name, name, shown)), blamed);
       return;
     }
+    case MemberState::kAgrees:
+      failure_->Set(FailedPrecondition("group " + options_.group_name + ": " + name +
+                                       std::string(kAgreesAnew)),
+                    FailureLatch::kAgreement);
+      return;
     case MemberState::kClosed:
       return;
   }

@@ -167,6 +167,9 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       return found(why);
     }
     if (rank.state == MemberState::kFailed) return found("its process has failed");
+    if (rank.state == MemberState::kAgrees) {
+      return found("its process agrees anew with the others on who takes part (group.agree)");
+    }
     if (HasLeft(rank)) return found("it has closed the group");
     if (IsSilent(rank, now_ns)) {
       return found("its process has been silent for " + Seconds(Since(rank.beat_ns, now_ns)) +
@@ -225,6 +228,7 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
       continue;
     }
     if (rank.state == MemberState::kFailed) out += "FAILED, ";
+    if (rank.state == MemberState::kAgrees) out += "in group.agree, ";
     if (HasLeft(rank)) out += "has closed the group, ";
     if (IsSilent(rank, now_ns)) {
       out += "SILENT for " + Seconds(Since(rank.beat_ns, now_ns)) + ", ";

@@ -171,6 +171,8 @@ TEST(FindCulprit, stops_at_who_is_silent_has_failed_or_left) {
   expect("silent for 5.0 s");
   team.ranks[1].state = MemberState::kFailed;
   expect("its process has failed");
+  team.ranks[1].state = MemberState::kAgrees;
+  expect("its process agrees anew with the others");
   team.ranks[1].state = MemberState::kClosed;
   expect("it has closed the group");
   team.ranks[1].is_visible = false;
