@@ -104,6 +104,9 @@ class Session:
     def abort(self, reason: str) -> None:
         """close, without waiting for the others; they are told the reason."""
 
+    def begin_to_agree(self) -> None:
+        """Tells the others that this process takes part in no further call."""
+
     def end_to_agree(self) -> None:
         """abort, because the processes agree anew on who takes part."""
 
@@ -181,6 +184,9 @@ class GpuSession:
 
     def abort(self, reason: str) -> None:
         """close, without waiting for the others; they are told the reason."""
+
+    def begin_to_agree(self) -> None:
+        """Tells the others that this process takes part in no further call."""
 
     def end_to_agree(self) -> None:
         """abort, because the processes agree anew on who takes part."""

@@ -73,14 +73,17 @@ inline constexpr uint64_t kFailureTextBytes = 1000;
 enum class Departure : uint64_t {
   kClosed = 0,        // the program called close
   kProgramEnded = 1,  // it raised, or ended without a close
+  kAgrees = 2,        // Group.agree: the group goes on in a new session
 };
 
 // What a rank leaves in the heap of each node-mate, and in that of one rank of each process of
-// other nodes, before the barrier of its close. Travels as one write.
+// other nodes, before the barrier of its close, or as soon as it agrees. Travels as one write.
 struct Farewell {
   std::atomic<uint64_t> num_calls;  // calls that it took part in; it takes part in no other
   std::atomic<Departure> departure;
 };
+// In num_calls: of a rank that agrees. No barrier comes behind it, so this word says all of it.
+inline constexpr uint64_t kFarewellAgrees = uint64_t{1} << 63;
 static_assert(sizeof(Farewell) == 16, "a farewell is one unit of a command");
 
 // First bytes of every heap. Zero-initialised memory is a valid start. kernels and xla_ffi use it;
@@ -89,7 +92,7 @@ struct ControlBlock {
   Doorbell doorbell;  // rung after any change of this heap's flags or control words
   alignas(64) std::atomic<uint64_t> heartbeat;  // bumped by the owner's monitor thread
   std::atomic<MemberState> state;               // release store publishes what follows
-  std::atomic<Departure> departure;             // when state is kClosed
+  std::atomic<Departure> departure;             // when state is kClosed; kAgrees before
   uint64_t blamed_plus_1;                // whose fault a failure was (RankOfTeam); 0: nobody's
   char failure_text[kFailureTextBytes];  // NUL-terminated reason when state is kFailed
   alignas(64) Activity activity;         // of the owner

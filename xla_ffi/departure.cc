@@ -1,12 +1,19 @@
 #include "xla_ffi/departure.h"
 
 #include <algorithm>
+#include <string>
+
+#include "proxy/blame.h"
 
 namespace jax_ep {
 
 Departed PeerHasLeft(const std::string& group_name, const TeamId& team, uint32_t rank,
                      Departure departure) {
   const std::string who = "group " + group_name + ": " + RankName(team, rank);
+  if (departure == Departure::kAgrees) {
+    return {.blamed = FailureLatch::kAgreement,
+            .status = FailedPrecondition(who + std::string(kAgreesAnew))};
+  }
   return {.blamed = RankOfTeam(team.index, rank),
           .status =
               FailedPrecondition(departure == Departure::kProgramEnded

@@ -12,9 +12,9 @@ namespace jax_ep {
 
 // The failure of a call that needs a rank which has left.
 struct Departed {
-  int64_t blamed;  // RankOfTeam
+  int64_t blamed;  // RankOfTeam, or kAgreement
   Status status;   // "group NAME: rank 3 closed it: its program ended", or "... closed the group
-                   // while ..."
+                   // while ...", or kAgreesAnew
 };
 Departed PeerHasLeft(const std::string& group_name, const TeamId& team, uint32_t rank,
                      Departure departure);

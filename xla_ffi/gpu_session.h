@@ -70,6 +70,8 @@ class GpuSession {
   // (kernels/gpu/protocol/heap_layout.h), however long others keep this object. `departure` is what
   // mates that still use the group are told. Idempotent.
   void Close(Departure departure = Departure::kClosed);
+  // For the reports of mates. (Who waits for this process's ranks waits until its timeout.)
+  void BeginToAgree();
 
   // Held by whoever uses a handle, from TakeHandle until the launcher has returned.
   Lifecycle::Lease Enter() { return lifecycle_.Enter(); }

@@ -22,6 +22,11 @@ void GpuSession::Close(Departure departure) {
   lifecycle_.EndClose();
 }
 
+void GpuSession::BeginToAgree() {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (lease && monitor_ != nullptr) monitor_->ShowAgreement();
+}
+
 void GpuSession::Free() {
   const Status drained = OnOwnThread([&]() -> Status {
     for (const auto& member : members_) {

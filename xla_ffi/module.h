@@ -131,6 +131,8 @@ class PySessionOf {
     Close(/*program_ended=*/false);
   }
 
+  void BeginToAgree() { session_->BeginToAgree(); }
+
   // Abort, as a process does that agrees with the others on who takes part in the next session.
   void EndToAgree() {
     if (session_->lifecycle().is_forked()) return;
@@ -175,6 +177,9 @@ class PySessionOf {
              "Drains, says good-bye, stops, frees; idempotent. Nothing in a forked child.")
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
              "close, without waiting for the others; they are told the reason.")
+        .def("begin_to_agree", &PySessionOf::BeginToAgree,
+             nanobind::call_guard<nanobind::gil_scoped_release>(),
+             "Tells the others that this process takes part in no further call.")
         .def("end_to_agree", &PySessionOf::EndToAgree,
              "abort, because the processes agree anew on who takes part.")
         // On a GPU its cause may be waited for, which other threads need not do.

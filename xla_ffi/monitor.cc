@@ -85,6 +85,12 @@ void Monitor::Leave(Departure departure) {
   }
 }
 
+void Monitor::ShowAgreement() {
+  for (ControlBlock* const control : options_.own) {
+    control->departure.store(Departure::kAgrees, std::memory_order_relaxed);
+  }
+}
+
 void Monitor::Stop() {
   stopping_.store(true, std::memory_order_release);
   wake_.Ring();

@@ -55,6 +55,8 @@ class Monitor {
   // Shows the mates that this process's ranks leave in peace; heartbeats go on until Stop. What
   // fails from here on is no longer shown to them.
   void Leave(Departure departure);
+  // Shows the mates, for their reports, that this process agrees; all else goes on.
+  void ShowAgreement();
   // Leave, or shows the failure, and joins. Idempotent.
   void Stop();
 

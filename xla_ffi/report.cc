@@ -102,6 +102,8 @@ RankView ViewOf(const ControlBlock& control,
   RankView view{.is_visible = true};
   const auto of = [](const auto& word) { return word.load(std::memory_order_relaxed); };
   view.state = control.state.load(std::memory_order_acquire);
+  view.agrees = view.state == MemberState::kAgrees || (view.state == MemberState::kRunning &&
+                                                       of(control.departure) == Departure::kAgrees);
   view.num_calls = of(seen.num_calls);
   view.num_enqueued = of(seen.num_enqueued);
   view.phase = of(seen.phase);
@@ -167,13 +169,13 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       return found(why);
     }
     if (rank.state == MemberState::kFailed) return found("its process has failed");
-    if (rank.state == MemberState::kAgrees) {
-      return found("its process agrees anew with the others on who takes part (group.agree)");
-    }
     if (HasLeft(rank)) return found("it has closed the group");
     if (IsSilent(rank, now_ns)) {
       return found("its process has been silent for " + Seconds(Since(rank.beat_ns, now_ns)) +
                    ": stopped, swapped out, or starved; " + Doing(team, rank, now_ns, line_of));
+    }
+    if (rank.agrees) {
+      return found("its process agrees anew with the others on who takes part (group.agree)");
     }
     if (!seen.insert(at).second) {
       // They do, if what one of them has sent does not leave.
@@ -228,7 +230,7 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
       continue;
     }
     if (rank.state == MemberState::kFailed) out += "FAILED, ";
-    if (rank.state == MemberState::kAgrees) out += "in group.agree, ";
+    if (rank.agrees) out += "in group.agree, ";
     if (HasLeft(rank)) out += "has closed the group, ";
     if (IsSilent(rank, now_ns)) {
       out += "SILENT for " + Seconds(Since(rank.beat_ns, now_ns)) + ", ";

@@ -54,6 +54,10 @@ class Session {
   // stops every thread and frees all memory, however long others keep this object. Whoever has
   // failed leaves at once. Idempotent.
   void Close(Departure departure = Departure::kClosed);
+  // Tells the others that this process's ranks take part in no call beyond those that XLA has
+  // handed over: a process that needs one fails at once, and is told to agree, too. This session
+  // goes on until it is closed. Nothing if it has failed.
+  void BeginToAgree();
 
   // Held by who uses an Executor of this session.
   Lifecycle::Lease Enter() { return lifecycle_.Enter(); }
@@ -107,6 +111,8 @@ class Session {
   Farewell& FarewellOf(std::byte* heap, uint32_t source) const;
   // Ends the calls that were taken; takes no other.
   Status EndCalls();
+  // Leaves the farewell of a rank with all others; num_calls as it has it.
+  Status LeaveFarewell(const Member& member, uint64_t num_calls, Departure departure);
   // Writes this process's farewells and waits for those of the others.
   Status SayGoodbye(Departure departure);
   // For the monitor: fails the group if a call needs a rank that has said good-bye.

@@ -44,10 +44,13 @@ void Session::CheckFarewells() const {
       // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
       // it wrote before.
       const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, source);
-      if (flag.load(std::memory_order_acquire) <= epoch) continue;
+      const bool is_closing = flag.load(std::memory_order_acquire) > epoch;
       const Farewell& farewell = FarewellOf(heap, peer);
-      if (needed <= farewell.num_calls.load(std::memory_order_relaxed)) continue;
-      const Departure departure = farewell.departure.load(std::memory_order_relaxed);
+      const uint64_t num_calls = farewell.num_calls.load(std::memory_order_relaxed);
+      const bool agrees = (num_calls & kFarewellAgrees) != 0;
+      if ((!is_closing && !agrees) || needed <= (num_calls & ~kFarewellAgrees)) continue;
+      const Departure departure =
+          agrees ? Departure::kAgrees : farewell.departure.load(std::memory_order_relaxed);
       Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure);
       failure_->Set(std::move(left.status), left.blamed);
       return;
@@ -89,35 +92,53 @@ Status Session::EndCalls() {
   return failure_->status();
 }
 
-Status Session::SayGoodbye(Departure departure) {
-  const uint64_t epoch =
-      barrier_epoch_.load(std::memory_order_relaxed) + 1;  // of the barrier below
+Status Session::LeaveFarewell(const Member& member, uint64_t num_calls, Departure departure) {
+  const Rank& rank = member.executor->rank();
+  const auto leave_in = [&](std::byte* heap) {
+    Farewell& farewell = FarewellOf(heap, rank.rank);
+    farewell.departure.store(departure, std::memory_order_relaxed);
+    farewell.num_calls.store(num_calls, std::memory_order_release);
+  };
+  for (std::byte* heap : rank.heaps) {
+    if (heap != nullptr) leave_in(heap);
+  }
+  // A lead passes on those of all ranks here. The barrier's signal, if one comes, is behind them.
+  for (const auto& [team_and_process, lead] : leads_) {
+    if (team_and_process.first != member.id.team) continue;
+    leave_in(lead.member->heap.bytes().data());
+    const uint64_t offset = layout_.farewell_offset(rank.rank);
+    const Rank& from = lead.member->executor->rank();
+    JAX_EP_RETURN_IF_ERROR(
+        Push(from,
+             Command{.op = Op::kWrite,
+                     .dst_rank = lead.peer,
+                     .length_bytes = sizeof(Farewell),
+                     .local_offset = offset,
+                     .remote_offset = offset,
+                     .channel = Channel::kBarrier,
+                     .epoch = barrier_epoch_.load(std::memory_order_relaxed) + 1},
+             Deadline::After(options_.timeout)));
+    from.proxy->Kick();
+  }
+  return Status::Ok();
+}
+
+void Session::BeginToAgree() {
+  const Lifecycle::Lease lease = lifecycle_.Enter();
+  if (!lease || !started_ || failure_->failed()) return;
+  monitor_->ShowAgreement();
   for (const auto& member : members_) {
-    const Rank& rank = member->executor->rank();
-    const uint64_t num_calls = member->executor->num_executed();
-    const auto leave_in = [&](std::byte* heap) {
-      Farewell& farewell = FarewellOf(heap, rank.rank);
-      farewell.num_calls.store(num_calls, std::memory_order_relaxed);
-      farewell.departure.store(departure, std::memory_order_relaxed);
-    };
-    for (std::byte* heap : rank.heaps) {
-      if (heap != nullptr) leave_in(heap);
+    const uint64_t num_calls = member->executor->num_enqueued() | kFarewellAgrees;
+    if (const Status left = LeaveFarewell(*member, num_calls, Departure::kAgrees); !left.ok()) {
+      LogWarning("group " + options_.name + ": agree: the others were not told: " + left.message());
+      return;
     }
-    // A lead passes on those of all ranks here. The barrier's signal comes behind them.
-    for (const auto& [team_and_process, lead] : leads_) {
-      if (team_and_process.first != member->id.team) continue;
-      leave_in(lead.member->heap.bytes().data());
-      const uint64_t offset = layout_.farewell_offset(rank.rank);
-      JAX_EP_RETURN_IF_ERROR(Push(lead.member->executor->rank(),
-                                  Command{.op = Op::kWrite,
-                                          .dst_rank = lead.peer,
-                                          .length_bytes = sizeof(Farewell),
-                                          .local_offset = offset,
-                                          .remote_offset = offset,
-                                          .channel = Channel::kBarrier,
-                                          .epoch = epoch},
-                                  Deadline::After(options_.timeout)));
-    }
+  }
+}
+
+Status Session::SayGoodbye(Departure departure) {
+  for (const auto& member : members_) {
+    JAX_EP_RETURN_IF_ERROR(LeaveFarewell(*member, member->executor->num_executed(), departure));
   }
   monitor_->Leave(departure);
   // A program that has failed or ended is not to linger; who misses it here is told by the

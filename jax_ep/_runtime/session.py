@@ -125,6 +125,8 @@ class NativeSession:
             end = threading.Thread(target=self._session.end_to_agree, name="jax_ep-agree")
             if failure:  # nobody needs it any more, and a proxy may take seconds to stop
                 end.start()
+            else:
+                self._session.begin_to_agree()
 
             def end_session() -> None:
                 if not failure and not end.ident:

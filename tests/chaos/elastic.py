@@ -47,7 +47,7 @@ def play(kills, seed, setup, folder, phases=PHASES, victims=None, agree_s=AGREE_
                         job.all("sweep", seed)
                         job.refuse_another_config(lost[0])
                     job.take_back(*lost)
-                job.check_logs()
+                job.check_logs(phase)
             except AssertionError as error:
                 where = f"round {number}, {phase}, rank {victim}"
                 raise AssertionError(f"{where}: {error}\n{job.texts()}") from error

@@ -35,6 +35,10 @@ TEST(PeerHasLeft, blames_and_names_the_rank_with_its_team) {
   EXPECT_EQ(closed.blamed, 3);
   EXPECT_EQ(closed.status.message(),
             "group g: rank 3 closed the group while this process still used it");
+  const Departed agrees = PeerHasLeft("g", {}, 3, Departure::kAgrees);
+  EXPECT_EQ(agrees.blamed, FailureLatch::kAgreement);
+  EXPECT_TRUE(agrees.status.message().starts_with("group g: rank 3 says that the processes"))
+      << agrees.status.message();
 }
 
 }  // namespace

@@ -167,12 +167,12 @@ TEST(FindCulprit, stops_at_who_is_silent_has_failed_or_left) {
     EXPECT_EQ(culprit.rank, 1u);
     EXPECT_NE(culprit.why.find(words), std::string::npos) << culprit.why;
   };
+  team.ranks[1].agrees = true;
+  expect("its process agrees anew with the others");
   team.ranks[1].beat_ns = kNow - 5 * kSecond;
   expect("silent for 5.0 s");
   team.ranks[1].state = MemberState::kFailed;
   expect("its process has failed");
-  team.ranks[1].state = MemberState::kAgrees;
-  expect("its process agrees anew with the others");
   team.ranks[1].state = MemberState::kClosed;
   expect("it has closed the group");
   team.ranks[1].is_visible = false;

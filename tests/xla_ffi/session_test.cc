@@ -286,6 +286,41 @@ TEST(Session, a_call_that_needs_a_rank_which_has_left_is_told_so_at_once) {
   }
 }
 
+// It waited for timeout, and was left out by whoever had agreed.
+TEST(Session, a_call_that_needs_a_rank_which_agrees_is_told_so_at_once) {
+  for (const uint32_t node_size : {0u, 1u, 2u}) {
+    const uint32_t ranks_per_process = std::max(node_size, 1u);
+    Group group(
+        {.num_processes = 2, .ranks_per_process = ranks_per_process, .node_size = node_size});
+    group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+    group.sessions[1]->BeginToAgree();
+    const Status status = CallOnce(*group.sessions[0]);
+    EXPECT_TRUE(Contains(status.message(), " says that the processes of the group agree anew"))
+        << status.message();
+    EXPECT_EQ(group.sessions[0]->failure().blamed_rank(), FailureLatch::kAgreement);
+    group.OnAll([](Session& session) { session.Close(); });
+  }
+}
+
+// The others' call is under way when one of them, which has taken its part in it, agrees.
+TEST(Session, a_call_that_a_rank_which_agrees_has_taken_part_in_ends) {
+  for (const uint32_t node_size : {0u, 1u}) {
+    Group group({.num_processes = 3, .node_size = node_size});
+    group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+    PlanCall first(3), second(3);
+    first.Enqueue(*group.sessions[0], /*device=*/0);
+    second.Enqueue(*group.sessions[1], /*device=*/1);
+    group.sessions[0]->BeginToAgree();
+    group.sessions[1]->BeginToAgree();
+    std::this_thread::sleep_for(milliseconds(300));  // rounds of the monitors
+    Group::Expect(CallOnce(*group.sessions[2]));
+    Group::Expect(first.Wait());
+    Group::Expect(second.Wait());
+    group.OnAll([](Session& session) { session.Close(); });
+    for (const auto& session : group.sessions) EXPECT_EQ(session->FailureText(), "");
+  }
+}
+
 TEST(Session, a_call_on_some_ranks_of_a_process_ends_with_its_close) {
   Group group({.ranks_per_process = 2, .peer_timeout = milliseconds(300)});
   PlanCall call(2);
