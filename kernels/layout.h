@@ -77,14 +77,17 @@ enum class Departure : uint64_t {
 };
 
 // What a rank leaves in the heap of each node-mate, and in that of one rank of each process of
-// other nodes, before the barrier of its close, or as soon as it agrees. Travels as one write.
+// other nodes, before the barrier of its close. Travels as one write.
 struct Farewell {
   std::atomic<uint64_t> num_calls;  // calls that it took part in; it takes part in no other
   std::atomic<Departure> departure;
 };
-// In num_calls: of a rank that agrees. No barrier comes behind it, so this word says all of it.
-inline constexpr uint64_t kFarewellAgrees = uint64_t{1} << 63;
-static_assert(sizeof(Farewell) == 16, "a farewell is one unit of a command");
+// Likewise, as soon as it agrees. No barrier comes behind it: one word says all of it.
+struct Agreement {
+  std::atomic<uint64_t> num_calls_plus_1;  // 0: it does not agree
+  uint64_t unused;
+};
+static_assert(sizeof(Farewell) == 16 && sizeof(Agreement) == 16, "each is one unit of a command");
 
 // First bytes of every heap. Zero-initialised memory is a valid start. kernels and xla_ffi use it;
 // the proxy gets pointers into it.
@@ -169,6 +172,7 @@ struct HeapLayout {
   uint32_t ll_slots = 0;           // min(N, K): partials of a token (LlSlot)
   uint64_t flags_offset = 0;       // u64 [kNumChannels][N]
   uint64_t farewells_offset = 0;   // Farewell [N]
+  uint64_t agreements_offset = 0;  // Agreement [N]
   HeapArea dispatch_published;     // PublishedBuffers
   HeapArea combine_published;      // PublishedBuffers
   uint64_t plan_counts_bytes = 0;  // of {i32 num_locally_dropped, 3 * i32 unused, i32 counts[E]}
@@ -204,6 +208,9 @@ struct HeapLayout {
   constexpr uint64_t farewell_offset(uint32_t source) const {
     return farewells_offset + source * sizeof(Farewell);
   }
+  constexpr uint64_t agreement_offset(uint32_t source) const {
+    return agreements_offset + source * sizeof(Agreement);
+  }
 
   static constexpr HeapLayout Make(const GroupShape& shape);
 };
@@ -237,6 +244,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
   take(sizeof(ControlBlock));
   layout.flags_offset = take(kNumChannels * num_ranks * sizeof(uint64_t));
   layout.farewells_offset = take(num_ranks * sizeof(Farewell));
+  layout.agreements_offset = take(num_ranks * sizeof(Agreement));
   layout.dispatch_published = take_area(depth, 1, sizeof(PublishedBuffers));
   layout.combine_published = take_area(depth, 1, sizeof(PublishedBuffers));
   layout.plan_counts_bytes =

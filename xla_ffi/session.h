@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -108,11 +109,11 @@ class Session {
   Status AwaitQuiet(uint64_t epoch, const Deadline& deadline) const;
   Status AwaitBarrierOf(const Member& member, uint32_t peer, uint64_t epoch,
                         std::chrono::nanoseconds limit, const Deadline& deadline) const;
-  Farewell& FarewellOf(std::byte* heap, uint32_t source) const;
   // Ends the calls that were taken; takes no other.
   Status EndCalls();
-  // Leaves the farewell of a rank with all others; num_calls as it has it.
-  Status LeaveFarewell(const Member& member, uint64_t num_calls, Departure departure);
+  // Of a local rank: writes kWireUnitBytes at `offset` of all heaps that farewells go to.
+  Status LeaveWithAll(const Member& member, uint64_t offset,
+                      const std::function<void(std::byte*)>& write) const;
   // Writes this process's farewells and waits for those of the others.
   Status SayGoodbye(Departure departure);
   // For the monitor: fails the group if a call needs a rank that has said good-bye.
@@ -144,6 +145,7 @@ class Session {
   PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;
+  std::atomic<bool> agrees_{false};      // BeginToAgree was called
   std::atomic<bool> is_leaving_{false};  // publishes last_failure_
   std::vector<FlowStats> last_flows_;
 };

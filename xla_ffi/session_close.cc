@@ -1,5 +1,6 @@
 // The end of a session: calls end, ranks say good-bye, everything is given back.
 #include <algorithm>
+#include <ranges>
 #include <thread>
 
 #include "proxy/base/log.h"
@@ -22,10 +23,6 @@ Session::~Session() {
   }
 }
 
-Farewell& Session::FarewellOf(std::byte* heap, uint32_t source) const {
-  return *reinterpret_cast<Farewell*>(heap + layout_.farewell_offset(source));
-}
-
 void Session::CheckFarewells() const {
   const uint64_t epoch = barrier_epoch_.load(std::memory_order_acquire);
   for (const auto& member : members_) {
@@ -41,19 +38,24 @@ void Session::CheckFarewells() const {
         heap = lead->second.member->heap.bytes().data();
         source = lead->second.peer;
       }
+      const auto misses = [&](uint64_t num_calls, Departure departure) {
+        if (needed <= num_calls) return false;
+        Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure);
+        failure_->Set(std::move(left.status), left.blamed);
+        return true;
+      };
+      const auto* const agreement =
+          reinterpret_cast<const Agreement*>(heap + layout_.agreement_offset(peer));
+      const uint64_t agreed = agreement->num_calls_plus_1.load(std::memory_order_relaxed);
+      if (agreed != 0 && misses(agreed - 1, Departure::kAgrees)) return;
       // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
       // it wrote before.
       const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, source);
-      const bool is_closing = flag.load(std::memory_order_acquire) > epoch;
-      const Farewell& farewell = FarewellOf(heap, peer);
-      const uint64_t num_calls = farewell.num_calls.load(std::memory_order_relaxed);
-      const bool agrees = (num_calls & kFarewellAgrees) != 0;
-      if ((!is_closing && !agrees) || needed <= (num_calls & ~kFarewellAgrees)) continue;
-      const Departure departure =
-          agrees ? Departure::kAgrees : farewell.departure.load(std::memory_order_relaxed);
-      Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure);
-      failure_->Set(std::move(left.status), left.blamed);
-      return;
+      if (flag.load(std::memory_order_acquire) <= epoch) continue;
+      const auto* const farewell =
+          reinterpret_cast<const Farewell*>(heap + layout_.farewell_offset(peer));
+      const Departure departure = farewell->departure.load(std::memory_order_relaxed);
+      if (misses(farewell->num_calls.load(std::memory_order_relaxed), departure)) return;
     }
   }
 }
@@ -92,27 +94,23 @@ Status Session::EndCalls() {
   return failure_->status();
 }
 
-Status Session::LeaveFarewell(const Member& member, uint64_t num_calls, Departure departure) {
-  const Rank& rank = member.executor->rank();
-  const auto leave_in = [&](std::byte* heap) {
-    Farewell& farewell = FarewellOf(heap, rank.rank);
-    farewell.departure.store(departure, std::memory_order_relaxed);
-    farewell.num_calls.store(num_calls, std::memory_order_release);
-  };
-  for (std::byte* heap : rank.heaps) {
-    if (heap != nullptr) leave_in(heap);
+Status Session::LeaveWithAll(const Member& member, uint64_t offset,
+                             const std::function<void(std::byte*)>& write) const {
+  for (std::byte* heap : member.executor->rank().heaps) {
+    if (heap != nullptr) write(heap + offset);
   }
-  // A lead passes on those of all ranks here. The barrier's signal, if one comes, is behind them.
-  for (const auto& [team_and_process, lead] : leads_) {
-    if (team_and_process.first != member.id.team) continue;
-    leave_in(lead.member->heap.bytes().data());
-    const uint64_t offset = layout_.farewell_offset(rank.rank);
+  // A lead passes on what all ranks here leave. The signal of a barrier comes behind it.
+  const auto is_of_team = [&](const auto& lead) { return lead.first.first == member.id.team; };
+  for (const auto& lead : leads_ | std::views::filter(is_of_team)) {
+    write(lead.second.member->heap.bytes().data() + offset);
+  }
+  for (const auto& [_, lead] : leads_ | std::views::filter(is_of_team)) {
     const Rank& from = lead.member->executor->rank();
     JAX_EP_RETURN_IF_ERROR(
         Push(from,
              Command{.op = Op::kWrite,
                      .dst_rank = lead.peer,
-                     .length_bytes = sizeof(Farewell),
+                     .length_bytes = kWireUnitBytes,
                      .local_offset = offset,
                      .remote_offset = offset,
                      .channel = Channel::kBarrier,
@@ -125,20 +123,31 @@ Status Session::LeaveFarewell(const Member& member, uint64_t num_calls, Departur
 
 void Session::BeginToAgree() {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  if (!lease || !started_ || failure_->failed()) return;
+  // A second time would write what a proxy may be reading.
+  if (!lease || !started_ || failure_->failed() || agrees_.exchange(true)) return;
   monitor_->ShowAgreement();
   for (const auto& member : members_) {
-    const uint64_t num_calls = member->executor->num_enqueued() | kFarewellAgrees;
-    if (const Status left = LeaveFarewell(*member, num_calls, Departure::kAgrees); !left.ok()) {
-      LogWarning("group " + options_.name + ": agree: the others were not told: " + left.message());
-      return;
-    }
+    const uint64_t num_calls = member->executor->num_enqueued();
+    const Status told = LeaveWithAll(
+        *member, layout_.agreement_offset(member->id.rank), [num_calls](std::byte* place) {
+          auto* const agreement = reinterpret_cast<Agreement*>(place);
+          agreement->num_calls_plus_1.store(num_calls + 1, std::memory_order_relaxed);
+        });
+    if (told.ok()) continue;
+    LogWarning("group " + options_.name + ": agree: the others were not told: " + told.message());
+    return;
   }
 }
 
 Status Session::SayGoodbye(Departure departure) {
   for (const auto& member : members_) {
-    JAX_EP_RETURN_IF_ERROR(LeaveFarewell(*member, member->executor->num_executed(), departure));
+    const uint64_t num_calls = member->executor->num_executed();
+    JAX_EP_RETURN_IF_ERROR(
+        LeaveWithAll(*member, layout_.farewell_offset(member->id.rank), [&](std::byte* place) {
+          auto* const farewell = reinterpret_cast<Farewell*>(place);
+          farewell->num_calls.store(num_calls, std::memory_order_relaxed);
+          farewell->departure.store(departure, std::memory_order_relaxed);
+        }));
   }
   monitor_->Leave(departure);
   // A program that has failed or ended is not to linger; who misses it here is told by the
