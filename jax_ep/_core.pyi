@@ -114,7 +114,7 @@ class Session:
         """The first failure, or an empty string."""
 
     def blamed_rank(self) -> int:
-        """Of the first failure, in a group of one team; -1: nobody."""
+        """Of the first failure, in a group of one team; negative: nobody."""
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""
@@ -195,7 +195,7 @@ class GpuSession:
         """The first failure, or an empty string."""
 
     def blamed_rank(self) -> int:
-        """Of the first failure, in a group of one team; -1: nobody."""
+        """Of the first failure, in a group of one team; negative: nobody."""
 
     def rank_stats(self) -> list[dict[str, Any]]:
         """Counters of each local rank."""

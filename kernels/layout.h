@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "kernels/rounds.h"
 #include "proxy/abi/activity.h"
@@ -65,7 +66,7 @@ enum class MemberState : uint64_t {
   kRunning = 0,
   kFailed = 1,
   kClosed = 2,
-  kAgrees = 3,  // anew with the others on who takes part (FailureLatch::kAgreement)
+  kAgrees = 3,  // it agrees, or knows that others do (FailureLatch::kAgreement)
 };
 inline constexpr uint64_t kFailureTextBytes = 1000;
 
@@ -82,10 +83,22 @@ struct Farewell {
   std::atomic<uint64_t> num_calls;  // calls that it took part in; it takes part in no other
   std::atomic<Departure> departure;
 };
-// Likewise, as soon as it agrees. No barrier comes behind it: one word says all of it.
+// Likewise, as soon as it agrees. No barrier comes behind it, so it says itself whether it is
+// whole.
 struct Agreement {
-  std::atomic<uint64_t> num_calls_plus_1;  // 0: it does not agree
-  uint64_t unused;
+  std::atomic<uint64_t> num_calls;      // as above
+  std::atomic<uint64_t> not_num_calls;  // ~num_calls
+
+  void Set(uint64_t value) {
+    num_calls.store(value, std::memory_order_relaxed);
+    not_num_calls.store(~value, std::memory_order_relaxed);
+  }
+  // nullopt: it does not agree.
+  std::optional<uint64_t> Get() const {
+    const uint64_t value = num_calls.load(std::memory_order_relaxed);
+    if (not_num_calls.load(std::memory_order_relaxed) != ~value) return std::nullopt;
+    return value;
+  }
 };
 static_assert(sizeof(Farewell) == 16 && sizeof(Agreement) == 16, "each is one unit of a command");
 

@@ -137,7 +137,8 @@ class PySessionOf {
   void EndToAgree() {
     if (session_->lifecycle().is_forked()) return;
     session_->failure().Set(
-        FailedPrecondition("group " + session_->options().name + ": this process called agree"),
+        FailedPrecondition("group " + session_->options().name +
+                           ": this process called agree, which has not ended well; call it again"),
         FailureLatch::kAgreement);
     Close(/*program_ended=*/false);
   }
@@ -187,7 +188,7 @@ class PySessionOf {
              nanobind::call_guard<nanobind::gil_scoped_release>(),
              "The first failure, or an empty string.")
         .def("blamed_rank", &PySessionOf::BlamedRank,
-             "Of the first failure, in a group of one team; -1: nobody.")
+             "Of the first failure, in a group of one team; negative: nobody.")
         .def("rank_stats", &PySessionOf::RankStats,
              nanobind::sig("def rank_stats(self) -> list[dict[str, typing.Any]]"),
              "Counters of each local rank.")

@@ -76,6 +76,9 @@ Monitor::~Monitor() { Stop(); }
 
 void Monitor::Leave(Departure departure) {
   has_left_.store(true, std::memory_order_release);
+  const bool has_agreed = shows_agreement_.load(std::memory_order_relaxed) &&
+                          failure_->blamed_rank() == FailureLatch::kAgreement;
+  if (has_agreed) departure = Departure::kAgrees;
   for (ControlBlock* const control : options_.own) {
     control->departure.store(departure, std::memory_order_relaxed);
     MemberState running = MemberState::kRunning;
@@ -86,6 +89,7 @@ void Monitor::Leave(Departure departure) {
 }
 
 void Monitor::ShowAgreement() {
+  shows_agreement_.store(true, std::memory_order_relaxed);
   for (ControlBlock* const control : options_.own) {
     control->departure.store(Departure::kAgrees, std::memory_order_relaxed);
   }

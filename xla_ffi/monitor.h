@@ -55,7 +55,8 @@ class Monitor {
   // Shows the mates that this process's ranks leave in peace; heartbeats go on until Stop. What
   // fails from here on is no longer shown to them.
   void Leave(Departure departure);
-  // Shows the mates, for their reports, that this process agrees; all else goes on.
+  // Shows the mates, for their reports, that this process agrees; all else goes on. If that is what
+  // ends the session, Leave says so, whatever it is given.
   void ShowAgreement();
   // Leave, or shows the failure, and joins. Idempotent.
   void Stop();
@@ -75,6 +76,7 @@ class Monitor {
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
   std::atomic<bool> has_left_{false};
+  std::atomic<bool> shows_agreement_{false};
   bool published_ = false;
   std::thread thread_;
 };

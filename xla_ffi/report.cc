@@ -47,7 +47,7 @@ std::string Untaken(const RankView& rank) {
 
 // It has said good-bye, and waits for nobody any more.
 bool HasLeft(const RankView& rank) {
-  return rank.state == MemberState::kClosed && rank.phase != Phase::kAwaitsBarrier;
+  return rank.state == MemberState::kClosed && !rank.agrees && rank.phase != Phase::kAwaitsBarrier;
 }
 
 bool IsSilent(const RankView& rank, uint64_t now_ns) {
@@ -102,8 +102,7 @@ RankView ViewOf(const ControlBlock& control,
   RankView view{.is_visible = true};
   const auto of = [](const auto& word) { return word.load(std::memory_order_relaxed); };
   view.state = control.state.load(std::memory_order_acquire);
-  view.agrees = view.state == MemberState::kAgrees || (view.state == MemberState::kRunning &&
-                                                       of(control.departure) == Departure::kAgrees);
+  view.agrees = view.state != MemberState::kFailed && of(control.departure) == Departure::kAgrees;
   view.num_calls = of(seen.num_calls);
   view.num_enqueued = of(seen.num_enqueued);
   view.phase = of(seen.phase);
@@ -177,6 +176,9 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
     if (rank.agrees) {
       return found("its process agrees anew with the others on who takes part (group.agree)");
     }
+    if (rank.state == MemberState::kAgrees) {
+      return found("its process was told that others agree anew, and has not called group.agree");
+    }
     if (!seen.insert(at).second) {
       // They do, if what one of them has sent does not leave.
       for (const uint32_t member : seen) {
@@ -230,7 +232,11 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
       continue;
     }
     if (rank.state == MemberState::kFailed) out += "FAILED, ";
-    if (rank.agrees) out += "in group.agree, ";
+    if (rank.agrees) {
+      out += "in group.agree, ";
+    } else if (rank.state == MemberState::kAgrees) {
+      out += "told to call group.agree, ";
+    }
     if (HasLeft(rank)) out += "has closed the group, ";
     if (IsSilent(rank, now_ns)) {
       out += "SILENT for " + Seconds(Since(rank.beat_ns, now_ns)) + ", ";

@@ -26,7 +26,7 @@ struct RankView {
   // not what a graph replays.
   bool on_gpu = false;
   MemberState state = MemberState::kRunning;
-  bool agrees = false;  // its process is in Group.agree
+  bool agrees = false;  // its process has called Group.agree
   // Copies of what its Activity said.
   uint64_t num_calls = 0, num_enqueued = 0;
   Phase phase = Phase::kBetweenCalls;

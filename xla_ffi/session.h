@@ -57,7 +57,8 @@ class Session {
   void Close(Departure departure = Departure::kClosed);
   // Tells the others that this process's ranks take part in no call beyond those that XLA has
   // handed over: a process that needs one fails at once, and is told to agree, too. This session
-  // goes on until it is closed. Nothing if it has failed.
+  // goes on until it is closed. Nothing if it has failed. Waits for room in rings, at most for
+  // peer_timeout. Not beside Close.
   void BeginToAgree();
 
   // Held by who uses an Executor of this session.
@@ -113,7 +114,7 @@ class Session {
   Status EndCalls();
   // Of a local rank: writes kWireUnitBytes at `offset` of all heaps that farewells go to.
   Status LeaveWithAll(const Member& member, uint64_t offset,
-                      const std::function<void(std::byte*)>& write) const;
+                      const std::function<void(std::byte*)>& write, const Deadline& deadline) const;
   // Writes this process's farewells and waits for those of the others.
   Status SayGoodbye(Departure departure);
   // For the monitor: fails the group if a call needs a rank that has said good-bye.

@@ -1,5 +1,6 @@
 // The end of a session: calls end, ranks say good-bye, everything is given back.
 #include <algorithm>
+#include <optional>
 #include <ranges>
 #include <thread>
 
@@ -44,18 +45,19 @@ void Session::CheckFarewells() const {
         failure_->Set(std::move(left.status), left.blamed);
         return true;
       };
-      const auto* const agreement =
-          reinterpret_cast<const Agreement*>(heap + layout_.agreement_offset(peer));
-      const uint64_t agreed = agreement->num_calls_plus_1.load(std::memory_order_relaxed);
-      if (agreed != 0 && misses(agreed - 1, Departure::kAgrees)) return;
       // A peer that is in a barrier ahead of this process is in its close. Acquire: publishes what
       // it wrote before.
       const auto& flag = layout_.FlagIn(heap, Channel::kBarrier, source);
-      if (flag.load(std::memory_order_acquire) <= epoch) continue;
-      const auto* const farewell =
-          reinterpret_cast<const Farewell*>(heap + layout_.farewell_offset(peer));
-      const Departure departure = farewell->departure.load(std::memory_order_relaxed);
-      if (misses(farewell->num_calls.load(std::memory_order_relaxed), departure)) return;
+      if (flag.load(std::memory_order_acquire) > epoch) {
+        const auto* const farewell =
+            reinterpret_cast<const Farewell*>(heap + layout_.farewell_offset(peer));
+        const Departure departure = farewell->departure.load(std::memory_order_relaxed);
+        if (misses(farewell->num_calls.load(std::memory_order_relaxed), departure)) return;
+      }
+      const auto* const agreement =
+          reinterpret_cast<const Agreement*>(heap + layout_.agreement_offset(peer));
+      const std::optional<uint64_t> num_calls = agreement->Get();
+      if (num_calls.has_value() && misses(*num_calls, Departure::kAgrees)) return;
     }
   }
 }
@@ -95,7 +97,8 @@ Status Session::EndCalls() {
 }
 
 Status Session::LeaveWithAll(const Member& member, uint64_t offset,
-                             const std::function<void(std::byte*)>& write) const {
+                             const std::function<void(std::byte*)>& write,
+                             const Deadline& deadline) const {
   for (std::byte* heap : member.executor->rank().heaps) {
     if (heap != nullptr) write(heap + offset);
   }
@@ -115,7 +118,7 @@ Status Session::LeaveWithAll(const Member& member, uint64_t offset,
                      .remote_offset = offset,
                      .channel = Channel::kBarrier,
                      .epoch = barrier_epoch_.load(std::memory_order_relaxed) + 1},
-             Deadline::After(options_.timeout)));
+             deadline));
     from.proxy->Kick();
   }
   return Status::Ok();
@@ -123,16 +126,16 @@ Status Session::LeaveWithAll(const Member& member, uint64_t offset,
 
 void Session::BeginToAgree() {
   const Lifecycle::Lease lease = lifecycle_.Enter();
-  // A second time would write what a proxy may be reading.
-  if (!lease || !started_ || failure_->failed() || agrees_.exchange(true)) return;
+  if (!lease || !lifecycle_.is_open() || !started_ || failure_->failed()) return;
+  if (agrees_.exchange(true)) return;  // a proxy may be reading what is written below
+  const Deadline deadline = Deadline::After(std::min(options_.peer_timeout, options_.timeout));
   monitor_->ShowAgreement();
   for (const auto& member : members_) {
     const uint64_t num_calls = member->executor->num_enqueued();
     const Status told = LeaveWithAll(
-        *member, layout_.agreement_offset(member->id.rank), [num_calls](std::byte* place) {
-          auto* const agreement = reinterpret_cast<Agreement*>(place);
-          agreement->num_calls_plus_1.store(num_calls + 1, std::memory_order_relaxed);
-        });
+        *member, layout_.agreement_offset(member->id.rank),
+        [num_calls](std::byte* place) { reinterpret_cast<Agreement*>(place)->Set(num_calls); },
+        deadline);
     if (told.ok()) continue;
     LogWarning("group " + options_.name + ": agree: the others were not told: " + told.message());
     return;
@@ -140,14 +143,17 @@ void Session::BeginToAgree() {
 }
 
 Status Session::SayGoodbye(Departure departure) {
+  const Deadline deadline = Deadline::After(options_.timeout);
   for (const auto& member : members_) {
     const uint64_t num_calls = member->executor->num_executed();
-    JAX_EP_RETURN_IF_ERROR(
-        LeaveWithAll(*member, layout_.farewell_offset(member->id.rank), [&](std::byte* place) {
+    JAX_EP_RETURN_IF_ERROR(LeaveWithAll(
+        *member, layout_.farewell_offset(member->id.rank),
+        [&](std::byte* place) {
           auto* const farewell = reinterpret_cast<Farewell*>(place);
           farewell->num_calls.store(num_calls, std::memory_order_relaxed);
           farewell->departure.store(departure, std::memory_order_relaxed);
-        }));
+        },
+        deadline));
   }
   monitor_->Leave(departure);
   // A program that has failed or ended is not to linger; who misses it here is told by the

@@ -136,9 +136,10 @@ class NativeSession:
             try:
                 lost = losses(failure, int(self._session.blamed_rank()))
                 self._session = self._elastic.agree(deadline, lost, end_session)
-            except LeftOutError as error:
-                end_session()
-                self._left_out = str(error)
+            except BaseException as error:
+                end_session()  # the others were told
+                if isinstance(error, LeftOutError):
+                    self._left_out = str(error)
                 raise
             finally:
                 if end.ident:

@@ -288,6 +288,40 @@ def test_several_teams_are_refused() -> None:
         dataclasses.replace(CASE.config(), elastic=1)
 
 
+def test_an_agreement_that_is_interrupted_ends_the_calls_until_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others were told that this process takes part in no further call: it is to hold here, too."""
+    group = elastic_group(CASE, "native")
+    inputs = inputs_of(CASE)
+
+    def layer(x: Array, ids: Array) -> Any:
+        recv = jax_ep.dispatch(group, x, ids)
+        return jax_ep.combine(group, recv.x, recv.plan, None)
+
+    program = per_rank(group, layer)
+
+    def call() -> Any:
+        return jax.device_get(program(*put(group, (inputs.x, inputs.ids))))
+
+    before = call()
+    assert group._native is not None
+    with monkeypatch.context() as patch:
+
+        def interrupt(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        patch.setattr(group._native._elastic, "agree", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            group.agree()
+    with pytest.raises(RuntimeError, match="called agree, which has not ended well; call it again"):
+        group.check()
+    with pytest.raises((RuntimeError, ValueError)):
+        call()
+    np.testing.assert_array_equal(group.agree(), [1, 1, 1, 1])
+    np.testing.assert_array_equal(call(), before)
+
+
 def test_a_mask_that_was_not_agreed_fails_the_call_and_the_next_agreement_repairs_it() -> None:
     group = elastic_group(CASE, "native")
     inputs = inputs_of(CASE)

@@ -49,6 +49,10 @@ TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
             "group test: rank 1 says that the processes of the group agree anew on who takes part; "
             "call group.agree in this process, too");
   EXPECT_EQ(failure.blamed_rank(), FailureLatch::kAgreement);
+  // Also if it leaves at once.
+  monitor_of_mate->ShowAgreement();
+  monitor_of_mate->Leave(Departure::kClosed);
+  EXPECT_EQ(control->departure.load(std::memory_order_relaxed), Departure::kAgrees);
 }
 
 // It ended the process. Its mates must hear of it all the same, and not take it for dead.

@@ -158,6 +158,21 @@ TEST(FindCulprit, names_a_circle) {
   EXPECT_NE(MustFind(team).why.find("wait for each other in a circle"), std::string::npos);
 }
 
+TEST(ViewOf, tells_who_agrees_from_who_was_told_only) {
+  const auto agrees = [](MemberState state, Departure departure) {
+    ControlBlock control{};
+    control.departure.store(departure, std::memory_order_relaxed);
+    control.state.store(state, std::memory_order_release);
+    return ViewOf(control, [](Channel, uint32_t) { return uint64_t{0}; }).agrees;
+  };
+  EXPECT_TRUE(agrees(MemberState::kRunning, Departure::kAgrees));
+  EXPECT_TRUE(agrees(MemberState::kAgrees, Departure::kAgrees));
+  EXPECT_TRUE(agrees(MemberState::kClosed, Departure::kAgrees));  // for its next session
+  EXPECT_FALSE(agrees(MemberState::kAgrees, Departure::kClosed));
+  EXPECT_FALSE(agrees(MemberState::kFailed, Departure::kAgrees));
+  EXPECT_FALSE(agrees(MemberState::kRunning, Departure::kClosed));
+}
+
 TEST(FindCulprit, stops_at_who_is_silent_has_failed_or_left) {
   TeamView team = FourRanks();
   LetWait(team, 0, 1, 6);
@@ -169,6 +184,10 @@ TEST(FindCulprit, stops_at_who_is_silent_has_failed_or_left) {
   };
   team.ranks[1].agrees = true;
   expect("its process agrees anew with the others");
+  team.ranks[1].agrees = false;
+  team.ranks[1].state = MemberState::kAgrees;
+  expect("was told that others agree anew, and has not called group.agree");
+  team.ranks[1].state = MemberState::kRunning;
   team.ranks[1].beat_ns = kNow - 5 * kSecond;
   expect("silent for 5.0 s");
   team.ranks[1].state = MemberState::kFailed;
