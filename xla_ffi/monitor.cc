@@ -76,11 +76,13 @@ Monitor::~Monitor() { Stop(); }
 
 void Monitor::Leave(Departure departure) {
   has_left_.store(true, std::memory_order_release);
-  const bool has_agreed = shows_agreement_.load(std::memory_order_relaxed) &&
-                          failure_->blamed_rank() == FailureLatch::kAgreement;
-  if (has_agreed) departure = Departure::kAgrees;
+  const bool ends_to_agree = failure_->blamed_rank() == FailureLatch::kAgreement;
   for (ControlBlock* const control : options_.own) {
-    control->departure.store(departure, std::memory_order_relaxed);
+    const bool shows_agreement =
+        control->departure.load(std::memory_order_relaxed) == Departure::kAgrees;
+    if (!ends_to_agree || !shows_agreement) {
+      control->departure.store(departure, std::memory_order_relaxed);
+    }
     MemberState running = MemberState::kRunning;
     // Release: publishes the departure.
     control->state.compare_exchange_strong(running, MemberState::kClosed, std::memory_order_release,
@@ -88,11 +90,13 @@ void Monitor::Leave(Departure departure) {
   }
 }
 
-void Monitor::ShowAgreement() {
-  shows_agreement_.store(true, std::memory_order_relaxed);
+bool Monitor::ShowAgreement() {
+  bool is_new = false;
   for (ControlBlock* const control : options_.own) {
-    control->departure.store(Departure::kAgrees, std::memory_order_relaxed);
+    is_new |= control->departure.exchange(Departure::kAgrees, std::memory_order_relaxed) !=
+              Departure::kAgrees;
   }
+  return is_new;
 }
 
 void Monitor::Stop() {

@@ -56,8 +56,8 @@ class Monitor {
   // fails from here on is no longer shown to them.
   void Leave(Departure departure);
   // Shows the mates, for their reports, that this process agrees; all else goes on. If that is what
-  // ends the session, Leave says so, whatever it is given.
-  void ShowAgreement();
+  // ends the session, Leave says so, whatever it is given. False: they have been shown before.
+  bool ShowAgreement();
   // Leave, or shows the failure, and joins. Idempotent.
   void Stop();
 
@@ -76,7 +76,6 @@ class Monitor {
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
   std::atomic<bool> has_left_{false};
-  std::atomic<bool> shows_agreement_{false};
   bool published_ = false;
   std::thread thread_;
 };

@@ -146,7 +146,6 @@ class Session {
   PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;
-  std::atomic<bool> agrees_{false};      // BeginToAgree was called
   std::atomic<bool> is_leaving_{false};  // publishes last_failure_
   std::vector<FlowStats> last_flows_;
 };

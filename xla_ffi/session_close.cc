@@ -127,9 +127,8 @@ Status Session::LeaveWithAll(const Member& member, uint64_t offset,
 void Session::BeginToAgree() {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   if (!lease || !lifecycle_.is_open() || !started_ || failure_->failed()) return;
-  if (agrees_.exchange(true)) return;  // a proxy may be reading what is written below
+  if (!monitor_->ShowAgreement()) return;  // a proxy may be reading what is written below
   const Deadline deadline = Deadline::After(std::min(options_.peer_timeout, options_.timeout));
-  monitor_->ShowAgreement();
   for (const auto& member : members_) {
     const uint64_t num_calls = member->executor->num_enqueued();
     const Status told = LeaveWithAll(

@@ -115,25 +115,26 @@ class NativeSession:
         """As `Group.agree`; None if the group is not elastic."""
         if self._elastic is None:
             return None
+        self._refuse_in_child("agree")  # before the lock, which another thread had at the fork
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._close_lock:
-            if self.closed or self._left_out:
+            if self._closed or self._left_out:
                 raise RuntimeError(self._trouble())
             self._await_executions(deadline)
             failure = str(self._session.failure_text())
             end = threading.Thread(target=self._session.end_to_agree, name="jax_ep-agree")
-            if failure:  # nobody needs it any more, and a proxy may take seconds to stop
-                end.start()
-            else:
-                self._session.begin_to_agree()
 
             def end_session() -> None:
-                if not failure and not end.ident:
+                if not end.ident:
                     end.start()
                 end.join()
 
             try:
+                if failure:  # nobody needs it any more, and a proxy may take seconds to stop
+                    end.start()
+                else:
+                    self._session.begin_to_agree()
                 lost = losses(failure, int(self._session.blamed_rank()))
                 self._session = self._elastic.agree(deadline, lost, end_session)
             except BaseException as error:
@@ -141,18 +142,23 @@ class NativeSession:
                 if isinstance(error, LeftOutError):
                     self._left_out = str(error)
                 raise
-            finally:
-                if end.ident:
-                    end.join()
             return self.active
 
     def readmit(self, rank: int, timeout_s: float | None) -> None:
         """As `Group.readmit`."""
         assert self._elastic is not None
-        if self.closed or self._left_out:
+        self._refuse_in_child("readmit")
+        if self._closed or self._left_out:
             raise RuntimeError(self._trouble())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._elastic.readmit(rank, time.monotonic() + limit_s)
+
+    def _refuse_in_child(self, call: str) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"group {self.name}: {call}: this process was forked from the group's, which it is "
+                "no part of; call it in the parent"
+            )
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from arrays import place
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -25,12 +26,7 @@ values = random.integers(-8, 8, (N * T, H)).astype(np.float32)
 experts = random.integers(0, 2 * N, (N * T, K)).astype(np.int32)
 
 
-def place(array):
-    sharding = NamedSharding(mesh, P("ep"))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-x, ids = place(values), place(experts)
+x, ids = place(values, mesh, P("ep")), place(experts, mesh, P("ep"))
 
 
 def lowered(first):

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import place
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -49,10 +50,7 @@ run = jax.jit(
 rng = np.random.default_rng(0)
 x = rng.standard_normal((N * T, H)).astype(np.float32)
 idx = rng.integers(0, 1 << 20, (N * T, K)).astype(np.int32)
-place = lambda a: jax.make_array_from_callback(  # noqa: E731
-    a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
-)
-x_dev, idx_dev = place(x), place(idx)
+x_dev, idx_dev = place(x, mesh, spec), place(idx, mesh, spec)
 results = [run(x_dev, idx_dev)[0] for _ in range(100)]
 for shard in results[-1].addressable_shards:
     np.testing.assert_allclose(np.asarray(shard.data), x[shard.index] * K * 18, rtol=1e-5)

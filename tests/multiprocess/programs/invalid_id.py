@@ -5,18 +5,14 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from arrays import place
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
 
 mesh = Mesh(np.array(jax.devices()), ("ep",))
 TOKENS, HIDDEN = 4, 8
-
-
-def array(whole):
-    sharding = NamedSharding(mesh, P("ep"))
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
 def attempt(name, implementation, mode, node_size):
@@ -36,12 +32,12 @@ def attempt(name, implementation, mode, node_size):
             return jax_ep.combine(group, recv.x, recv)
 
         step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-        x = array(np.ones((mesh.size * TOKENS, HIDDEN), np.float32))
+        x = place(np.ones((mesh.size * TOKENS, HIDDEN), np.float32), mesh, P("ep"))
         ids = np.zeros((mesh.size * TOKENS, 1), np.int32)
-        jax.block_until_ready(step(x, array(ids)))
+        jax.block_until_ready(step(x, place(ids, mesh, P("ep"))))
         ids[2 * TOKENS] = 99
         start = time.monotonic()
-        for shard in step(x, array(ids)).addressable_shards:
+        for shard in step(x, place(ids, mesh, P("ep"))).addressable_shards:
             rank = shard.index[0].start // TOKENS
             try:
                 jax.block_until_ready(shard.data)

@@ -15,6 +15,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import place
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -72,10 +73,7 @@ def make(devices, teams=1):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((n * T, H)).astype(np.float32)
     idx = rng.integers(0, 2 * n // teams, (n * T, K)).astype(np.int32)
-    place = lambda a: jax.make_array_from_callback(  # noqa: E731
-        a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
-    )
-    x_dev, idx_dev = place(x), place(idx)
+    x_dev, idx_dev = place(x, mesh, spec), place(idx, mesh, spec)
 
     def check():
         out = run(x_dev, idx_dev)

@@ -14,7 +14,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from arrays import place
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -64,11 +65,6 @@ step = jax.jit(
 )
 
 
-def place(array, spec):
-    sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
 # What FP8 keeps exactly: four bits, and a power of two for each row.
 x = np.arange(ranks * T * H, dtype=np.float32).reshape(-1, H) % 15 + 1
 x *= 2.0 ** np.arange(len(x), dtype=np.float32)[:, None]
@@ -77,7 +73,7 @@ ids = np.stack([np.arange(ranks * T), np.arange(ranks * T) + 1], 1).astype(np.in
 
 def check(active):
     """One step, against what it should give."""
-    out = step(place(x, ep), place(ids, ep), place(active, P()))
+    out = step(place(x, mesh, ep), place(ids, mesh, ep), place(active, mesh, P()))
     mine = slice(me * T, (me + 1) * T)
     reached = active[ids[mine]] != 0
     scale = (reached * (ids[mine] + 1)).sum(1) / reached.sum(1)

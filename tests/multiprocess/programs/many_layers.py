@@ -9,6 +9,7 @@ import argparse
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import place
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -61,10 +62,7 @@ run = jax.jit(
 rng = np.random.default_rng(0)
 x = rng.standard_normal((N * T, H)).astype(np.float32)
 idx = rng.integers(0, 2 * N, (N * T, K)).astype(np.int32)
-place = lambda a: jax.make_array_from_callback(  # noqa: E731
-    a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
-)
-x_dev, idx_dev = place(x), place(idx)
+x_dev, idx_dev = place(x, mesh, spec), place(idx, mesh, spec)
 results = [run(x_dev, idx_dev) for _ in range(args.executions)]
 # Identity experts with scale s: every token comes back K * s times.
 want = x * K * sum(range(1, args.layers + 1))

@@ -5,7 +5,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from arrays import place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -21,16 +21,12 @@ with jax_ep.create_group(mesh, "ep", config) as group:
     ids = (np.arange(tokens * ranks)[:, None] + np.array([1, 5])) % ranks
     x = np.arange(tokens * ranks * 16, dtype=np.float32).reshape(-1, 16) % 32
 
-    def put(array):
-        sharding = NamedSharding(mesh, P("ep"))
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
     def layer(x, ids):
         recv = jax_ep.dispatch(group, x, ids)
         return jax_ep.combine(group, recv.x, recv)
 
     step = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-    out = step(put(x), put(ids.astype(np.int32)))
+    out = step(place(x, mesh, P("ep")), place(ids.astype(np.int32), mesh, P("ep")))
     for shard in out.addressable_shards:  # each token's row once from each of two experts
         np.testing.assert_array_equal(np.asarray(shard.data), 2 * x[shard.index])
 print("DONE yes", flush=True)

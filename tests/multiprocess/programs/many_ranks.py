@@ -11,6 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import place
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -91,16 +92,12 @@ def layers(mode):
     )
 
 
-def on_ranks(array):
-    sharding = jax.sharding.NamedSharding(mesh, P("ep"))
-    return jax.make_array_from_callback(array.shape, sharding, lambda i: array[i])
-
-
 for mode, tokens in (("ht", T), ("ll", min(T, 128))):
     rows = np.arange(N * T).reshape(N, T)[:, :tokens].reshape(-1)
     step = layers(mode)
     for _ in range(2):  # sets and flags are used again
-        outs = jax.block_until_ready(step(*(on_ranks(a[rows]) for a in (x, ids, weights))))
+        placed = [place(a[rows], mesh, P("ep")) for a in (x, ids, weights)]
+        outs = jax.block_until_ready(step(*placed))
     *results, dropped = outs
     for name, result in zip(("whole", "halves", "grad_x", "grad_w"), results, strict=True):
         for shard in result.addressable_shards:

@@ -1,7 +1,7 @@
 """A compiled dispatch and combine, for programs that need nothing else of a layer."""
 
 import jax
-from jax.sharding import NamedSharding
+from arrays import place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -19,9 +19,4 @@ def round_trip(mesh, group, mode="ht"):
         jax.shard_map(step, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
     )
 
-    def place(array):
-        return jax.make_array_from_callback(
-            array.shape, NamedSharding(mesh, spec), lambda index: array[index]
-        )
-
-    return lambda x, idx: run(place(x), place(idx))
+    return lambda x, idx: run(place(x, mesh, spec), place(idx, mesh, spec))

@@ -9,6 +9,7 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import place
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -125,14 +126,11 @@ def run_case(
         return recv.x, recv.weights, plan.recv_src, plan.group_sizes, extra, out, grads
 
     spec = P("ep")
-    place = lambda a: jax.make_array_from_callback(  # noqa: E731
-        a.shape, jax.sharding.NamedSharding(mesh, spec), lambda i: a[i]
-    )
     mapped = jax.shard_map(
         step, mesh=mesh, in_specs=(spec, spec, spec, P()), out_specs=spec, check_vma=False
     )
     run = programs.setdefault(name, jax.jit(mapped))
-    result = run(*map(place, (x, idx, weights)), np.ones(1, np.float32))
+    result = run(*(place(a, mesh, spec) for a in (x, idx, weights)), np.ones(1, np.float32))
     moves, sums = digests(result[:5], result[5:])
     if jax.process_index() == 0:
         print(f"case {node_size} {name} {moves} {sums}", flush=True)

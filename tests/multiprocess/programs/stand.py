@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from arrays import place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -31,11 +31,6 @@ config = jax_ep.Config(
 )
 
 
-def spread(array):
-    sharding = NamedSharding(mesh, P("ep"))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
 def stand(name):
     if jax.process_index() == 1:
         print("STANDS", name, flush=True)
@@ -48,8 +43,8 @@ def layer(x, ids):
     return jax_ep.combine(group, recv.x, recv)
 
 
-x = spread(np.ones((32, 16), np.float32))
-ids = spread(np.tile(np.array([[0, 5]], np.int32), (32, 1)))
+x = place(np.ones((32, 16), np.float32), mesh, P("ep"))
+ids = place(np.tile(np.array([[0, 5]], np.int32), (32, 1)), mesh, P("ep"))
 with jax_ep.create_group(mesh, "ep", config) as group:
     step = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     for number in range(4):

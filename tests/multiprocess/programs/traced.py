@@ -12,7 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from arrays import place
 from jax.sharding import PartitionSpec as P
 
 import jax_ep
@@ -28,13 +28,9 @@ mesh = jax.make_mesh((num_ranks,), ("ep",))
 rng = np.random.default_rng(0)
 
 
-def spread(array):
-    sharding = NamedSharding(mesh, P("ep"))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-x = spread(rng.standard_normal((num_ranks * TOKENS, HIDDEN)).astype(np.float32))
-ids = spread(rng.integers(0, EXPERTS, (num_ranks * TOKENS, TOP_K)).astype(np.int32))
+x = rng.standard_normal((num_ranks * TOKENS, HIDDEN)).astype(np.float32)
+ids = rng.integers(0, EXPERTS, (num_ranks * TOKENS, TOP_K)).astype(np.int32)
+x, ids = place(x, mesh, P("ep")), place(ids, mesh, P("ep"))
 
 for mode in ("ht", "ll"):
     config = jax_ep.Config(

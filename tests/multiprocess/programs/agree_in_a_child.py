@@ -1,0 +1,57 @@
+"""A forked child of process 1 calls agree. Prints what it is told, and that the group goes on."""
+
+import os
+import signal
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from meeting import meet
+from round_trip import round_trip
+
+import jax_ep
+
+T, H = 4, 16
+me, ranks = jax.process_index(), jax.device_count()
+mesh = Mesh(np.array(jax.devices()), ("ep",))
+config = jax_ep.Config(
+    num_experts=ranks,
+    top_k=1,
+    hidden=H,
+    max_tokens=T,
+    dtype=jnp.float32,
+    elastic=True,
+    timeout_s=20.0,
+)
+group = jax_ep.create_group(mesh, "ep", config)
+run = round_trip(mesh, group)
+x = np.arange(ranks * T * H, dtype=np.float32).reshape(-1, H)
+ids = np.arange(ranks * T, dtype=np.int32)[:, None] % ranks
+
+
+def check():
+    got = np.asarray(run(x, ids).addressable_shards[0].data)
+    assert np.array_equal(got, x[me * T : (me + 1) * T]), got
+
+
+check()
+if me == 1:
+    warnings.simplefilter("ignore")  # Python's and JAX's, of forks
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends it if it waits for anybody
+        try:
+            group.agree()
+        except RuntimeError as error:
+            print("told", error, flush=True)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    print("child", os.waitstatus_to_exitcode(status), flush=True)
+meet("forked")
+check()
+assert group.agree().tolist() == [1] * ranks, group.active
+check()
+group.close()
+print("went_on yes", flush=True)
