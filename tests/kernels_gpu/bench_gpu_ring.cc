@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "benchmarks/null_transport.h"
@@ -112,7 +113,7 @@ double MeasureRate(uint32_t num_rings, uint32_t num_threads) {
                         uint32_t) { return &flags[static_cast<uint32_t>(channel)]; },
             .ring_slots = kRingSlots};
         if (is_polled) endpoint.ring_memory = {rings[ring], CommandRing::BytesFor(kRingSlots)};
-        return proxy.AddEndpoint(endpoint).value();
+        return proxy.AddEndpoint(std::move(endpoint)).value();
       };
       const int mine = endpoint_of(*proxies[t], 0, 1 + i, true);
       const int other = endpoint_of(*others[t], 1 + i, 0, false);
