@@ -34,7 +34,7 @@ constexpr double SmsPerWire(RowWork work) {
     case RowWork::kStore:
       return 313.0 / 56;
     case RowWork::kSum:
-      return 313.0 / 71;
+      return 313.0 / 49;
     case RowWork::kWeight:
       break;
   }
@@ -47,6 +47,26 @@ constexpr double RowsOnTheWire(const GroupShape& shape, uint64_t num_tokens) {
   double misses = 1;  // chance that no expert of a token is here
   for (uint32_t k = 0; k < shape.top_k; ++k) misses *= 1 - 1.0 / shape.num_ranks;
   return static_cast<double>((shape.num_ranks - 1) * num_tokens) * (1 - misses);
+}
+
+// Rows of a token that a rank sums to one partial, if all ranks route uniformly and this one has
+// `num_rows`.
+constexpr double RowsOfPartial(const GroupShape& shape, uint64_t num_tokens, uint64_t num_rows) {
+  if (shape.num_ranks == 1 || num_tokens == 0) return 1;
+  const double per_peer = RowsOnTheWire(shape, num_tokens) / (shape.num_ranks - 1);
+  return std::max(static_cast<double>(num_rows) / (per_peer * shape.num_ranks), 1.0);
+}
+
+// Blocks of a combine that make partials before sums: those that fill the wire, whose reducers work
+// on `bytes_at_once` and add `bytes_in` for each byte of a partial; a quarter of the blocks at
+// least is for the sums. More of them make a combine slower, fewer let the wire wait: measured with
+// NVLink 4 (docs/performance.md), 12 of 28 KiB are best on four H200, whose partials have 2.2 rows,
+// and 22 on two, whose have 4.
+constexpr uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, double bytes_in) {
+  constexpr double kBytesThatFillTheWire = 12 * 28 * 1024, kBytesIn = 2.2;
+  const double that_fill = std::max(bytes_in / kBytesIn, 1.0) * kBytesThatFillTheWire /
+                           static_cast<double>(bytes_at_once);
+  return std::clamp(static_cast<uint32_t>(that_fill + 0.5), 1u, blocks - blocks / 4);
 }
 
 // Rows with a pair, if all ranks route uniformly.

@@ -59,6 +59,23 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
   EXPECT_EQ(SmsBetweenNodes(/*has_fast_wire=*/true), kMostSms);
 }
 
+// Two GPUs: partials have four rows, so blocks make half as many in a time as with four GPUs.
+TEST(SmBudget, MorePartialBlocksWherePartialsHaveMoreRows) {
+  constexpr uint64_t kBytesAtOnce = 28 << 10;
+  const auto blocks_of = [](uint32_t num_ranks, uint64_t num_rows, uint32_t blocks = 64) {
+    const double rows = RowsOfPartial(ShapeOf(num_ranks, num_ranks), kTokens, num_rows);
+    return PartialBlocks(blocks, kBytesAtOnce, rows);
+  };
+  EXPECT_EQ(blocks_of(4, 8 * kTokens), 12u);
+  EXPECT_EQ(blocks_of(2, 8 * kTokens), 22u);
+  EXPECT_EQ(blocks_of(2, 2 * kTokens), 12u);  // rank_major: a row each
+  EXPECT_EQ(blocks_of(16, 8 * kTokens), 12u);
+  EXPECT_EQ(blocks_of(2, 8 * kTokens, 24), 18u);
+  EXPECT_EQ(blocks_of(2, 8 * kTokens, 1), 1u);
+  EXPECT_EQ(blocks_of(1, 8 * kTokens), 12u);
+  EXPECT_EQ(RowsOfPartial(ShapeOf(2, 2), 0, 0), 1.0);
+}
+
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.
 TEST(SmBudget, OfRecordsGrowsWithWhatIsStored) {
   GroupShape shape = ShapeOf(4, 4);

@@ -41,13 +41,14 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
     return error;
   }
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
+  const int64_t mean_rows = MeanRows(shape, call.num_tokens, call.recv_rows);
   CombineKernelParams params{
       .device = rank.device,
       .layout = call.layout,
       .num_tokens = num_tokens,
       .num_chunks = static_cast<uint32_t>(DivideUp(num_tokens, kChunkTokens)),
-      .max_blocks = MostBlocks(rank, RowWork::kSum, call.num_tokens,
-                               MeanRows(shape, call.num_tokens, call.recv_rows)),
+      .max_blocks = MostBlocks(rank, RowWork::kSum, call.num_tokens, mean_rows),
+      .mean_rows = static_cast<uint64_t>(mean_rows),
       .rank_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,

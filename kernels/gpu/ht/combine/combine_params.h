@@ -16,7 +16,8 @@ struct CombineKernelParams {
   uint32_t num_chunks;  // of kChunkTokens
   uint32_t lag;         // chunks between a partial and its use; without bulk copies
   uint32_t max_blocks;
-  int32_t rank_rows;  // slots of one rank in send_slot
+  uint64_t mean_rows;  // of this rank, if all route uniformly
+  int32_t rank_rows;   // slots of one rank in send_slot
   uint64_t row_bytes;
   const std::byte* y;         // [R, H] or null
   const float* row_weights;   // [R] or null

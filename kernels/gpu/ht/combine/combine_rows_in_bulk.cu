@@ -19,6 +19,7 @@
 #include "kernels/gpu/ht/combine/scheduler.cuh"
 #include "kernels/gpu/ht/combine/team.cuh"
 #include "kernels/gpu/launch.h"
+#include "kernels/gpu/sm_budget.h"
 
 namespace jax_ep::gpu {
 
@@ -82,15 +83,6 @@ Variant VariantOf(const GroupShape& shape) {
   });
 }
 
-// Blocks that make partials first; a quarter at least is for the sums. More of them than fill
-// NVLink make a combine slower, not faster: measured with NVLink 4, where 12 whose reducers work on
-// 28 KiB at once are best (docs/performance.md).
-uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once) {
-  constexpr uint64_t kBytesThatFillTheWire = uint64_t{12 * 28} << 10;
-  const uint64_t that_fill = DivideUp(kBytesThatFillTheWire, bytes_at_once);
-  return static_cast<uint32_t>(std::min<uint64_t>(that_fill, blocks - blocks / 4));
-}
-
 }  // namespace
 
 const char* PrepareCombineRowsInBulk(const RankHandle& rank) {
@@ -122,8 +114,11 @@ const char* LaunchCombineRowsInBulk(RankHandle& rank, const CombineKernelParams&
   params.team_bytes = kHeadBytes + params.ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const uint32_t blocks = BlocksFor(num_tasks, params.num_teams, params.max_blocks);
+  const uint64_t row_elem_bytes = ElemBytes(shape.elem_type);
+  const double bytes_in = RowsOfPartial(shape, params.num_tokens, params.mean_rows) *
+                          static_cast<double>(row_elem_bytes) / static_cast<double>(elem_bytes);
   params.partial_blocks = PartialBlocks(
-      blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type));
+      blocks, params.num_teams * params.reducers * warp_elems * row_elem_bytes, bytes_in);
   const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");
