@@ -82,6 +82,19 @@ uint32_t BulkRowsOf(const RankHandle& rank, uint64_t row_bytes, uint64_t other_b
 constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 12;
 constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
 
+// Blocks of a whole call that send. Measured with bench_ll.
+uint32_t MostSenders(const RankHandle& rank, const LlDispatchKernelParams& params) {
+  constexpr uint32_t kShares = 8, kFewShares = 2, kManyShares = 3;
+  const uint32_t few = std::max(rank.ll_blocks * kFewShares / kShares, 1u);
+  const uint32_t many = std::max(rank.ll_blocks * kManyShares / kShares, 1u);
+  if (params.format.num_units > 0) return many;  // they quantise, too
+  if (params.num_bulk_warps == 0 || params.plan.layout != Layout::kRankMajor) return few;
+  // Here receivers wait for rows alone, so the last row decides: no warp sends a second one, where
+  // so many blocks suffice.
+  const uint64_t blocks = DivideUp(uint64_t{params.plan.num_tokens}, params.num_bulk_warps);
+  return blocks > few && blocks <= many ? static_cast<uint32_t>(blocks) : few;
+}
+
 }  // namespace
 
 const char* PrepareLlDispatchKernels(const RankHandle& rank) {
@@ -248,11 +261,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   const auto blocks_for = [](uint64_t items, uint32_t most) {
     return BlocksFor(items, kWarps, most);
   };
-  // Measured: bench_ll with 2 and 4 ranks on one H200. Those that quantise have more to do.
-  const uint32_t send_share = has_records ? 3 : 2;  // of 8 blocks
-  constexpr uint32_t kShares = 8;
   constexpr uint32_t kTaggedSpread = 4;  // few items, which leave SMs idle
-  const uint32_t most_senders = std::max(rank.ll_blocks * send_share / kShares, 1u);
+  const uint32_t most_senders = MostSenders(rank, params);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
   params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
