@@ -61,5 +61,7 @@ def variants_of(name, sizes, groups, experts):
         found["in order"] = in_chunks(one, experts), {}
         whole = in_chunks
     found["overlap"] = whole(beside, experts), {}
+    if name != "chunks=2" and "copy engines" in groups:
+        found["copy engines"] = whole(groups["copy engines"], experts), {}
     native = gathered(sizes, experts, name == "shared")
     return found | {"all_gather": (native, {}), "all_gather, LHS": (native, LHS)}

@@ -85,7 +85,7 @@ def peers(report, path):
                 None,
             )
             for name, start in (
-                ("jax_ep", "jax_ep"),
+                ("jax_ep", "jax_ep rank_major"),
                 ("DeepEP V2", "DeepEP V2"),
                 ("NCCL EP", "NCCL EP 0.2, rank" if tokens == "128" else "NCCL EP 0.1"),
             )
@@ -111,7 +111,7 @@ def peers(report, path):
         axes.set_ylabel("us")
         axes.legend(fontsize=8)
     left.set_title("training: 4,096 tokens, 64 SMs", fontsize=10)
-    right.set_title("decoding: dispatch and combine, back to back", fontsize=10)
+    right.set_title("decoding: dispatch and combine, back to back, by rank", fontsize=10)
     figure.savefig(path, dpi=110)
 
 
