@@ -411,7 +411,8 @@ class Group:
 
         Raises:
             ValueError: the group is not elastic, or timeout_s is no time.
-            RuntimeError: the others have left this process out, or the group is closed.
+            RuntimeError: the others have left this process out, the group is closed, or this is a
+                forked child.
             TimeoutError: executions of this process did not end, or no connections could be made.
 
         Example:

@@ -56,7 +56,8 @@ class Monitor {
   // fails from here on is no longer shown to them.
   void Leave(Departure departure);
   // Shows the mates, for their reports, that this process agrees; all else goes on. If that is what
-  // ends the session, Leave says so, whatever it is given. False: they have been shown before.
+  // ends the session, Leave says so, whatever it is given. One caller at a time. Returns false if
+  // it was called before.
   bool ShowAgreement();
   // Leave, or shows the failure, and joins. Idempotent.
   void Stop();

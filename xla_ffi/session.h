@@ -58,7 +58,7 @@ class Session {
   // Tells the others that this process's ranks take part in no call beyond those that XLA has
   // handed over: a process that needs one fails at once, and is told to agree, too. This session
   // goes on until it is closed. Nothing if it has failed. Waits for room in rings, at most for
-  // peer_timeout. Not beside Close.
+  // peer_timeout. Not beside Close; one caller at a time.
   void BeginToAgree();
 
   // Held by who uses an Executor of this session.

@@ -60,7 +60,11 @@ class NativeSession:
     @property
     def closed(self) -> bool:
         """Whether it holds nothing any more, or is about to; in a forked child it never did."""
-        return self._closed or os.getpid() != self._pid
+        return self._closed or self._is_forked
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
 
     def close(self, *, program_ended: bool = False) -> None:
         """Waits for the executions that use the group, then for the other ranks' close; frees.
@@ -70,7 +74,7 @@ class NativeSession:
         Args:
             program_ended: what ranks are told that still use the group: this program has ended.
         """
-        if os.getpid() != self._pid:
+        if self._is_forked:
             return
         with self._close_lock:  # who comes second must not cut off what the first waits for
             if not self._closed:
@@ -115,32 +119,35 @@ class NativeSession:
         """As `Group.agree`; None if the group is not elastic."""
         if self._elastic is None:
             return None
-        self._refuse_in_child("agree")  # before the lock, which another thread had at the fork
+        self._refuse_in_child("agree")  # before the lock, which may have been held at the fork
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._close_lock:
             if self._closed or self._left_out:
                 raise RuntimeError(self._trouble())
             self._await_executions(deadline)
-            failure = str(self._session.failure_text())
-            end = threading.Thread(target=self._session.end_to_agree, name="jax_ep-agree")
+            session = self._session
+            failure = str(session.failure_text())
+            ended_early = None
+            if failure:  # nobody needs it any more, and a proxy may take seconds to stop
+                ended_early = threading.Thread(target=session.end_to_agree, name="jax_ep-agree")
+                ended_early.start()
 
             def end_session() -> None:
-                if not end.ident:
-                    end.start()
-                end.join()
+                if ended_early is None:
+                    session.end_to_agree()
+                else:
+                    ended_early.join()
 
             try:
-                if failure:  # nobody needs it any more, and a proxy may take seconds to stop
-                    end.start()
-                else:
-                    self._session.begin_to_agree()
-                lost = losses(failure, int(self._session.blamed_rank()))
+                if not failure:
+                    session.begin_to_agree()
+                lost = losses(failure, int(session.blamed_rank()))
                 self._session = self._elastic.agree(deadline, lost, end_session)
             except BaseException as error:
-                end_session()  # the others were told
                 if isinstance(error, LeftOutError):
                     self._left_out = str(error)
+                end_session()  # the others may have been told
                 raise
             return self.active
 
@@ -154,10 +161,10 @@ class NativeSession:
         self._elastic.readmit(rank, time.monotonic() + limit_s)
 
     def _refuse_in_child(self, call: str) -> None:
-        if os.getpid() != self._pid:
+        if self._is_forked:
             raise RuntimeError(
-                f"group {self.name}: {call}: this process was forked from the group's, which it is "
-                "no part of; call it in the parent"
+                f"group {self.name}: {call}: this process is a fork of the group's process, and "
+                f"takes no part in it; call {call} in the parent"
             )
 
     def _await_executions(self, deadline: float) -> None:
@@ -187,7 +194,7 @@ class NativeSession:
         A class that JAX has registered as a pytree is never freed, nor what its module names: a
         Group there would leave nanobind with a live instance to complain of.
         """
-        if os.getpid() == self._pid:  # a forked child has not closed it
+        if not self._is_forked:  # a child has not closed it
             self._session = _Released(self._session)
 
     def check(self) -> None:

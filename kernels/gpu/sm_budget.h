@@ -1,4 +1,5 @@
-// How many SMs (blocks) an HT call gets where JAX_EP_GPU_SMS does not say.
+// How many SMs (blocks) an HT call gets where JAX_EP_GPU_SMS does not say, and how calls divide
+// those that they have.
 //
 // A call ends when the wire is through with the rows that leave, and the SMs with those that stay:
 // each SM moves so many bytes a second and no more. SMs that have to wait for the wire are better
@@ -27,8 +28,10 @@ enum class RowWork : uint8_t { kStore, kSum, kWeight };
 constexpr uint32_t FewestSmsFor(RowWork work) { return work == RowWork::kSum ? 48 : kFewestSms; }
 
 // SMs that handle a row in the time in which the wire moves one. Measured on H200 with NVLink 4
-// (docs/performance.md): the wire 313 GB/s, an SM 56 GB/s of stores, 71 GB/s of rows that are
-// summed, 35 GB/s of rows that are weighted and multiplied. An older chip has less of both.
+// (docs/performance.md): the wire 313 GB/s, an SM 56 GB/s of stores, 35 GB/s of rows that are
+// weighted and multiplied. A block that makes partials adds 71 GB/s of rows; for a whole combine,
+// whose blocks also wait for partials, 49 GB/s give two GPUs 64 SMs: 225 us with 48, 215 with 64.
+// An older chip has less of all.
 constexpr double SmsPerWire(RowWork work) {
   switch (work) {
     case RowWork::kStore:
@@ -49,25 +52,45 @@ constexpr double RowsOnTheWire(const GroupShape& shape, uint64_t num_tokens) {
   return static_cast<double>((shape.num_ranks - 1) * num_tokens) * (1 - misses);
 }
 
-// Rows of a token that a rank sums to one partial, if all ranks route uniformly and this one has
-// `num_rows`.
-constexpr double RowsOfPartial(const GroupShape& shape, uint64_t num_tokens, uint64_t num_rows) {
+// Bytes of rows that a rank adds for each byte of a partial, if all ranks route uniformly and this
+// one has `num_rows`. In rank_major, where a partial has one row, it may be a little more than
+// that.
+constexpr double RowsPerPartial(const GroupShape& shape, uint64_t num_tokens, uint64_t num_rows) {
   if (shape.num_ranks == 1 || num_tokens == 0) return 1;
-  const double per_peer = RowsOnTheWire(shape, num_tokens) / (shape.num_ranks - 1);
-  return std::max(static_cast<double>(num_rows) / (per_peer * shape.num_ranks), 1.0);
+  const double partials = RowsOnTheWire(shape, num_tokens) / (shape.num_ranks - 1) *
+                          static_cast<double>(shape.num_ranks);
+  const auto elem_bytes = static_cast<double>(ElemBytes(shape.elem_type));
+  const double widening = shape.f32_partials ? sizeof(float) / elem_bytes : 1;
+  return static_cast<double>(num_rows) / partials / widening;
 }
 
-// Blocks of a combine that make partials before sums: those that fill the wire, whose reducers work
-// on `bytes_at_once` and add `bytes_in` for each byte of a partial; a quarter of the blocks at
-// least is for the sums. More of them make a combine slower, fewer let the wire wait: measured with
-// NVLink 4 (docs/performance.md), 12 of 28 KiB are best on four H200, whose partials have 2.2 rows,
-// and 22 on two, whose have 4.
-constexpr uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, double bytes_in) {
-  constexpr double kBytesThatFillTheWire = 12 * 28 * 1024, kBytesIn = 2.2;
-  const double that_fill = std::max(bytes_in / kBytesIn, 1.0) * kBytesThatFillTheWire /
-                           static_cast<double>(bytes_at_once);
-  return std::clamp(static_cast<uint32_t>(that_fill + 0.5), 1u, blocks - blocks / 4);
+// Blocks of a combine, of `blocks` >= 1, that make partials before sums: those that fill the wire.
+// At least a quarter of the blocks is for the sums. A block works on `bytes_at_once`. With fewer
+// the wire waits, with more a combine is slower, too: measured with NVLink 4 (docs/performance.md),
+// 12 of 28 KiB are best on four H200, where a partial has 2.2 rows, and 22 on two, where it has 4.
+constexpr uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, double rows_per_partial) {
+  constexpr double kBytesThatFillTheWire = 12 * 28 * 1024, kRows = 2.25;
+  const double needed = std::max(rows_per_partial / kRows, 1.0) * kBytesThatFillTheWire /
+                        static_cast<double>(bytes_at_once);
+  auto that_fill = static_cast<uint32_t>(needed);
+  if (that_fill < needed) ++that_fill;
+  return std::min(that_fill, blocks - blocks / 4);
 }
+
+// Blocks of a whole ll dispatch, of `blocks`, that send its rows, measured with bench_ll. Each has
+// `row_warps`, which send a row at a time; 0: lanes store them.
+constexpr uint32_t LlSendBlocks(uint32_t blocks, const GroupShape& shape, Layout layout,
+                                uint64_t num_tokens, uint32_t row_warps) {
+  const uint32_t usual = std::max(blocks * 2 / 8, 1u);
+  // By rank no receiver waits for a plan, so the last row decides. Then all rows at once are better
+  // than two rounds, if that takes few blocks from those that place rows. Measured with two ranks
+  // only: 128 tokens, 32 blocks of 100.
+  if (layout != Layout::kRankMajor || shape.num_ranks > 2 || row_warps == 0) return usual;
+  const uint64_t for_all = (num_tokens + row_warps - 1) / row_warps;
+  return for_all <= blocks * 3 / 8 ? std::max(usual, static_cast<uint32_t>(for_all)) : usual;
+}
+// The same of a dispatch that quantises its rows.
+constexpr uint32_t LlQuantizeBlocks(uint32_t blocks) { return std::max(blocks * 3 / 8, 1u); }
 
 // Rows with a pair, if all ranks route uniformly.
 constexpr int64_t MeanRows(const GroupShape& shape, int64_t num_tokens, int64_t recv_rows) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -360,10 +361,58 @@ def test_records_are_under_the_jobs_secret() -> None:
     assert b"life0" not in b"".join(world.store.store._client.stored.values())
 
 
+def _session(native: Any = None) -> Any:
+    """A NativeSession of an elastic group around that `_core.Session`, without executions."""
+    session: Any = object.__new__(NativeSession)
+    session.name, session._session, session._elastic = "g", native, object()
+    session._pid, session._closed, session._left_out = os.getpid(), False, ""
+    session._timeout_s, session._close_lock = 60.0, threading.RLock()
+    session._await_executions = lambda deadline: None
+    return session
+
+
 def test_a_closed_group_takes_nobody_back() -> None:
     """At once: nobody comes who could be waited for."""
-    session: Any = types.SimpleNamespace(
-        closed=True, _left_out="", _elastic=object(), _trouble=lambda: "group g is closed"
-    )
+    session = _session(types.SimpleNamespace(failure_text=lambda: ""))
+    session._closed = True
     with pytest.raises(RuntimeError, match="group g is closed"):
-        NativeSession.readmit(session, 1, 60.0)
+        session.readmit(1, None)
+
+
+@pytest.mark.parametrize("call", ["agree", "readmit"])
+def test_a_forked_child_takes_no_part(call: str) -> None:
+    """At once, also if another thread had the lock when it was forked."""
+    session = _session()
+    session._pid = -1  # of the parent
+    session._close_lock.acquire()
+    arguments = (1, None) if call == "readmit" else (None,)
+    told: list[str] = []
+
+    def run() -> None:
+        try:
+            getattr(session, call)(*arguments)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    child = threading.Thread(target=run, daemon=True)
+    child.start()
+    child.join(20)
+    assert told
+    assert f"group g: {call}: this process is a fork of the group's process" in told[0]
+
+
+def test_ctrl_c_while_the_others_are_told_ends_the_session() -> None:
+    """They may have been told, so this process must not go on as if they had not."""
+    ended = []
+
+    def begin_to_agree() -> None:
+        raise KeyboardInterrupt
+
+    native = types.SimpleNamespace(
+        failure_text=lambda: "",
+        begin_to_agree=begin_to_agree,
+        end_to_agree=lambda: ended.append(True),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        _session(native).agree(None)
+    assert ended

@@ -28,6 +28,7 @@ TEST(SmBudget, FollowsTheRatioOfRowsToWire) {
   EXPECT_EQ(Sms(RowWork::kStore, 2, 1.25), 64u);
   EXPECT_EQ(Sms(RowWork::kWeight, 2, 1.25), 64u);
   EXPECT_EQ(Sms(RowWork::kStore, 4, 1.25), 26u);
+  EXPECT_EQ(Sms(RowWork::kSum, 2, 1.0), 64u);
   EXPECT_EQ(Sms(RowWork::kSum, 4, 1.25), 48u);
   EXPECT_EQ(Sms(RowWork::kWeight, 4, 1.25), 42u);
   EXPECT_EQ(Sms(RowWork::kStore, 16, 1.25), 24u);
@@ -59,21 +60,44 @@ TEST(SmBudget, HasBoundsWithoutRowsOrWire) {
   EXPECT_EQ(SmsBetweenNodes(/*has_fast_wire=*/true), kMostSms);
 }
 
-// Two GPUs: partials have four rows, so blocks make half as many in a time as with four GPUs.
+// Two GPUs: partials have four rows, so a block makes half as many in a time as with four GPUs.
 TEST(SmBudget, MorePartialBlocksWherePartialsHaveMoreRows) {
   constexpr uint64_t kBytesAtOnce = 28 << 10;
-  const auto blocks_of = [](uint32_t num_ranks, uint64_t num_rows, uint32_t blocks = 64) {
-    const double rows = RowsOfPartial(ShapeOf(num_ranks, num_ranks), kTokens, num_rows);
-    return PartialBlocks(blocks, kBytesAtOnce, rows);
+  const auto blocks_of = [](GroupShape shape, uint64_t num_rows, uint32_t blocks = 64,
+                            bool f32_partials = false) {
+    shape.elem_type = ElemType::kBf16;
+    shape.f32_partials = f32_partials;
+    return PartialBlocks(blocks, kBytesAtOnce, RowsPerPartial(shape, kTokens, num_rows));
   };
-  EXPECT_EQ(blocks_of(4, 8 * kTokens), 12u);
-  EXPECT_EQ(blocks_of(2, 8 * kTokens), 22u);
-  EXPECT_EQ(blocks_of(2, 2 * kTokens), 12u);  // rank_major: a row each
-  EXPECT_EQ(blocks_of(16, 8 * kTokens), 12u);
-  EXPECT_EQ(blocks_of(2, 8 * kTokens, 24), 18u);
-  EXPECT_EQ(blocks_of(2, 8 * kTokens, 1), 1u);
-  EXPECT_EQ(blocks_of(1, 8 * kTokens), 12u);
-  EXPECT_EQ(RowsOfPartial(ShapeOf(2, 2), 0, 0), 1.0);
+  const GroupShape two = ShapeOf(2, 2);
+  EXPECT_EQ(blocks_of(ShapeOf(4, 4), 8 * kTokens), 12u);
+  EXPECT_EQ(blocks_of(two, 8 * kTokens), 22u);
+  EXPECT_EQ(blocks_of(two, 2 * kTokens), 12u);  // rank_major: a row each
+  EXPECT_EQ(blocks_of(ShapeOf(16, 16), 8 * kTokens), 12u);
+  EXPECT_EQ(blocks_of(two, 8 * kTokens, 64, /*f32_partials=*/true), 12u);  // twice the bytes
+  EXPECT_EQ(blocks_of(two, 8 * kTokens, 24), 18u);
+  EXPECT_EQ(blocks_of(two, 8 * kTokens, 1), 1u);
+  EXPECT_EQ(blocks_of(ShapeOf(1, 1), 8 * kTokens), 12u);
+  EXPECT_EQ(RowsPerPartial(two, 0, 0), 1.0);
+}
+
+TEST(SmBudget, LlSendersByRankSendAllRowsAtOnceIfFewBlocksSuffice) {
+  const auto blocks_of = [](uint64_t num_tokens, uint32_t blocks = 100) {
+    return LlSendBlocks(blocks, ShapeOf(2, 2), Layout::kRankMajor, num_tokens, 4);
+  };
+  EXPECT_EQ(blocks_of(1), 25u);
+  EXPECT_EQ(blocks_of(100), 25u);
+  EXPECT_EQ(blocks_of(101), 26u);
+  EXPECT_EQ(blocks_of(128), 32u);
+  EXPECT_EQ(blocks_of(148), 37u);
+  EXPECT_EQ(blocks_of(149), 25u);  // two rounds in any case
+  EXPECT_EQ(blocks_of(128, 64), 16u);
+  EXPECT_EQ(blocks_of(128, 1), 1u);
+  EXPECT_EQ(LlSendBlocks(100, ShapeOf(4, 4), Layout::kRankMajor, 128, 4), 25u);
+  EXPECT_EQ(LlSendBlocks(100, ShapeOf(2, 2), Layout::kExpertBatched, 128, 4), 25u);
+  EXPECT_EQ(LlSendBlocks(100, ShapeOf(2, 2), Layout::kRankMajor, 128, 0), 25u);
+  EXPECT_EQ(LlQuantizeBlocks(100), 37u);
+  EXPECT_EQ(LlQuantizeBlocks(1), 1u);
 }
 
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 def _agree_alone(*options, groups, living, arguments=()):
-    """The job, in which all that live but one were told to agree in each group."""
+    """The job. Asserts that in each group all that live but one were told to agree."""
     program = PROGRAMS / "agree_alone.py"
     done = jobs.launch(program, "-n", "4", *options, arguments=arguments, JAX_EP_LOG="warning")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,4 +37,4 @@ def test_a_forked_child_may_not_agree_and_its_parent_goes_on(native):
     assert done.returncode == 0, done.text
     assert done.value(1, "child") == "0"
     assert [done.value(process, "went_on") for process in range(2)] == ["yes", "yes"]
-    assert "agree: this process was forked from the group's" in done.text
+    assert "agree: this process is a fork of the group's process" in done.text

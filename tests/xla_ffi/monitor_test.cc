@@ -50,7 +50,8 @@ TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
             "call group.agree in this process, too");
   EXPECT_EQ(failure.blamed_rank(), FailureLatch::kAgreement);
   // Also if it leaves at once.
-  monitor_of_mate->ShowAgreement();
+  EXPECT_TRUE(monitor_of_mate->ShowAgreement());
+  EXPECT_FALSE(monitor_of_mate->ShowAgreement());
   monitor_of_mate->Leave(Departure::kClosed);
   EXPECT_EQ(control->departure.load(std::memory_order_relaxed), Departure::kAgrees);
 }

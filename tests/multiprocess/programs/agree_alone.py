@@ -1,7 +1,7 @@
 """The first process calls agree where the others call the group once more; then they agree, too.
 
 Usage: agree_alone.py [LOST]. Before that, process LOST is killed, and the others go on without it.
-Prints what those were told that called the group. Any wrong number ends it.
+Prints what the processes that called the group were told. Any wrong number ends it.
 """
 
 import os
@@ -70,9 +70,8 @@ def make(mode, node_size):
 cases = [("ht", ranks), ("ht", 1), ("ht", 2), ("ll", 1)]
 if lost is not None:  # in mode ht a node of two goes on as a whole, or not at all
     cases = [("ht", ranks), ("ht", 1), ("ll", 2)]
-groups = (make(*case) for case in cases)
+groups = [make(*case) for case in cases]
 if lost is not None:
-    groups = list(groups)  # before it is lost
     meet("made")
     if me == lost:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import warnings
 
 import jax
@@ -39,6 +40,16 @@ def check():
 check()
 if me == 1:
     warnings.simplefilter("ignore")  # Python's and JAX's, of forks
+    is_held, is_forked = threading.Event(), threading.Event()
+
+    def hold():  # as a thread that is inside agree does
+        with group._native._close_lock:
+            is_held.set()
+            is_forked.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    is_held.wait()
     child = os.fork()
     if child == 0:
         signal.alarm(10)  # ends it if it waits for anybody
@@ -46,7 +57,10 @@ if me == 1:
             group.agree()
         except RuntimeError as error:
             print("told", error, flush=True)
-        os._exit(0)
+        finally:
+            os._exit(0)
+    is_forked.set()
+    holder.join()
     _, status = os.waitpid(child, 0)
     print("child", os.waitstatus_to_exitcode(status), flush=True)
 meet("forked")

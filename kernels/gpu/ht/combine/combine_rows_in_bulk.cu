@@ -114,11 +114,9 @@ const char* LaunchCombineRowsInBulk(RankHandle& rank, const CombineKernelParams&
   params.team_bytes = kHeadBytes + params.ring_slots * params.slot_bytes;
   const uint64_t num_tasks = static_cast<uint64_t>(params.num_chunks) * shape.num_ranks;
   const uint32_t blocks = BlocksFor(num_tasks, params.num_teams, params.max_blocks);
-  const uint64_t row_elem_bytes = ElemBytes(shape.elem_type);
-  const double bytes_in = RowsOfPartial(shape, params.num_tokens, params.mean_rows) *
-                          static_cast<double>(row_elem_bytes) / static_cast<double>(elem_bytes);
   params.partial_blocks = PartialBlocks(
-      blocks, params.num_teams * params.reducers * warp_elems * row_elem_bytes, bytes_in);
+      blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type),
+      RowsPerPartial(shape, params.num_tokens, params.mean_rows));
   const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

@@ -17,6 +17,7 @@
 #include "kernels/gpu/ll/dispatch/kernel.cuh"
 #include "kernels/gpu/ll/dispatch/send_records.cuh"
 #include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/sm_budget.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -81,19 +82,6 @@ uint32_t BulkRowsOf(const RankHandle& rank, uint64_t row_bytes, uint64_t other_b
 // Few, so that rows arrive one after the other; but many that quantise, which takes its time.
 constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 12;
 constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
-
-// Blocks of a whole call that send. Measured with bench_ll.
-uint32_t MostSenders(const RankHandle& rank, const LlDispatchKernelParams& params) {
-  constexpr uint32_t kShares = 8, kFewShares = 2, kManyShares = 3;
-  const uint32_t few = std::max(rank.ll_blocks * kFewShares / kShares, 1u);
-  const uint32_t many = std::max(rank.ll_blocks * kManyShares / kShares, 1u);
-  if (params.format.num_units > 0) return many;  // they quantise, too
-  if (params.num_bulk_warps == 0 || params.plan.layout != Layout::kRankMajor) return few;
-  // Here receivers wait for rows alone, so the last row decides: no warp sends a second one, where
-  // so many blocks suffice.
-  const uint64_t blocks = DivideUp(uint64_t{params.plan.num_tokens}, params.num_bulk_warps);
-  return blocks > few && blocks <= many ? static_cast<uint32_t>(blocks) : few;
-}
 
 }  // namespace
 
@@ -262,7 +250,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     return BlocksFor(items, kWarps, most);
   };
   constexpr uint32_t kTaggedSpread = 4;  // few items, which leave SMs idle
-  const uint32_t most_senders = MostSenders(rank, params);
+  const uint32_t most_senders = has_records
+                                    ? LlQuantizeBlocks(rank.ll_blocks)
+                                    : LlSendBlocks(rank.ll_blocks, shape, planner.layout,
+                                                   planner.num_tokens, params.num_bulk_warps);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
   params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
