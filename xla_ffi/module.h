@@ -17,6 +17,7 @@
 
 #include "proxy/base/status.h"
 #include "proxy/stats.h"
+#include "xla_ffi/lifecycle.h"
 #include "xla_ffi/operations.h"
 #include "xla_ffi/reporter.h"
 #include "xla_ffi/session_options.h"
@@ -116,12 +117,8 @@ class PySessionOf {
   // until it is sealed: those that XLA has enqueued are still to end well.
   void Close(bool program_ended) {
     if (session_->lifecycle().is_forked()) return;
-    AwaitPeers([&] {
-      session_->Close(program_ended ? Departure::kProgramEnded : Departure::kClosed);
-      reported_.reset();
-      SessionTable<S>::Instance().Remove(*session_);
-      return Status::Ok();
-    });
+    CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed,
+             GroupIsClosed(session_->options().name));
   }
 
   // Close without the others' consent: what they wait for ends with `reason`.
@@ -136,11 +133,12 @@ class PySessionOf {
   // Abort, as a process does that agrees with the others on who takes part in the next session.
   void EndToAgree() {
     if (session_->lifecycle().is_forked()) return;
-    session_->failure().Set(
-        FailedPrecondition("group " + session_->options().name +
-                           ": this process called agree, which has not ended well; call it again"),
-        FailureLatch::kAgreement);
-    Close(/*program_ended=*/false);
+    const Status why = FailedPrecondition(
+        "group " + session_->options().name +
+        ": this process called agree, which has not ended well yet; if it has raised, call it "
+        "again");
+    session_->failure().Set(why, FailureLatch::kAgreement);
+    CloseFor(Departure::kClosed, why);
   }
 
   // The first failure's message, or "" while the group works, or worked when it was closed.
@@ -202,6 +200,15 @@ class PySessionOf {
   }
 
  private:
+  // `why`: what executions are told from then on.
+  void CloseFor(Departure departure, const Status& why) {
+    AwaitPeers([&] {
+      session_->Close(departure);
+      reported_.reset();
+      SessionTable<S>::Instance().Remove(*session_, why);
+      return Status::Ok();
+    });
+  }
   std::shared_ptr<S> session_;
   std::unique_ptr<ReportEntry> reported_;  // from Start to Close; goes before the session
 };

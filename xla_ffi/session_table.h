@@ -1,4 +1,4 @@
-// SessionTable: id -> open session, or the name of the group that was closed under that id. The
+// SessionTable: id -> open session, or why the one that was closed under that id is not. The
 // tables (one per kind of session) and the site numbering are the only process-wide mutable state.
 #pragma once
 
@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "proxy/base/status.h"
-#include "xla_ffi/lifecycle.h"
 
 namespace jax_ep {
 
@@ -35,14 +34,18 @@ class SessionTable {
     return Status::Ok();
   }
 
-  // Keeps a tombstone, so that a late execution gets "group NAME is closed". Nothing, if `session`
+  // From here on a late execution gets `why`, in place of an older one, too. Nothing, if `session`
   // was not added, whoever else has its id.
-  void Remove(const S& session) {
+  void Remove(const S& session, Status why) {
     std::lock_guard lock(mutex_);
-    const auto it = sessions_.find(session.options().session_id);
-    if (it == sessions_.end() || it->second.get() != &session) return;
-    closed_[it->first] = session.options().name;
-    sessions_.erase(it);
+    const int64_t id = session.options().session_id;
+    if (const auto it = sessions_.find(id); it != sessions_.end()) {
+      if (it->second.get() != &session) return;
+      sessions_.erase(it);
+    } else if (!closed_.contains(id)) {
+      return;
+    }
+    closed_.insert_or_assign(id, std::move(why));
   }
 
   Result<std::shared_ptr<S>> Find(int64_t session_id) const {
@@ -50,7 +53,7 @@ class SessionTable {
     const auto it = sessions_.find(session_id);
     if (it != sessions_.end()) return it->second;
     const auto closed = closed_.find(session_id);
-    if (closed != closed_.end()) return GroupIsClosed(closed->second);
+    if (closed != closed_.end()) return closed->second;
     return FailedPrecondition(
         "got a program of group id " + std::to_string(session_id) +
         ", expected one of those that this process has: " + Names() +
@@ -69,7 +72,7 @@ class SessionTable {
 
   mutable std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<S>> sessions_;
-  std::map<int64_t, std::string> closed_;
+  std::map<int64_t, Status> closed_;
 };
 
 }  // namespace jax_ep

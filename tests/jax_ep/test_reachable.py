@@ -314,9 +314,10 @@ def test_an_agreement_that_is_interrupted_ends_the_calls_until_the_next_one(
         patch.setattr(group._native._elastic, "agree", interrupt)
         with pytest.raises(KeyboardInterrupt):
             group.agree()
-    with pytest.raises(RuntimeError, match="called agree, which has not ended well; call it again"):
+    told = "called agree, which has not ended well yet; if it has raised, call it again"
+    with pytest.raises(RuntimeError, match=told):
         group.check()
-    with pytest.raises((RuntimeError, ValueError)):
+    with pytest.raises((RuntimeError, ValueError), match=told):  # not that it is closed
         call()
     np.testing.assert_array_equal(group.agree(), [1, 1, 1, 1])
     np.testing.assert_array_equal(call(), before)

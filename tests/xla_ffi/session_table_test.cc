@@ -32,8 +32,12 @@ TEST(SessionTable, finds_what_is_open_and_names_what_was_closed) {
   EXPECT_NE(table.Find(2).status().message().find("expected one of those that this process has: "
                                                   "ep[2]#1;"),
             std::string::npos);
-  table.Remove(*session);
-  EXPECT_NE(table.Find(1).status().message().find("group ep[2]#1 is closed"), std::string::npos);
+  table.Remove(*session, FailedPrecondition("agrees"));
+  EXPECT_EQ(table.Find(1).status().message(), "agrees");
+  table.Remove(*session, FailedPrecondition("is closed"));  // the newest is what is said
+  EXPECT_EQ(table.Find(1).status().message(), "is closed");
+  table.Remove(*Make(2, "ep[2]#2"), FailedPrecondition("is closed"));  // was never there
+  EXPECT_EQ(table.Find(2).status().message().find("is closed"), std::string::npos);
 }
 
 TEST(SessionTable, a_session_that_was_refused_does_not_take_the_open_one_with_it) {
@@ -44,7 +48,7 @@ TEST(SessionTable, a_session_that_was_refused_does_not_take_the_open_one_with_it
   const Status status = table.Add(refused);
   ASSERT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("ep[2]#1"), std::string::npos) << status.message();
-  table.Remove(*refused);  // as its close does
+  table.Remove(*refused, FailedPrecondition("is closed"));  // as its close does
   ASSERT_TRUE(table.Find(1).ok()) << table.Find(1).status().message();
   EXPECT_EQ(*table.Find(1), open);
 }
