@@ -234,7 +234,7 @@ class Rank:
         else:
             raise AssertionError("agree did not raise")
         assert "was left out" in self.group.health().message
-        assert "closed" in self.until_it_fails()
+        assert "called agree" in self.until_it_fails()  # which says why, if called again
         self.group.close()
         return error
 
