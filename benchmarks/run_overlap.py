@@ -235,7 +235,7 @@ def report_of(spec_name, ranks, options, deadline):
         "overlap": {"overlap": True},
         "copy engines": {"overlap": True, "transport": "cuda", "node_size": 1},
     }
-    if ranks == 1:
+    if ranks == 1 or jax.default_backend() != "gpu":
         del changes["copy engines"]
     groups = {
         name: jax_ep.create_group(case.mesh, moe_layers.AXIS, dataclasses.replace(config, **change))
