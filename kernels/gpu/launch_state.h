@@ -9,6 +9,7 @@
 #include "kernels/gpu/api.h"
 #include "kernels/gpu/device/vendor.h"
 #include "kernels/gpu/protocol/device_rank.h"
+#include "kernels/gpu/protocol/entry.h"
 #include "kernels/gpu/sm_budget.h"
 
 namespace jax_ep::gpu {
@@ -29,6 +30,7 @@ struct RankHandle {
   // Held by a launcher: the kernels of an operation stand side by side on the stream, whatever
   // other threads launch there.
   std::mutex launching;
+  uint32_t num_entries = 0;  // Entry.launch of the next one
   // Launches that had to copy an array of the caller to the stage first; relaxed: a statistic.
   std::atomic<uint64_t> staged_launches{0};
 };
@@ -84,9 +86,8 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
                               const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
 const char* LaunchCombine(RankHandle& rank, const CombineParams& params, cudaStream_t stream);
 
-// Index of recv_src, stage copies and the entry flag: the first kernel of dispatch and combine.
+// The beginning of a dispatch or combine (entry.h).
 struct EntryParams {
-  DeviceRank device;
   Operation operation;
   const int32_t* recv_src;
   uint64_t recv_rows;
@@ -95,6 +96,8 @@ struct EntryParams {
   const std::byte* x;
   const float* weights;
 };
-const char* LaunchEntry(RankHandle& rank, const EntryParams& call, cudaStream_t stream);
+// What its main kernel has to know; launches a kernel in front of that where it has to.
+const char* PrepareEntry(RankHandle& rank, const EntryParams& call, Entry& entry,
+                         cudaStream_t stream);
 
 }  // namespace jax_ep::gpu

@@ -89,8 +89,27 @@ constexpr uint32_t LlSendBlocks(uint32_t blocks, const GroupShape& shape, Layout
   const uint64_t for_all = (num_tokens + row_warps - 1) / row_warps;
   return for_all <= blocks * 3 / 8 ? std::max(usual, static_cast<uint32_t>(for_all)) : usual;
 }
-// The same of a dispatch that quantises its rows.
-constexpr uint32_t LlQuantizeBlocks(uint32_t blocks) { return std::max(blocks * 3 / 8, 1u); }
+// The same of a dispatch that quantises its rows: as few as send `num_pieces`, with `row_warps` of
+// each, in no more rounds than three eighths of the blocks do. The others place rows.
+constexpr uint32_t LlQuantizeBlocks(uint32_t blocks, uint64_t num_pieces, uint32_t row_warps) {
+  const uint32_t most = std::max(blocks * 3 / 8, 1u);
+  if (row_warps == 0 || num_pieces == 0) return most;
+  const uint64_t at_once = uint64_t{most} * row_warps;
+  const uint64_t rounds = (num_pieces + at_once - 1) / at_once;
+  const uint64_t by_block = rounds * row_warps;
+  return static_cast<uint32_t>((num_pieces + by_block - 1) / by_block);
+}
+
+// Pieces of a row that a whole ll dispatch quantises and sends, where a warp has one at a time: as
+// many as have `piece_bytes` of elements, but no more than all tokens' are sent in one round, or
+// two for each. All ranks must choose alike, so nothing but the call's shape says how many; it is
+// right for the blocks of an H200.
+constexpr uint64_t LlRecordPieces(uint64_t num_tokens, uint64_t row_bytes, uint64_t piece_bytes) {
+  constexpr uint64_t kAtOnce = 37 * 12;
+  const uint64_t most = std::max<uint64_t>((row_bytes + piece_bytes - 1) / piece_bytes, 1);
+  const uint64_t in_one_round = kAtOnce / std::max<uint64_t>(num_tokens, 1);
+  return std::min(most, std::max<uint64_t>(in_one_round, 2));
+}
 
 // Rows with a pair, if all ranks route uniformly.
 constexpr int64_t MeanRows(const GroupShape& shape, int64_t num_tokens, int64_t recv_rows) {

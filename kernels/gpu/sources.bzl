@@ -14,7 +14,6 @@ KERNELS_GPU = [
     "ht/combine/combine.cc",
     "ht/combine/combine_rows_in_bulk.cu",
     "ht/dispatch/dispatch.cc",
-    "ht/dispatch/enter_operation.cu",
     "ht/dispatch/pull_records.cu",
     "ht/dispatch/pull_records_in_bulk.cu",
     "ht/dispatch/pull_rows_in_bulk.cu",
@@ -31,6 +30,7 @@ KERNELS_GPU = [
     "protocol/abandon_operation.cu",
     "protocol/check_active.cu",
     "protocol/check_position.cu",
+    "protocol/enter_operation.cu",
     "protocol/read_clock.cu",
     "rank.cc",
 ]

@@ -96,8 +96,30 @@ TEST(SmBudget, LlSendersByRankSendAllRowsAtOnceIfFewBlocksSuffice) {
   EXPECT_EQ(LlSendBlocks(100, ShapeOf(4, 4), Layout::kRankMajor, 128, 4), 25u);
   EXPECT_EQ(LlSendBlocks(100, ShapeOf(2, 2), Layout::kExpertBatched, 128, 4), 25u);
   EXPECT_EQ(LlSendBlocks(100, ShapeOf(2, 2), Layout::kRankMajor, 128, 0), 25u);
-  EXPECT_EQ(LlQuantizeBlocks(100), 37u);
-  EXPECT_EQ(LlQuantizeBlocks(1), 1u);
+}
+
+TEST(SmBudget, OfQuantizingSendersIsWhatTheirRoundsTake) {
+  EXPECT_EQ(LlQuantizeBlocks(100, 64 * 4, 12), 22u);
+  EXPECT_EQ(LlQuantizeBlocks(100, 128 * 3, 12), 32u);
+  EXPECT_EQ(LlQuantizeBlocks(100, 37 * 12, 12), 37u);
+  EXPECT_EQ(LlQuantizeBlocks(100, 37 * 12 + 1, 12), 19u);  // in two rounds
+  EXPECT_EQ(LlQuantizeBlocks(100, 256 * 2, 12), 22u);
+  EXPECT_EQ(LlQuantizeBlocks(100, 512, 0), 37u);  // by lanes
+  EXPECT_EQ(LlQuantizeBlocks(1, 512, 12), 1u);
+}
+
+TEST(SmBudget, APieceOfARecordIsAsSmallAsOneRoundAllows) {
+  const auto pieces_of = [](uint64_t num_tokens, uint64_t row_bytes = 14336) {
+    return LlRecordPieces(num_tokens, row_bytes, 4096);
+  };
+  EXPECT_EQ(pieces_of(1), 4u);
+  EXPECT_EQ(pieces_of(111), 4u);
+  EXPECT_EQ(pieces_of(112), 3u);
+  EXPECT_EQ(pieces_of(148), 3u);
+  EXPECT_EQ(pieces_of(149), 2u);
+  EXPECT_EQ(pieces_of(4096), 2u);
+  EXPECT_EQ(pieces_of(128, 4096), 1u);
+  EXPECT_EQ(pieces_of(128, 16), 1u);
 }
 
 // Half the bytes on the wire, and rows to quantise: more SMs than plain rows have.

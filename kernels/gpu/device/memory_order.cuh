@@ -71,6 +71,11 @@ __device__ inline void AddReleaseGpu(uint32_t* address, uint32_t amount) {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
   __hip_atomic_fetch_add(address, amount, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
+// The same for bits.
+__device__ inline void OrReleaseGpu(uint64_t* address, uint64_t bits) {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  __hip_atomic_fetch_or(address, bits, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
+}
 
 // Orders earlier stores of this wavefront before what it next tells its block, and lets another
 // wavefront of the block publish them: a release at the scope of the block leaves them on their way
@@ -153,6 +158,9 @@ __device__ inline uint32_t FetchAddAcqRelGpu(uint32_t* address, uint32_t amount)
 }
 __device__ inline void AddReleaseGpu(uint32_t* address, uint32_t amount) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(amount) : "memory");
+}
+__device__ inline void OrReleaseGpu(uint64_t* address, uint64_t bits) {
+  asm volatile("red.release.gpu.global.or.b64 [%0], %1;" ::"l"(address), "l"(bits) : "memory");
 }
 
 __device__ inline uint32_t SharedAddress(const void* pointer) {

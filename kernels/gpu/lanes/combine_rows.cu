@@ -128,8 +128,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (threadIdx.x < kTeams) tasks[threadIdx.x] = {};
-  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
+  if (Enter(device, params.entry, sequence)) {
     if (WarpId() < kSumWarps) {
       RunTasks<T>(params, sequence, lists[WarpId()], tasks[WarpId() / kTeamWarps]);
     } else {

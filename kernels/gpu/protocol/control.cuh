@@ -236,17 +236,23 @@ __device__ inline Seen JudgeFlag(uint64_t seen, uint64_t wanted) {
   return is_newer || seen == wanted ? Seen::kThere : Seen::kWrong;
 }
 
-// One thread. False: the flag is not there after `patience_ns`, or a wrong one is.
-__device__ inline bool ComesSoon(const uint64_t* flag, uint64_t wanted, uint64_t patience_ns) {
+// One thread reads `word` (an acquire) until is_there(value). False: it is not after `patience_ns`.
+template <typename IsThere>
+__device__ inline bool ComesSoon(const uint64_t* word, uint64_t patience_ns, IsThere&& is_there) {
   constexpr uint32_t kSpinsPerCheck = 8;
   uint64_t since = 0;
   for (uint32_t spins = 1;; ++spins) {
-    if (JudgeFlag(LoadAcquireSys(flag), wanted) == Seen::kThere) return true;
+    if (is_there(LoadAcquireSys(word))) return true;
     if (spins % kSpinsPerCheck != 0) continue;
     const uint64_t now = ClockNs();
     if (since == 0) since = now;
     if (now - since > patience_ns) return false;
   }
+}
+// Of a flag: whether it has reached the operation `wanted`.
+__device__ inline bool FlagComesSoon(const uint64_t* flag, uint64_t wanted, uint64_t patience_ns) {
+  return ComesSoon(flag, patience_ns,
+                   [&](uint64_t seen) { return JudgeFlag(seen, wanted) == Seen::kThere; });
 }
 
 // One thread waits until the u64 at `flag` (written by `peer`) has reached the operation `wanted`.
@@ -367,6 +373,16 @@ __device__ inline bool TakeBusyWord(const DeviceRank& rank, Operation operation)
   StampBegin(rank, operation);
   const uint32_t before = atomicExch(&ControlOf(rank)->busy, 1u);
   if (before == 0 && !HasOpenBlocks(rank)) return true;
+  Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
+  return false;
+}
+
+// The same by one thread of each block, whichever is first; `launch` as in Entry.
+__device__ inline bool ShareBusyWord(const DeviceRank& rank, Operation operation, uint32_t launch) {
+  const bool has_open_blocks = HasOpenBlocks(rank);  // on its way while the word is taken
+  const uint32_t before = atomicCAS(&ControlOf(rank)->busy, 0u, launch);
+  if (before == 0) StampBegin(rank, operation);
+  if ((before == 0 || before == launch) && !has_open_blocks) return true;
   Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
   return false;
 }

@@ -19,6 +19,9 @@ inline constexpr uint64_t kChunkTokens = 8;
 // Blocks that may count the pairs of a plan.
 inline constexpr uint64_t kMaxPlanBlocks = 64;
 
+// Slices of recv_src that blocks index, at most.
+inline constexpr uint32_t kMostRowSlices = 63;
+
 // Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
 inline constexpr uint64_t kMostTokenSlices = 8;
 
@@ -37,8 +40,8 @@ struct alignas(64) Control {
   // Operations finished, the running one is sequence + 1; one with an open end (open_end.cuh)
   // counts when all of its blocks have read this.
   uint64_t sequence;
-  uint32_t busy;      // 1 from an operation's begin until it counts
-  uint32_t failed;    // sticky: 1 once this rank has given up, or its group was closed
+  uint32_t busy;    // not 0 from an operation's begin until it counts; of some the launch (entry.h)
+  uint32_t failed;  // sticky: 1 once this rank has given up, or its group was closed
   uint32_t arrivals;  // blocks of the running kernel that are through
   // Work of the running combine that has been taken (without bulk copies: all of it is counted in
   // the first word); 0 between combines.
@@ -49,6 +52,9 @@ struct alignas(64) Control {
   uint32_t items_taken[kMostTokenSlices];
   uint32_t records_taken;   // of the running dispatch whose rows are quantised; 0 between such
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
+  // Of the running operation whose main kernel indexes recv_src (entry.cuh), a bit each: slices
+  // that are indexed, and above them that the entry is published; 0 between such.
+  uint64_t slices_done;
   // Of operations with an open end (open_end.cuh): blocks of all that came before the one of
   // `sequence` + 1, blocks that have read what theirs leaves behind, blocks that have ended. They
   // only grow, and wrap. And what the latter two were when outputs were last poisoned.

@@ -1,10 +1,10 @@
 // HT combine: every rank sums the rows that it has of a token, weighted, and stores the one partial
 // into the token owner's reduce area; the owner adds the partials along the fixed tree.
 //
-//   EnterOperation (enter_operation.cu): entry flag (peers are through with the last combine, so
-//   their reduce areas are free), row index.
-//   CombineRows (combine_rows_in_bulk.cu, without bulk copies lanes/combine_rows.cu): partials of
-//   other owners' tokens, chunk by chunk, and the sums of own tokens.
+//   CombineRows (combine_rows_in_bulk.cu, without bulk copies lanes/combine_rows.cu): entry flag
+//   (peers are through with the last combine, so their reduce areas are free) and row index
+//   (protocol/entry.h); partials of other owners' tokens, chunk by chunk, and the sums of own
+//   tokens.
 //   Over several nodes the kernels of network/combine.cu run instead.
 #include <algorithm>
 #include <string>
@@ -31,19 +31,20 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
   if (std::string wrong = CheckCombine(shape, call); !wrong.empty()) {
     return KeepText("combine: " + std::move(wrong));
   }
-  if (const char* error = LaunchEntry(rank,
-                                      {.device = rank.device,
-                                       .operation = Operation::kCombine,
-                                       .recv_src = call.recv_src.data(),
-                                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                                       .num_tokens = static_cast<uint64_t>(call.num_tokens)},
-                                      stream)) {
+  Entry entry;
+  if (const char* error = PrepareEntry(rank,
+                                       {.operation = Operation::kCombine,
+                                        .recv_src = call.recv_src.data(),
+                                        .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                                        .num_tokens = static_cast<uint64_t>(call.num_tokens)},
+                                       entry, stream)) {
     return error;
   }
   const auto num_tokens = static_cast<uint32_t>(call.num_tokens);
   const int64_t mean_rows = MeanRows(shape, call.num_tokens, call.recv_rows);
   CombineKernelParams params{
       .device = rank.device,
+      .entry = entry,
       .layout = call.layout,
       .num_tokens = num_tokens,
       .num_chunks = static_cast<uint32_t>(DivideUp(num_tokens, kChunkTokens)),

@@ -10,6 +10,7 @@
 
 #include "kernels/gpu/ht/combine/combine_params.h"
 #include "kernels/gpu/protocol/control.cuh"
+#include "kernels/gpu/protocol/entry.cuh"
 
 namespace jax_ep::gpu {
 
@@ -51,6 +52,7 @@ __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t
     control->partials_taken = 0;
     control->sums_taken = 0;
     control->blocks_started = 0;
+    ForgetEntry(device);
     EndOperation(device, sequence);
   }
   if (HasFailed(device)) {

@@ -6,11 +6,13 @@
 
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/token_slices.h"
+#include "kernels/gpu/protocol/entry.h"
 
 namespace jax_ep::gpu {
 
 struct CombineKernelParams {
   DeviceRank device;
+  Entry entry;
   Layout layout;
   uint32_t num_tokens;
   uint32_t num_chunks;  // of kChunkTokens
@@ -28,6 +30,7 @@ struct CombineKernelParams {
   // Bulk copies only (combine_rows_in_bulk.cu).
   uint32_t piece_elems;     // that a ring slot holds
   uint32_t partial_blocks;  // the first to start, which make partials before sums
+  uint32_t partial_teams;   // of such a block that do so
   uint32_t num_teams;       // of a block
   uint32_t reducers;        // warps of a team that sum
   uint32_t group_rows;      // rows of a sum that are handed over at once, at most

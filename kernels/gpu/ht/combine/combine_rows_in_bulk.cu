@@ -37,18 +37,20 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const uint64_t sequence = SequenceOf(device);
   const uint32_t team_warps = params.reducers + kRoles;
   const uint32_t warp = WarpId() % team_warps;
-  TeamState& team = TeamOf(params, WarpId() / team_warps);
+  const uint32_t team_number = WarpId() / team_warps;
+  TeamState& team = TeamOf(params, team_number);
   InitTeam(params, team, warp, team_warps);
   // By their own order: nothing says which blocks of a grid run first.
   if (threadIdx.x == kWarpSize) order = atomicAdd(&ControlOf(device)->blocks_started, 1u);
-  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
+  if (Enter(device, params.entry, sequence)) {
     if (warp < params.reducers) {
       Reducer<Elem, Partial, kLaneElems, kDepth>(params, team, warp).Run();
     } else if (warp == params.reducers) {
       IssueLoads(params, team);
     } else if (warp == params.reducers + 1) {
-      Scheduler<Elem, Partial>(params, sequence, team, order < params.partial_blocks).Run();
+      const bool makes_partials_first =
+          order < params.partial_blocks && team_number < params.partial_teams;
+      Scheduler<Elem, Partial>(params, sequence, team, makes_partials_first).Run();
     } else if (LaneId() == 0) {
       SendFlags(params, sequence, team);
     }
@@ -117,6 +119,9 @@ const char* LaunchCombineRowsInBulk(RankHandle& rank, const CombineKernelParams&
   params.partial_blocks = PartialBlocks(
       blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type),
       RowsPerPartial(shape, params.num_tokens, params.mean_rows));
+  // Fewer partials than blocks: each in a block of its own.
+  const uint64_t num_partials = num_tasks - params.num_chunks;
+  params.partial_teams = num_partials > blocks ? params.num_teams : 1;
   const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

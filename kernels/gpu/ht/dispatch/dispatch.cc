@@ -1,13 +1,12 @@
 // HT dispatch: every rank pulls the rows of its experts from their owners' arrays straight to their
 // final places.
 //
-//   EnterOperation (enter_operation.cu): entry flag to the peers, row index.
 //   PullRows (lanes/pull_rows.cu, pull_rows_in_bulk.cu, with weights pull_weighted_rows.cu, of rows
-//   that travel quantised pull_records.cu, pull_records_in_bulk.cu): waits
-//   for all entry flags; each warp takes (source, token) pairs, reads the row once and writes it to
-//   all its places; the last warps of a block zero padding and fetch weights; the last block
-//   exchanges the tail flags. Over several nodes it runs once per slice of the tokens
-//   (network/dispatch.cu).
+//   that travel quantised pull_records.cu, pull_records_in_bulk.cu): sends the entry flag to the
+//   peers, indexes the rows and waits for all entry flags (protocol/entry.h); each warp takes
+//   (source, token) pairs, reads the row once and writes it to all its places; the last warps of a
+//   block zero padding and fetch weights; the last block exchanges the tail flags. Over several
+//   nodes it runs once per slice of the tokens (network/dispatch.cu).
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -82,16 +81,16 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
     return KeepText("dispatch: " + std::move(wrong));
   }
   const bool has_records = call.wire.block != 0;
+  Entry entry;
   if (const char* error =
-          LaunchEntry(rank,
-                      {.device = rank.device,
-                       .operation = Operation::kDispatch,
-                       .recv_src = call.recv_src.data(),
-                       .recv_rows = static_cast<uint64_t>(call.recv_rows),
-                       .num_tokens = static_cast<uint64_t>(call.num_tokens),
-                       .x = has_records || call.recv_x == nullptr ? nullptr : call.x,
-                       .weights = call.weights.data()},
-                      stream)) {
+          PrepareEntry(rank,
+                       {.operation = Operation::kDispatch,
+                        .recv_src = call.recv_src.data(),
+                        .recv_rows = static_cast<uint64_t>(call.recv_rows),
+                        .num_tokens = static_cast<uint64_t>(call.num_tokens),
+                        .x = has_records || call.recv_x == nullptr ? nullptr : call.x,
+                        .weights = call.weights.data()},
+                       entry, stream)) {
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
@@ -105,6 +104,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
   const int64_t num_rows =
       call.zero_padding ? call.recv_rows : MeanRows(shape, call.num_tokens, call.recv_rows);
   PullParams params{.device = rank.device,
+                    .entry = entry,
                     .layout = call.layout,
                     .zero_padding = call.zero_padding,
                     .is_vectorised = HasWholeWords(row_bytes, {call.recv_x, call.y}),

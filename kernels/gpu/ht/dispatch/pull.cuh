@@ -11,6 +11,7 @@
 #include "kernels/gpu/ht/dispatch/pull_params.h"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/protocol/entry.cuh"
 #include "kernels/gpu/protocol/row_index.cuh"
 
 namespace jax_ep::gpu {
@@ -22,8 +23,9 @@ __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint
   return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
 }
 
-// All threads of the block, after the entry barrier. False: a peer names memory that is not mapped.
-__device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
+// All threads of the block, when all have entered. False: a peer names memory that is not mapped.
+__device__ inline bool CheckRecords(const PullParams& params) {
+  bool is_ok = true;
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
@@ -33,7 +35,7 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
       if (memory.arena != nullptr && (place >> 1) + num_bytes <= memory.arena_bytes) return;
       Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, peer, memory.arena_bytes,
            (place >> 1) + num_bytes);
-      *is_ok = 0;
+      is_ok = false;
     };
     if (params.recv_x != nullptr && params.x == nullptr) {
       check(records[peer].x, params.num_tokens * params.row_bytes);
@@ -42,8 +44,7 @@ __device__ inline bool CheckRecords(const PullParams& params, uint32_t* is_ok) {
       check(records[peer].weights, params.num_tokens * device.shape.top_k * sizeof(float));
     }
   }
-  SyncBlock();
-  return *is_ok != 0;
+  return !SyncBlockAny(!is_ok);
 }
 
 // The (source, token) pairs that one warp takes and that have rows here. All pulling warps of the
@@ -336,6 +337,7 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
     CountUp(&ControlOf(device)->dispatches, 1);
     ControlOf(device)->records_taken = 0;
     for (uint32_t& taken : ControlOf(device)->items_taken) taken = 0;
+    ForgetEntry(device);
     EndOperation(device, sequence);
   }
 }
@@ -349,9 +351,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
   const uint64_t sequence = SequenceOf(device);
   const uint32_t num_warps = blockDim.x / kWarpSize - 1;
   uint64_t num_pulled = 0;
-  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
-      CheckRecords(params, &shared_flag)) {
+  if (Enter(device, params.entry, sequence) && CheckRecords(params)) {
     if (WarpId() == num_warps) {
       FillWeightsAndPadding(params, 0, 1,
                             [&](uint64_t row, uint32_t, uint32_t) { ZeroRowByWarp(params, row); });

@@ -7,11 +7,13 @@
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/token_slices.h"
 #include "kernels/gpu/protocol/device_rank.h"
+#include "kernels/gpu/protocol/entry.h"
 
 namespace jax_ep::gpu {
 
 struct PullParams {
   DeviceRank device;
+  Entry entry;
   Layout layout;
   bool zero_padding;
   bool is_vectorised;  // rows are multiples of 16 bytes and 16-byte aligned

@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(kThreads) PullRecords(const __grid_constant__ 
   const bool pulls = WarpId() < kPullWarps;
   const bool quantizes = WarpId() > kPullWarps;
   RowQuantizer<typename Rows::Elem> quantizer(params, sequence);
-  QuantizeFirst(device, quantizer);
+  EntryPart entry(device, params.entry, sequence);
+  const bool can_read = entry.Begin();
+  if (can_read) quantizer.QuantizeOne();  // before the wait for peers: they wait for these
   uint64_t num_pulled = 0;
-  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
-      CheckRecords(params, &shared_flag)) {
+  if (can_read && entry.Finish() && CheckRecords(params)) {
     if (quantizes) {
       quantizer.QuantizeAll();
     } else if (pulls) {

@@ -136,9 +136,7 @@ __global__ void __launch_bounds__(kMaxThreads)
     FenceBarrierInit();
   }
   uint64_t num_pulled = 0;
-  if (BlockWaitPeers(device, device.layout.entry_flags, Operation::kDispatch,
-                     FlagValue(sequence, Operation::kDispatch, device.program), &shared_flag) &&
-      CheckRecords(params, &shared_flag)) {
+  if (Enter(device, params.entry, sequence) && CheckRecords(params)) {
     FenceProxyAsync();  // what the peers published, before bulk loads read it
     if (WarpId() >= num_warps) {
       FillWeightsAndPadding(params, WarpId() - num_warps, kPaddingWarps,

@@ -107,10 +107,4 @@ class RowQuantizer {
   uint32_t num_taken_ = 0;
 };
 
-// All warps of a block, before it waits for its peers: they wait for these.
-template <typename Elem>
-__device__ inline void QuantizeFirst(const DeviceRank& device, RowQuantizer<Elem>& quantizer) {
-  if (FromLane(static_cast<uint32_t>(HasFailed(device)), 0) == 0) quantizer.QuantizeOne();
-}
-
 }  // namespace jax_ep::gpu

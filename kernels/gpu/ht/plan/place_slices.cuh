@@ -56,7 +56,8 @@ class SlicePlacer {
     SyncBlock();
     // Those of peers, too, which mostly come, but not for longer: they may need ours.
     const uint32_t slice = threadIdx.x;
-    if (slice < num_slices_ && is_ok != 0 && !ComesSoon(FlagOf(slice), FlagOfPlan(), kPatienceNs)) {
+    if (slice < num_slices_ && is_ok != 0 &&
+        !FlagComesSoon(FlagOf(slice), FlagOfPlan(), kPatienceNs)) {
       has_all = 0;
       const uint32_t of_rank = slice - device_.rank * params_.num_blocks;
       if (SourceOf(slice) == device_.rank && !HasFailed(device_)) atomicOr(&missing, 1u << of_rank);

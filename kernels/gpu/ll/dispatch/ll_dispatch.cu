@@ -136,8 +136,11 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       part == CallPart::kWhole && !is_weighted && call.recv_x != nullptr &&
       TravelsTagged(rank.device, static_cast<uint64_t>(call.num_tokens), x_bytes);
   // Tagged records: a unit for each lane, so that many warps quantise a row.
-  const uint64_t record_pieces =
-      is_tagged ? DivideUp(uint64_t{format.num_units}, kWarpSize) : DivideUp(x_bytes, kPieceBytes);
+  const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
+  const uint64_t record_pieces = is_tagged ? DivideUp(uint64_t{format.num_units}, kWarpSize)
+                                 : part == CallPart::kWhole
+                                     ? LlRecordPieces(num_tokens, x_bytes, kPieceBytes)
+                                     : DivideUp(x_bytes, kPieceBytes);
   const Pieces pieces =
       has_records ? CutUnits(format, record_pieces)
                   : CutRow(shape, x_bytes, is_tagged ? kTaggedPieceBytes : kPieceBytes, word_bytes);
@@ -250,10 +253,10 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     return BlocksFor(items, kWarps, most);
   };
   constexpr uint32_t kTaggedSpread = 4;  // few items, which leave SMs idle
-  const uint32_t most_senders = has_records
-                                    ? LlQuantizeBlocks(rank.ll_blocks)
-                                    : LlSendBlocks(rank.ll_blocks, shape, planner.layout,
-                                                   planner.num_tokens, params.num_bulk_warps);
+  const uint32_t most_senders =
+      has_records ? LlQuantizeBlocks(rank.ll_blocks, num_pieces, params.num_bulk_warps)
+                  : LlSendBlocks(rank.ll_blocks, shape, planner.layout, planner.num_tokens,
+                                 params.num_bulk_warps);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
   params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
