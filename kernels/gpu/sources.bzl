@@ -13,6 +13,7 @@ KERNELS_GPU = [
     "checks.cc",
     "ht/combine/combine.cc",
     "ht/combine/combine_rows_in_bulk.cu",
+    "ht/combine/combine_scalars.cu",
     "ht/dispatch/dispatch.cc",
     "ht/dispatch/pull_records.cu",
     "ht/dispatch/pull_records_in_bulk.cu",

@@ -5,6 +5,7 @@
 //   (peers are through with the last combine, so their reduce areas are free) and row index
 //   (protocol/entry.h); partials of other owners' tokens, chunk by chunk, and the sums of own
 //   tokens.
+//   Scalars without rows have a shorter way (combine_scalars.cu).
 //   Over several nodes the kernels of network/combine.cu run instead.
 #include <algorithm>
 #include <string>
@@ -19,6 +20,7 @@
 namespace jax_ep::gpu {
 
 const char* PrepareCombineKernels(const RankHandle& rank) {
+  if (const char* error = PrepareCombineScalars(rank)) return error;
   if (const char* error = PrepareCombineRows(rank)) return error;
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies) return PrepareCombineRowsInBulk(rank);
@@ -50,6 +52,7 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .num_chunks = static_cast<uint32_t>(DivideUp(num_tokens, kChunkTokens)),
       .max_blocks = MostBlocks(rank, RowWork::kSum, call.num_tokens, mean_rows),
       .mean_rows = static_cast<uint64_t>(mean_rows),
+      .recv_rows = static_cast<uint32_t>(call.recv_rows),
       .rank_rows = static_cast<int32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
       .y = call.y,
@@ -60,6 +63,9 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .pair_scalars_out = DataOrNull(call.pair_scalars_out)};
   const bool is_vectorised = HasWholeWords(params.row_bytes, {call.y, call.out});
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
+  if (params.y == nullptr && params.pair_scalars != nullptr && params.pair_scalars_out != nullptr) {
+    return LaunchCombineScalars(params, stream);
+  }
 #if JAX_EP_BULK_COPIES
   if (rank.use_bulk_copies && is_vectorised) return LaunchCombineRowsInBulk(rank, params, stream);
 #endif

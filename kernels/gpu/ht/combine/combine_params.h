@@ -19,6 +19,7 @@ struct CombineKernelParams {
   uint32_t lag;         // chunks between a partial and its use; without bulk copies
   uint32_t max_blocks;
   uint64_t mean_rows;  // of this rank, if all route uniformly
+  uint32_t recv_rows;  // R
   int32_t rank_rows;   // slots of one rank in send_slot
   uint64_t row_bytes;
   const std::byte* y;         // [R, H] or null
@@ -41,6 +42,9 @@ struct CombineKernelParams {
   TokenSlice slice;
 };
 
+// Without rows, in a group of one node.
+const char* PrepareCombineScalars(const RankHandle& rank);
+const char* LaunchCombineScalars(const CombineKernelParams& call, cudaStream_t stream);
 const char* PrepareCombineRows(const RankHandle& rank);
 const char* LaunchCombineRows(RankHandle& rank, const CombineKernelParams& call, bool is_vectorised,
                               cudaStream_t stream);
