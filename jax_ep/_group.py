@@ -48,6 +48,23 @@ def closed_message(name: str) -> str:
     return f"group {name} is closed; create a new one"
 
 
+def takes_part_message(call: str, rank: int, active: np.ndarray[Any, Any]) -> str:
+    """To who would take back a rank that nobody has lost."""
+    return (
+        f"{call}: got rank {rank}, which takes part, expected one that does not; group.active is "
+        f"{active.tolist()}"
+    )
+
+
+def forked_message(name: str, call: str = "") -> str:
+    """What a forked child is told of its parent's group, by `call` or by all that uses it."""
+    where, what = (f"{call}: ", f"call {call}") if call else ("", "use it")
+    return (
+        f"group {name}: {where}this process is a fork of the group's process, and takes no part in "
+        f"it; {what} in the parent"
+    )
+
+
 class Handle(Protocol):
     """The native side of a group in this process (_runtime/session.py)."""
 
@@ -98,7 +115,7 @@ _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 def check_open_groups() -> None:
     """Raises the failure of any native group of this process that is still open."""
     for group in list(_open_groups):
-        if not group.closed:
+        if not group.closed and not group._is_forked:
             group.check()
 
 
@@ -177,8 +194,13 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, on the group or a view."""
+        """Whether `close` was called, on the group or a view; in a forked child, by the parent."""
         return self._whole._closed
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a child of the one whose group it is."""
+        return os.getpid() != self._whole._pid
 
     @property
     def _whole(self) -> Group:
@@ -376,7 +398,7 @@ class Group:
         """Raises what made the group fail, if anything did; cheap, waits for nothing.
 
         Raises:
-            RuntimeError: the first cause, or that the group is closed.
+            RuntimeError: the first cause, that the group is closed, or that this is a forked child.
         """
         if self._native is not None:
             self._native.check()
@@ -532,6 +554,7 @@ class Group:
             ValueError: no placement where one is needed, one of other sizes, all processes of a
                 group that has lost some, or the group has `implementation="xla"`, which counts
                 nothing.
+            RuntimeError: all processes, in a forked child.
 
         Example:
             >>> load = group.expert_load()
@@ -543,6 +566,8 @@ class Group:
                 f'Group.expert_load: group {self.name} has implementation="xla", which counts '
                 "nothing; sum jax_ep.routing.expert_load of the ids instead"
             )
+        if all_processes and self._is_forked:  # it would wait for the others for ever
+            raise RuntimeError(forked_message(self.name, "expert_load(all_processes=True)"))
         if all_processes and not self.active.all():
             raise ValueError(
                 f"Group.expert_load: got all_processes=True in group {self.name}, which has lost "
@@ -555,7 +580,10 @@ class Group:
         return _stats.sum_over_processes(load) if all_processes else load
 
     def health(self) -> Health:
-        """State of the group as this process sees it; not ok once it has failed or is closed."""
+        """State of the group as this process sees it.
+
+        Not ok once it has failed or is closed, nor in a forked child of the group's process.
+        """
         if self._native is not None:
             return self._native.health()
         message = closed_message(self.name) if self.closed else ""
@@ -602,7 +630,7 @@ class Group:
         _open_groups.add(self)
 
     def _close(self, *, program_ended: bool) -> None:
-        if os.getpid() != self._whole._pid:  # a forked child's, of its parent's group
+        if self._is_forked:  # the group is the parent's
             return
         self._whole._closed = True
         if self._native is not None:

@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from jax_ep import _config
-from jax_ep._group import Group, Health, closed_message
+from jax_ep._group import Group, Health, closed_message, forked_message
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
 from jax_ep._runtime.topology import Layout
@@ -162,10 +162,7 @@ class NativeSession:
 
     def _refuse_in_child(self, call: str) -> None:
         if self._is_forked:
-            raise RuntimeError(
-                f"group {self.name}: {call}: this process is a fork of the group's process, and "
-                f"takes no part in it; call {call} in the parent"
-            )
+            raise RuntimeError(forked_message(self.name, call))
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""
@@ -203,7 +200,9 @@ class NativeSession:
             raise RuntimeError(message)
 
     def _trouble(self) -> str:
-        """The first failure, else that it is closed, else nothing."""
+        """The first failure, else that it is closed, else nothing; to a child, that it is one."""
+        if self._is_forked:
+            return forked_message(self.name)
         failure = self._left_out or str(self._session.failure_text())
         return failure or (closed_message(self.name) if self._closed else "")
 
