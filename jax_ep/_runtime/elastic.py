@@ -62,14 +62,26 @@ class Elastic:
         self._decision = Decision(0, {})
         self.active = np.ones(group.num_ranks, np.int32)
         self._pulse: Pulse | None = None  # from begin or join to close
+        self._has_left = False
         self._is_closed = False
 
     def _begin_pulse(self) -> None:
         if self._store is not None:
             self._pulse = Pulse(self._store, self._me, self._peer_timeout_s)
 
+    def leave(self) -> None:
+        """Before this process ends its session: others that agree know at once that it is gone."""
+        if self._store is None or self._has_left:
+            return
+        self._has_left = True
+        with contextlib.suppress(Exception):  # the store may be gone
+            last = agreement.newest(self._store) or self._decision
+            if last.has(self._me, self._life):  # not one that was left out
+                agreement.leave(self._store, self._me, self._life)
+
     def close(self) -> None:
         """Ends what it runs; whoever does so last removes what the group keeps in the store."""
+        self.leave()
         if self._pulse is not None:
             self._pulse.close()
         if self._store is None or self._is_closed:

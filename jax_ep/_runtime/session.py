@@ -87,6 +87,8 @@ class NativeSession:
 
     def _drain_or_abort(self) -> None:
         try:
+            if self._elastic is not None:
+                self._elastic.leave()
             self._wait_for_executions()
         except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
             process = self._devices[0].process_index

@@ -271,6 +271,40 @@ def test_who_was_left_out_learns_it_also_when_the_others_have_closed_the_group()
     assert agreement.newest(world.store) == last
 
 
+def test_who_has_closed_the_group_is_not_waited_for() -> None:
+    """They waited until their deadline, also if it had joined before it gave up."""
+    world = World(3)
+    members = [_elastic(world, process) for process in range(3)]
+    last = agreement.newest(world.store)
+    assert last is not None
+    with pytest.raises(RuntimeError, match="gives up"):
+        agreement.decide(
+            world.store,
+            last,
+            0,
+            world.members[0],
+            suspects=(),
+            deadline=time.monotonic() + 20,
+            is_gone=lambda _: _raise(RuntimeError("gives up")),
+            is_silent=lambda _: False,
+            usable=lambda living: living,
+        )
+    members[0].leave()  # its session may take long to end: it waits for the others
+    begun = time.monotonic()
+    assert set(world.together([1, 2]).members) == {1, 2}
+    assert time.monotonic() - begun < agreement.GRACE_S
+    # Another life of it is another process.
+    again = Member("life0 again", 2000, "host")
+    agreement.admit(world.store, 0, again)
+    assert world.together([1, 2]).has(0, "life0 again")
+    for member in members:
+        member.close()
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 def test_who_closed_before_the_others_agreed_does_not_count_with_them() -> None:
     world = World(3)
     members = [_elastic(world, process) for process in range(3)]
