@@ -136,10 +136,10 @@ class NativeSession:
                 ended_early.start()
 
             def end_session() -> None:
-                if ended_early is None:
-                    session.end_to_agree()
-                else:
+                if ended_early is not None:
                     ended_early.join()
+                # Again, if a session that could not be built has left its own reason.
+                session.end_to_agree()
 
             try:
                 if not failure:
@@ -150,6 +150,8 @@ class NativeSession:
                 if isinstance(error, LeftOutError):
                     self._left_out = str(error)
                 end_session()  # the others may have been told
+                if self._left_out:  # what executions are told, too
+                    session.abort(self._left_out)
                 raise
             return self.active
 
@@ -233,11 +235,13 @@ class NativeSession:
 
     def report(self) -> str:
         """As `Group.report`."""
-        return str(self._session.report())
+        # Its session says why it ended, which is not why this process takes part no more.
+        return f"{self._left_out}\n" if self._left_out else str(self._session.report())
 
     def dump_state(self) -> str:
         """The report and more, for a bug report."""
-        return str(self._session.dump_state())
+        left_out = f"{self._left_out}\n" if self._left_out else ""
+        return left_out + str(self._session.dump_state())
 
 
 class _Released:

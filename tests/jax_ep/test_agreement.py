@@ -435,6 +435,29 @@ def test_a_forked_child_takes_no_part(call: str) -> None:
     assert f"group g: {call}: this process is a fork of the group's process" in told[0]
 
 
+def test_who_was_left_out_says_so_everywhere() -> None:
+    """A step said to call agree, and the report began with the failure before."""
+    why = "group g: process 0 was left out"
+    said: list[str] = []
+    native = types.SimpleNamespace(
+        failure_text=lambda: "",
+        blamed_rank=lambda: -1,
+        begin_to_agree=lambda: None,
+        end_to_agree=lambda: said.append("called agree"),
+        abort=said.append,
+        report=lambda: "group g: closed, FAILED: rank 1 is gone",
+    )
+    session = _session(native)
+    session._elastic = types.SimpleNamespace(agree=lambda *_: _raise(LeftOutError(why)))
+    with pytest.raises(LeftOutError):
+        session.agree(None)
+    assert said == ["called agree", why]  # the newest is what executions are told
+    assert session.report() == f"{why}\n"
+    for call in (lambda: session.agree(None), session.check):
+        with pytest.raises(RuntimeError, match=why):
+            call()
+
+
 def test_ctrl_c_while_the_others_are_told_ends_the_session() -> None:
     """They may have been told, so this process must not go on as if they had not."""
     ended = []
