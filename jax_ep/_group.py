@@ -432,7 +432,8 @@ class Group:
             i32[N], 1 for each rank that takes part, equal on all of them.
 
         Raises:
-            ValueError: the group is not elastic, or timeout_s is no time.
+            ValueError: the group is not elastic, or timeout_s is no time of at least 0.1 s: in less
+                nobody can come.
             RuntimeError: the others have left this process out, the group is closed, or this is a
                 forked child.
             TimeoutError: executions of this process did not end, or no connections could be made.
@@ -444,10 +445,11 @@ class Group:
             ...     group_of_four.agree().tolist()
             [1, 1, 1, 1]
         """
-        self._require_elastic("agree", timeout_s)
+        limit_s = self._limit_of("agree", timeout_s, _config.MIN_TIMEOUT_S)
         if self._native is None:  # XLA's collectives need all ranks
+            self.check()
             return self.active
-        mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(timeout_s)
+        mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(limit_s)
         return mask
 
     def readmit(self, rank: int, timeout_s: float | None = None) -> None:
@@ -458,11 +460,14 @@ class Group:
 
         Args:
             rank: a rank of that process, which does not take part now.
-            timeout_s: how long to wait for its `create_group`. None: Config.timeout_s.
+            timeout_s: how long to wait for its `create_group`; 0: it waits there already. None:
+                Config.timeout_s.
 
         Raises:
-            ValueError: the group is not elastic, the rank takes part, or timeout_s is no time.
-            RuntimeError: the others have left this process out, or the group is closed.
+            ValueError: the group is not elastic, it has no such rank, the rank takes part, or
+                timeout_s is no time.
+            RuntimeError: the others have left this process out, the group is closed, or this is a
+                forked child.
             TimeoutError: the process has not called `create_group` of this group.
 
         Example:
@@ -471,26 +476,34 @@ class Group:
                 group.readmit(2)
                 active = group.agree()
         """
-        self._require_elastic("readmit", timeout_s)
-        if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks or self.active[rank]:
+        limit_s = self._limit_of("readmit", timeout_s, 0.0)
+        if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks:
             raise ValueError(
-                f"jax_ep.Group.readmit: got rank {rank!r}, expected one that does not take part; "
-                f"group.active is {self.active.tolist()}"
+                f"jax_ep.Group.readmit: got rank {rank!r}, expected one of the group's "
+                f"{self.num_ranks}, from 0"
             )
-        assert self._native is not None
-        self._native.readmit(rank, timeout_s)
+        if self._native is not None:
+            self._native.readmit(rank, limit_s)
+            return
+        self.check()
+        raise ValueError(takes_part_message("jax_ep.Group.readmit", rank, self.active))
 
-    def _require_elastic(self, what: str, timeout_s: float | None) -> None:
+    def _limit_of(self, what: str, timeout_s: float | None, least_s: float) -> float | None:
+        """`timeout_s` of a call of an elastic group, as Python's float."""
         if not self.config.elastic:
             raise ValueError(
                 f"jax_ep.Group.{what}: got a group of Config.elastic=False, expected "
                 "Config(elastic=True); create the group with it"
             )
-        if timeout_s is not None and not _config.is_limit(timeout_s):
+        if timeout_s is None:
+            return None
+        limit_s = _config.as_float(timeout_s)
+        if not least_s <= limit_s <= _config.MAX_TIMEOUT_S:
             raise ValueError(
-                f"jax_ep.Group.{what}: got timeout_s={timeout_s!r}, expected seconds from 0 to "
-                f"{_config.MAX_TIMEOUT_S:g}; leave it out for Config.timeout_s"
+                f"jax_ep.Group.{what}: got timeout_s={timeout_s!r}, expected seconds from "
+                f"{least_s:g} to {_config.MAX_TIMEOUT_S:g}; leave it out for Config.timeout_s"
             )
+        return limit_s
 
     def stats(self) -> GroupStats:
         """Counters since creation, as plain values; `GroupStats` says what they mean.

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jax_ep import _config
-from jax_ep._group import Group
+from jax_ep._group import Group, takes_part_message
 from jax_ep._runtime import agreement, bootstrap
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
@@ -209,10 +209,7 @@ class Elastic:
         """As `Group.readmit`."""
         process = self._blueprint.process_of(rank)
         if self._store is None or process in self._decision.members:
-            raise ValueError(
-                f"{self._label}: readmit: got rank {rank}, which takes part, expected one that "
-                "does not; use those where group.active is 0"
-            )
+            raise ValueError(takes_part_message(f"{self._label}: readmit", rank, self.active))
         while True:
             member = agreement.requested(self._store, process)
             if member is not None and not self._is_gone(member):
