@@ -189,6 +189,7 @@ class Elastic:
                 decision = agreement.newest(store)
                 if decision is not None and decision.has(self._me, self._life):
                     return decision
+                refuse_if_ended(store, self._label, self._me)
                 # This process's life before counts no more.
                 members = {self._me, *(decision.members if decision is not None else ())}
                 if all(map(pulse.is_silent, members)):
@@ -290,6 +291,15 @@ class Elastic:
         if self._store is not None and self._me == min(decision.members):
             agreement.forget(self._store, decision.number)
         return session
+
+
+def refuse_if_ended(store: GroupStore, label: str, me: int) -> None:
+    """For a process that was started again: raises BootstrapError if nobody has the group."""
+    if agreement.has_ended(store):
+        raise bootstrap.BootstrapError(
+            f"{label}: process {me} was started again, and the others have closed the group; "
+            "start the whole job again"
+        )
 
 
 def losses(failure: str, blamed: int) -> tuple[int, ...]:

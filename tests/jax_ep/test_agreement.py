@@ -332,6 +332,21 @@ def test_a_closed_group_leaves_what_those_need_that_come_late() -> None:
         start._find_again(group, exchange, world.store)
 
 
+def test_who_waits_to_be_taken_back_learns_that_the_others_close_the_group() -> None:
+    """It waited until they had given no sign of life for long, and said so."""
+    world = World(2)
+    member = _elastic(world, 0)
+    world.gone = {1001}
+    agreement.begin(world.store, world.members)
+    world.together([0])
+    again = _elastic(World(2), 1)
+    again._store, again._life = world.store, "life1 again"
+    threading.Timer(0.3, member.close).start()
+    with pytest.raises(jax_ep.BootstrapError, match="the others have closed the group; start"):
+        again.join(time.monotonic() + 20)
+    assert world.store.folder("request") == {}  # nobody is left who could read it
+
+
 def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
     store = World(3).store
     limit_s = 0.6
