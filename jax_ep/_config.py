@@ -266,7 +266,7 @@ def _as_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def _as_factor(name: str, value: object) -> float:
-    if not 0 < (number := _as_float(value)) < math.inf:
+    if not 0 < (number := as_float(value)) < math.inf:
         raise ValueError(
             f"{name}: got {value!r}, expected a finite number above 0; use None for the worst case"
         )
@@ -274,7 +274,7 @@ def _as_factor(name: str, value: object) -> float:
 
 
 def _as_seconds(name: str, value: object) -> float:
-    if not MIN_TIMEOUT_S <= (number := _as_float(value)) <= MAX_TIMEOUT_S:
+    if not MIN_TIMEOUT_S <= (number := as_float(value)) <= MAX_TIMEOUT_S:
         raise ValueError(
             f"{name}: got {value!r}, expected seconds from {MIN_TIMEOUT_S:g} to "
             f"{MAX_TIMEOUT_S:g}; use {MAX_TIMEOUT_S:g} for no bound in practice"
@@ -282,12 +282,7 @@ def _as_seconds(name: str, value: object) -> float:
     return number
 
 
-def is_limit(value: object) -> bool:
-    """Whether that is a time to wait for, in seconds."""
-    return 0 <= _as_float(value) <= MAX_TIMEOUT_S
-
-
-def _as_float(value: object) -> float:
+def as_float(value: object) -> float:
     """`value` as Python's float; NaN if it is no real number."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return math.nan

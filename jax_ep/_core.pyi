@@ -102,7 +102,9 @@ class Session:
         """
 
     def abort(self, reason: str) -> None:
-        """close, without waiting for the others; they are told the reason."""
+        """
+        close, without waiting for the others; they and late executions are told the reason.
+        """
 
     def begin_to_agree(self) -> None:
         """Tells the others that this process takes part in no further call."""
@@ -183,7 +185,9 @@ class GpuSession:
         """
 
     def abort(self, reason: str) -> None:
-        """close, without waiting for the others; they are told the reason."""
+        """
+        close, without waiting for the others; they and late executions are told the reason.
+        """
 
     def begin_to_agree(self) -> None:
         """Tells the others that this process takes part in no further call."""

@@ -48,6 +48,23 @@ def closed_message(name: str) -> str:
     return f"group {name} is closed; create a new one"
 
 
+def takes_part_message(call: str, rank: int, active: np.ndarray[Any, Any]) -> str:
+    """To who would take back a rank that nobody has lost."""
+    return (
+        f"{call}: got rank {rank}, which takes part, expected one that does not; group.active is "
+        f"{active.tolist()}"
+    )
+
+
+def forked_message(name: str, call: str = "") -> str:
+    """What a forked child is told of its parent's group, by `call` or by all that uses it."""
+    where, what = (f"{call}: ", f"call {call}") if call else ("", "use it")
+    return (
+        f"group {name}: {where}this process is a fork of the group's process, and takes no part in "
+        f"it; {what} in the parent"
+    )
+
+
 class Handle(Protocol):
     """The native side of a group in this process (_runtime/session.py)."""
 
@@ -98,7 +115,7 @@ _open_groups: weakref.WeakSet[Group] = weakref.WeakSet()
 def check_open_groups() -> None:
     """Raises the failure of any native group of this process that is still open."""
     for group in list(_open_groups):
-        if not group.closed:
+        if not group.closed and not group._is_forked:
             group.check()
 
 
@@ -177,8 +194,13 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, on the group or a view."""
+        """Whether `close` was called, on the group or a view; in a forked child, by the parent."""
         return self._whole._closed
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this process is a child of the one whose group it is."""
+        return os.getpid() != self._whole._pid
 
     @property
     def _whole(self) -> Group:
@@ -376,7 +398,7 @@ class Group:
         """Raises what made the group fail, if anything did; cheap, waits for nothing.
 
         Raises:
-            RuntimeError: the first cause, or that the group is closed.
+            RuntimeError: the first cause, that the group is closed, or that this is a forked child.
         """
         if self._native is not None:
             self._native.check()
@@ -410,7 +432,8 @@ class Group:
             i32[N], 1 for each rank that takes part, equal on all of them.
 
         Raises:
-            ValueError: the group is not elastic, or timeout_s is no time.
+            ValueError: the group is not elastic, or timeout_s is no time of at least 0.1 s: in less
+                nobody can come.
             RuntimeError: the others have left this process out, the group is closed, or this is a
                 forked child.
             TimeoutError: executions of this process did not end, or no connections could be made.
@@ -422,10 +445,11 @@ class Group:
             ...     group_of_four.agree().tolist()
             [1, 1, 1, 1]
         """
-        self._require_elastic("agree", timeout_s)
+        limit_s = self._limit_of("agree", timeout_s, _config.MIN_TIMEOUT_S)
         if self._native is None:  # XLA's collectives need all ranks
+            self.check()
             return self.active
-        mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(timeout_s)
+        mask: np.ndarray[Any, np.dtype[np.int32]] = self._native.agree(limit_s)
         return mask
 
     def readmit(self, rank: int, timeout_s: float | None = None) -> None:
@@ -436,11 +460,14 @@ class Group:
 
         Args:
             rank: a rank of that process, which does not take part now.
-            timeout_s: how long to wait for its `create_group`. None: Config.timeout_s.
+            timeout_s: how long to wait for its `create_group`; 0: it waits there already. None:
+                Config.timeout_s.
 
         Raises:
-            ValueError: the group is not elastic, the rank takes part, or timeout_s is no time.
-            RuntimeError: the others have left this process out, or the group is closed.
+            ValueError: the group is not elastic, it has no such rank, the rank takes part, or
+                timeout_s is no time.
+            RuntimeError: the others have left this process out, the group is closed, or this is a
+                forked child.
             TimeoutError: the process has not called `create_group` of this group.
 
         Example:
@@ -449,26 +476,34 @@ class Group:
                 group.readmit(2)
                 active = group.agree()
         """
-        self._require_elastic("readmit", timeout_s)
-        if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks or self.active[rank]:
+        limit_s = self._limit_of("readmit", timeout_s, 0.0)
+        if not _config.is_count(rank, minimum=0) or rank >= self.num_ranks:
             raise ValueError(
-                f"jax_ep.Group.readmit: got rank {rank!r}, expected one that does not take part; "
-                f"group.active is {self.active.tolist()}"
+                f"jax_ep.Group.readmit: got rank {rank!r}, expected one of the group's "
+                f"{self.num_ranks}, from 0"
             )
-        assert self._native is not None
-        self._native.readmit(rank, timeout_s)
+        if self._native is not None:
+            self._native.readmit(rank, limit_s)
+            return
+        self.check()
+        raise ValueError(takes_part_message("jax_ep.Group.readmit", rank, self.active))
 
-    def _require_elastic(self, what: str, timeout_s: float | None) -> None:
+    def _limit_of(self, what: str, timeout_s: float | None, least_s: float) -> float | None:
+        """`timeout_s` of a call of an elastic group, as Python's float."""
         if not self.config.elastic:
             raise ValueError(
                 f"jax_ep.Group.{what}: got a group of Config.elastic=False, expected "
                 "Config(elastic=True); create the group with it"
             )
-        if timeout_s is not None and not _config.is_limit(timeout_s):
+        if timeout_s is None:
+            return None
+        limit_s = _config.as_float(timeout_s)
+        if not least_s <= limit_s <= _config.MAX_TIMEOUT_S:
             raise ValueError(
-                f"jax_ep.Group.{what}: got timeout_s={timeout_s!r}, expected seconds from 0 to "
-                f"{_config.MAX_TIMEOUT_S:g}; leave it out for Config.timeout_s"
+                f"jax_ep.Group.{what}: got timeout_s={timeout_s!r}, expected seconds from "
+                f"{least_s:g} to {_config.MAX_TIMEOUT_S:g}; leave it out for Config.timeout_s"
             )
+        return limit_s
 
     def stats(self) -> GroupStats:
         """Counters since creation, as plain values; `GroupStats` says what they mean.
@@ -532,6 +567,7 @@ class Group:
             ValueError: no placement where one is needed, one of other sizes, all processes of a
                 group that has lost some, or the group has `implementation="xla"`, which counts
                 nothing.
+            RuntimeError: all processes, in a forked child.
 
         Example:
             >>> load = group.expert_load()
@@ -543,6 +579,8 @@ class Group:
                 f'Group.expert_load: group {self.name} has implementation="xla", which counts '
                 "nothing; sum jax_ep.routing.expert_load of the ids instead"
             )
+        if all_processes and self._is_forked:  # it would wait for the others for ever
+            raise RuntimeError(forked_message(self.name, "expert_load(all_processes=True)"))
         if all_processes and not self.active.all():
             raise ValueError(
                 f"Group.expert_load: got all_processes=True in group {self.name}, which has lost "
@@ -555,7 +593,10 @@ class Group:
         return _stats.sum_over_processes(load) if all_processes else load
 
     def health(self) -> Health:
-        """State of the group as this process sees it; not ok once it has failed or is closed."""
+        """State of the group as this process sees it.
+
+        Not ok once it has failed or is closed, nor in a forked child of the group's process.
+        """
         if self._native is not None:
             return self._native.health()
         message = closed_message(self.name) if self.closed else ""
@@ -602,7 +643,7 @@ class Group:
         _open_groups.add(self)
 
     def _close(self, *, program_ended: bool) -> None:
-        if os.getpid() != self._whole._pid:  # a forked child's, of its parent's group
+        if self._is_forked:  # the group is the parent's
             return
         self._whole._closed = True
         if self._native is not None:

@@ -565,9 +565,34 @@ def _distributed_state() -> Any:
     return distributed.global_state
 
 
+_client_of_parent: Any = None  # in a forked child: the client that it has got with the memory
+
+
+def _note_fork() -> None:
+    global _client_of_parent
+    _client_of_parent = _distributed_state().client
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 def distributed_client() -> Any:
-    """The jax.distributed key-value store client, or None in a job of one process."""
-    return _distributed_state().client
+    """The jax.distributed key-value store client, or None in a job of one process.
+
+    Raises:
+        RuntimeError: it was made in another process, of which this one is a fork. gRPC does not
+            survive a fork: a single request of the child never ends, and those of the parent, on
+            the same connection, do not either from then on.
+    """
+    client = _distributed_state().client
+    if client is not None and client is _client_of_parent:
+        raise RuntimeError(
+            f"got a call in process {os.getpid()}, which was forked after its parent had joined "
+            "the job (jax.distributed), expected one in a process of the job: JAX's coordination "
+            "client does not work in a forked child; call it in the parent, or start the child by "
+            "subprocess or multiprocessing's 'spawn'"
+        )
+    return client
 
 
 _MTLS_OPTIONS = ("mtls_cert_file", "mtls_key_file", "mtls_ca_file", "mtls_peer_uri_prefix")

@@ -77,7 +77,7 @@ std::string GpuSession::Report() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   const std::string failure = NewestFailureText();
   const std::string name = options().name + " on GPUs";
-  if (!lease) return StateLine(name, "closed", failure);
+  if (!lease) return StateLine(name, lifecycle_.Refused(), failure);
   std::map<uint32_t, TeamView> views;  // by team
   for (const auto& member : members_) {
     if (!views.contains(member->id.team)) views[member->id.team] = ViewTeam(member->id.team);

@@ -29,6 +29,10 @@ inline Status GroupIsClosed(const std::string& name) {
                             " is closed; create a new one with jax_ep.create_group");
 }
 
+// What a child of the process that made it is to its parent's group; so says Python, too.
+inline constexpr std::string_view kIsFork =
+    "this process is a fork of the group's process, and takes no part in it";
+
 // The first line of a session's DumpState. `failure` may be "".
 inline std::string StateLine(const std::string& group, std::string_view state,
                              std::string_view failure) {
@@ -95,6 +99,15 @@ class Lifecycle {
     stage_.store(Stage::kClosed, std::memory_order_release);
     stage_.notify_all();
   }
+
+  // To a handler that Enter has given no lease.
+  Status Refusal(const std::string& name) const {
+    if (!is_forked()) return GroupIsClosed(name);
+    return FailedPrecondition("group " + name + ": " + std::string(kIsFork) +
+                              "; run the group's programs in the parent");
+  }
+  // The same for StateLine.
+  std::string_view Refused() const { return is_forked() ? kIsFork : "closed"; }
 
   bool is_open() const { return stage_.load(std::memory_order_acquire) == Stage::kOpen; }
   // This process is a child of the one that made the session.

@@ -121,11 +121,13 @@ class PySessionOf {
              GroupIsClosed(session_->options().name));
   }
 
-  // Close without the others' consent: what they wait for ends with `reason`.
+  // Close without the others' consent: what they wait for ends with `reason`, which late executions
+  // here are told, too. Of a session that is closed it replaces what they are told.
   void Abort(const std::string& reason) {
     if (session_->lifecycle().is_forked()) return;
-    session_->failure().Set(FailedPrecondition(reason));
-    Close(/*program_ended=*/false);
+    const Status why = FailedPrecondition(reason);
+    session_->failure().Set(why);
+    CloseFor(Departure::kClosed, why);
   }
 
   void BeginToAgree() { session_->BeginToAgree(); }
@@ -175,7 +177,8 @@ class PySessionOf {
         .def("close", &PySessionOf::Close, nanobind::arg("program_ended") = false,
              "Drains, says good-bye, stops, frees; idempotent. Nothing in a forked child.")
         .def("abort", &PySessionOf::Abort, nanobind::arg("reason"),
-             "close, without waiting for the others; they are told the reason.")
+             "close, without waiting for the others; they and late executions are told the "
+             "reason.")
         .def("begin_to_agree", &PySessionOf::BeginToAgree,
              nanobind::call_guard<nanobind::gil_scoped_release>(),
              "Tells the others that this process takes part in no further call.")

@@ -171,7 +171,11 @@ void Session::Close(Departure departure) {
     last_failure_ = failure_->status().message();
     is_leaving_.store(true, std::memory_order_release);
     if (!failure_->failed()) {
-      if (const Status all_left = SayGoodbye(departure); !all_left.ok()) {
+      const Status all_left = SayGoodbye(departure);
+      if (failure_->blamed_rank() == FailureLatch::kAgreement) {
+        LogInfo("group " + options_.name +
+                " was closed while others agree anew: they go on without this process");
+      } else if (!all_left.ok()) {
         LogWarning("group " + options_.name +
                    " was closed without waiting for all ranks: " + all_left.message());
       }

@@ -53,7 +53,7 @@ TeamView Session::ViewTeam(uint32_t team) const {
 std::string Session::Report() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   const std::string failure = FailureText();
-  if (!lease) return StateLine(options_.name, "closed", failure);
+  if (!lease) return StateLine(options_.name, lifecycle_.Refused(), failure);
   const uint64_t now_ns = MonotonicNs();
   std::map<uint32_t, TeamView> views;  // by team
   for (const auto& member : members_) {

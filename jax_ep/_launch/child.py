@@ -5,6 +5,7 @@ Started by ``process.py`` only, as ``python -m jax_ep._launch.child SCRIPT-OR-MO
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
@@ -57,8 +58,42 @@ def _is_before_users_code(file: str) -> bool:
     return file == __file__ or file.startswith("<frozen ")  # runpy and the import system
 
 
+class _End:
+    """The last of this process, as an exit hook.
+
+    It is registered after those of JAX and before the program's own, so it runs between them: a
+    program finds its groups as it does under plain ``python``, where the hook of the first group
+    closes them.
+    """
+
+    def __init__(self, spec: dict[str, Any], control: socket.socket):
+        """Args: what the environment says, and the launcher's socket."""
+        self.exit_code = 0  # of the program
+        self._spec = spec
+        self._control = control
+        self._pid = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether the program has come to its end in a child: the parent goes on."""
+        return os.getpid() != self._pid
+
+    def run(self) -> None:
+        """Keeps a process that the others need until they have ended."""
+        if self.is_forked:
+            return
+        _close_groups()
+        if not self._spec["has_coordinator"]:
+            if self._spec["index"] == 0:
+                _wait_until_alone(self._control)
+        elif self._spec["waits_for_others"] and self.exit_code == 0:
+            from jax_ep._launch.initialize import wait_for_others
+
+            wait_for_others(self._spec["num_processes"])
+
+
 def _close_groups() -> None:
-    """What the exit hook does, before process 0 waits for processes that wait for its close."""
+    """What their own hook has done, unless Ctrl-C ended it; the others wait for this close."""
     runtime = sys.modules.get("jax_ep._runtime.session")
     if runtime is not None:
         try:
@@ -115,22 +150,18 @@ def main() -> int:
 
     with contextlib.suppress(OSError):
         control.send(b"started\n")
-    exit_code = _run(sys.argv[1:], spec["is_module"])
+    end = _End(spec, control)
+    atexit.register(end.run)
+    exit_code = end.exit_code = _run(sys.argv[1:], spec["is_module"])
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
+    if end.is_forked:  # the launcher is told of the parent alone
+        return exit_code
     if spec["has_coordinator"]:
         leave(spec["index"])
     with contextlib.suppress(OSError):
         control.send(f"exit {exit_code}\n".encode())
-    _close_groups()
-    if not spec["has_coordinator"]:
-        if spec["index"] == 0:
-            _wait_until_alone(control)
-    elif spec["waits_for_others"] and exit_code == 0:
-        from jax_ep._launch.initialize import wait_for_others
-
-        wait_for_others(spec["num_processes"])
     return exit_code
 
 

@@ -118,7 +118,11 @@ def _leave_in_order() -> None:
     """
     from jax_ep._jax_compat import distributed_client
 
-    if distributed_client() is not None and jax.process_index() == 0:
+    try:
+        is_in_job = distributed_client() is not None
+    except RuntimeError:  # a forked child leaves without a word
+        return
+    if is_in_job and jax.process_index() == 0:
         wait_for_others(jax.process_count())
 
 

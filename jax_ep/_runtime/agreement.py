@@ -6,9 +6,10 @@ store keeps the first proposal and refuses the others, so there is one decision 
 everybody reads that one: who joined and is not in it has been left out. (The store is consistent
 because one process serves it; it is the only thing that must live.)
 
-Known to be lost is: a process of this host that has ended; one whose silence or end a member has
-seen in the group (`suspects`) or in the store, if it does not join within GRACE_S; and at a
-member's deadline whoever has not joined.
+Known to be lost is: a process of this host that has ended; one that has closed the group, which it
+writes first of all (`left`); one whose silence or end a member has seen in the group (`suspects`)
+or in the store, if it does not join within GRACE_S; and at a member's deadline whoever has not
+joined.
 
 A round that cannot be built, since another process died meanwhile, is followed by the next one.
 """
@@ -70,6 +71,11 @@ def begin(store: GroupStore, members: Mapping[int, Member]) -> None:
     store.put("decided/0", _as_record(Decision(0, members)))
 
 
+def leave(store: GroupStore, me: int, life: str) -> None:
+    """This process begins to close the group: who agrees from here on does so without it."""
+    store.put(f"left/{me}", life, overwrite=True)
+
+
 def close(store: GroupStore, last: Decision) -> None:
     """A member of that decision, the newest, has closed the group; whoever is the last ends it.
 
@@ -79,7 +85,7 @@ def close(store: GroupStore, last: Decision) -> None:
     if store.count(f"closed/{last.number}") < len(last.members):
         return
     store.put("ended", last.number, overwrite=True)
-    for name in ("group", "closed", "pulse", "request", "admitted"):
+    for name in ("group", "closed", "pulse", "request", "admitted", "left"):
         store.delete(name)
     for number in store.folder("decided"):
         store.delete(str(number))
@@ -154,6 +160,11 @@ def decide(
             return _as_decision(number, rounds[number])
         if rounds and max(rounds) > number:  # this process stood still, and its round is forgotten
             return _as_decision(max(rounds), rounds[max(rounds)])
+        left = store.folder("left")
+
+        def is_lost(process: int, member: Member, left: Mapping[int, Any] = left) -> bool:
+            return left.get(process) == member.life or is_gone(member)
+
         joins = store.folder(f"{number}/join")
         joined = {p: Member(**join["member"]) for p, join in joins.items()}
         admitted = {
@@ -163,16 +174,16 @@ def decide(
         }
         # Who was admitted has nothing to do but to wait: it counts as joined while it lives.
         expected = {**last.members, **admitted}
-        joined |= {p: m for p, m in admitted.items() if not is_gone(m)}
+        joined |= {p: m for p, m in admitted.items() if not is_lost(p, m)}
         suspected = {p for join in joins.values() for p in join["suspects"]}
         now = time.monotonic()
         is_late = now >= deadline
         missing = {p: m for p, m in expected.items() if p not in joined or joined[p].life != m.life}
         if all(
-            is_late or is_gone(m) or ((p in suspected or is_silent(p)) and now - begun > GRACE_S)
+            is_late or is_lost(p, m) or ((p in suspected or is_silent(p)) and now - begun > GRACE_S)
             for p, m in missing.items()
         ):
-            living = {p: m for p, m in expected.items() if p not in missing and not is_gone(m)}
+            living = {p: m for p, m in expected.items() if p not in missing and not is_lost(p, m)}
             chosen = set(usable(living))
             proposal = {p: m for p, m in living.items() if p in chosen}
             store.put(f"decided/{number}", _as_record(Decision(number, proposal)))

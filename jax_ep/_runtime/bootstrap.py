@@ -102,7 +102,8 @@ class Exchange:
         """Args: the devices of the mesh (JAX's objects), this process's index.
 
         Raises:
-            BootstrapError: there are several processes and no jax.distributed.
+            BootstrapError: there are several processes and no jax.distributed, or this is a forked
+                child.
             ValueError: JAX_EP_JOB_SECRET is none.
         """
         devices = list(devices)
@@ -116,7 +117,10 @@ class Exchange:
         self._counted_as = key
         if self.alone:
             return
-        client = _jax_compat.distributed_client()
+        try:
+            client = _jax_compat.distributed_client()
+        except RuntimeError as error:
+            raise BootstrapError(f"{self.label}: {error}") from None
         if client is None:
             raise BootstrapError(
                 f"{self.label}: its mesh spans {len(self.processes)} processes but jax.distributed "

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jax_ep import _config
-from jax_ep._group import Group
+from jax_ep._group import Group, takes_part_message
 from jax_ep._runtime import agreement, bootstrap
 from jax_ep._runtime.agreement import Decision, Member
 from jax_ep._runtime.blueprint import Blueprint
@@ -62,14 +62,26 @@ class Elastic:
         self._decision = Decision(0, {})
         self.active = np.ones(group.num_ranks, np.int32)
         self._pulse: Pulse | None = None  # from begin or join to close
+        self._has_left = False
         self._is_closed = False
 
     def _begin_pulse(self) -> None:
         if self._store is not None:
             self._pulse = Pulse(self._store, self._me, self._peer_timeout_s)
 
+    def leave(self) -> None:
+        """Before this process ends its session: others that agree know at once that it is gone."""
+        if self._store is None or self._has_left:
+            return
+        self._has_left = True
+        with contextlib.suppress(Exception):  # the store may be gone
+            last = agreement.newest(self._store) or self._decision
+            if last.has(self._me, self._life):  # not one that was left out
+                agreement.leave(self._store, self._me, self._life)
+
     def close(self) -> None:
         """Ends what it runs; whoever does so last removes what the group keeps in the store."""
+        self.leave()
         if self._pulse is not None:
             self._pulse.close()
         if self._store is None or self._is_closed:
@@ -177,6 +189,7 @@ class Elastic:
                 decision = agreement.newest(store)
                 if decision is not None and decision.has(self._me, self._life):
                     return decision
+                refuse_if_ended(store, self._label, self._me)
                 # This process's life before counts no more.
                 members = {self._me, *(decision.members if decision is not None else ())}
                 if all(map(pulse.is_silent, members)):
@@ -197,10 +210,7 @@ class Elastic:
         """As `Group.readmit`."""
         process = self._blueprint.process_of(rank)
         if self._store is None or process in self._decision.members:
-            raise ValueError(
-                f"{self._label}: readmit: got rank {rank}, which takes part, expected one that "
-                "does not; use those where group.active is 0"
-            )
+            raise ValueError(takes_part_message(f"{self._label}: readmit", rank, self.active))
         while True:
             member = agreement.requested(self._store, process)
             if member is not None and not self._is_gone(member):
@@ -281,6 +291,15 @@ class Elastic:
         if self._store is not None and self._me == min(decision.members):
             agreement.forget(self._store, decision.number)
         return session
+
+
+def refuse_if_ended(store: GroupStore, label: str, me: int) -> None:
+    """For a process that was started again: raises BootstrapError if nobody has the group."""
+    if agreement.has_ended(store):
+        raise bootstrap.BootstrapError(
+            f"{label}: process {me} was started again, and the others have closed the group; "
+            "start the whole job again"
+        )
 
 
 def losses(failure: str, blamed: int) -> tuple[int, ...]:

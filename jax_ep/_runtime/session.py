@@ -12,7 +12,7 @@ import weakref
 from typing import Any
 
 from jax_ep import _config
-from jax_ep._group import Group, Health, closed_message
+from jax_ep._group import Group, Health, closed_message, forked_message
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
 from jax_ep._runtime.topology import Layout
@@ -87,6 +87,8 @@ class NativeSession:
 
     def _drain_or_abort(self) -> None:
         try:
+            if self._elastic is not None:
+                self._elastic.leave()
             self._wait_for_executions()
         except BaseException:  # Ctrl-C: as _core.Session does where it waits itself
             process = self._devices[0].process_index
@@ -134,10 +136,10 @@ class NativeSession:
                 ended_early.start()
 
             def end_session() -> None:
-                if ended_early is None:
-                    session.end_to_agree()
-                else:
+                if ended_early is not None:
                     ended_early.join()
+                # Again, if a session that could not be built has left its own reason.
+                session.end_to_agree()
 
             try:
                 if not failure:
@@ -148,6 +150,8 @@ class NativeSession:
                 if isinstance(error, LeftOutError):
                     self._left_out = str(error)
                 end_session()  # the others may have been told
+                if self._left_out:  # what executions are told, too
+                    session.abort(self._left_out)
                 raise
             return self.active
 
@@ -162,10 +166,7 @@ class NativeSession:
 
     def _refuse_in_child(self, call: str) -> None:
         if self._is_forked:
-            raise RuntimeError(
-                f"group {self.name}: {call}: this process is a fork of the group's process, and "
-                f"takes no part in it; call {call} in the parent"
-            )
+            raise RuntimeError(forked_message(self.name, call))
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""
@@ -203,7 +204,9 @@ class NativeSession:
             raise RuntimeError(message)
 
     def _trouble(self) -> str:
-        """The first failure, else that it is closed, else nothing."""
+        """The first failure, else that it is closed, else nothing; to a child, that it is one."""
+        if self._is_forked:
+            return forked_message(self.name)
         failure = self._left_out or str(self._session.failure_text())
         return failure or (closed_message(self.name) if self._closed else "")
 
@@ -232,11 +235,13 @@ class NativeSession:
 
     def report(self) -> str:
         """As `Group.report`."""
-        return str(self._session.report())
+        # Its session says why it ended, which is not why this process takes part no more.
+        return f"{self._left_out}\n" if self._left_out else str(self._session.report())
 
     def dump_state(self) -> str:
         """The report and more, for a bug report."""
-        return str(self._session.dump_state())
+        left_out = f"{self._left_out}\n" if self._left_out else ""
+        return left_out + str(self._session.dump_state())
 
 
 class _Released:

@@ -13,10 +13,10 @@ from typing import Any
 
 from jax_ep import _config, _extension, _mesh
 from jax_ep._group import Group
-from jax_ep._runtime import agreement, bootstrap, cpu, gpu, topology
+from jax_ep._runtime import bootstrap, cpu, gpu, topology
 from jax_ep._runtime.agreement import Member
 from jax_ep._runtime.blueprint import Blueprint
-from jax_ep._runtime.elastic import Elastic
+from jax_ep._runtime.elastic import Elastic, refuse_if_ended
 from jax_ep._runtime.group_store import GroupStore
 from jax_ep._runtime.session import NativeSession, close_at_exit
 
@@ -101,11 +101,8 @@ def _find_again(
         jax_ep.BootstrapError: they had one, and have closed it.
         Others: as _start_again.
     """
-    if group.config.elastic and agreement.has_ended(store):
-        raise bootstrap.BootstrapError(
-            f"{exchange.label}: process {exchange.me} was started again, and the others have "
-            "closed the group; start the whole job again"
-        )
+    if group.config.elastic:
+        refuse_if_ended(store, exchange.label, exchange.me)
     record = store.get("group")
     if record is None:
         return None

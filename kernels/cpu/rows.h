@@ -45,7 +45,7 @@ void StoreRounded(ElemType type, std::byte* row, const float* acc, uint64_t num_
 // dst = type(weight * src)
 void ScaleRow(ElemType type, std::byte* dst, const std::byte* src, float weight,
               uint64_t num_elems);
-// Sum of a * b in f32: 16 lanes by index modulo 16, then a binary tree over the lanes.
+// Sum of a * b in f32: lanes by index modulo 256, which then join by halves (docs/semantics.md).
 float DotRows(ElemType type, const std::byte* a, const std::byte* b, uint64_t num_elems);
 
 }  // namespace jax_ep

@@ -234,7 +234,9 @@ class Rank:
         else:
             raise AssertionError("agree did not raise")
         assert "was left out" in self.group.health().message
-        assert "called agree" in self.until_it_fails()  # which says why, if called again
+        assert "was left out" in self.until_it_fails()  # and not to call agree
+        assert "was left out" in self.group.report().splitlines()[0]
+        assert "FAILED" not in self.group.report()
         self.group.close()
         return error
 

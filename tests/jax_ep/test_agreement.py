@@ -271,6 +271,40 @@ def test_who_was_left_out_learns_it_also_when_the_others_have_closed_the_group()
     assert agreement.newest(world.store) == last
 
 
+def test_who_has_closed_the_group_is_not_waited_for() -> None:
+    """They waited until their deadline, also if it had joined before it gave up."""
+    world = World(3)
+    members = [_elastic(world, process) for process in range(3)]
+    last = agreement.newest(world.store)
+    assert last is not None
+    with pytest.raises(RuntimeError, match="gives up"):
+        agreement.decide(
+            world.store,
+            last,
+            0,
+            world.members[0],
+            suspects=(),
+            deadline=time.monotonic() + 20,
+            is_gone=lambda _: _raise(RuntimeError("gives up")),
+            is_silent=lambda _: False,
+            usable=lambda living: living,
+        )
+    members[0].leave()  # its session may take long to end: it waits for the others
+    begun = time.monotonic()
+    assert set(world.together([1, 2]).members) == {1, 2}
+    assert time.monotonic() - begun < agreement.GRACE_S
+    # Another life of it is another process.
+    again = Member("life0 again", 2000, "host")
+    agreement.admit(world.store, 0, again)
+    assert world.together([1, 2]).has(0, "life0 again")
+    for member in members:
+        member.close()
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
 def test_who_closed_before_the_others_agreed_does_not_count_with_them() -> None:
     world = World(3)
     members = [_elastic(world, process) for process in range(3)]
@@ -296,6 +330,21 @@ def test_a_closed_group_leaves_what_those_need_that_come_late() -> None:
     exchange: Any = types.SimpleNamespace(label="group g", me=1)
     with pytest.raises(jax_ep.BootstrapError, match="the others have closed the group; start"):
         start._find_again(group, exchange, world.store)
+
+
+def test_who_waits_to_be_taken_back_learns_that_the_others_close_the_group() -> None:
+    """It waited until they had given no sign of life for long, and said so."""
+    world = World(2)
+    member = _elastic(world, 0)
+    world.gone = {1001}
+    agreement.begin(world.store, world.members)
+    world.together([0])
+    again = _elastic(World(2), 1)
+    again._store, again._life = world.store, "life1 again"
+    threading.Timer(0.3, member.close).start()
+    with pytest.raises(jax_ep.BootstrapError, match="the others have closed the group; start"):
+        again.join(time.monotonic() + 20)
+    assert world.store.folder("request") == {}  # nobody is left who could read it
 
 
 def test_who_does_not_count_on_is_silent_and_who_comes_late_is_not() -> None:
@@ -399,6 +448,29 @@ def test_a_forked_child_takes_no_part(call: str) -> None:
     child.join(20)
     assert told
     assert f"group g: {call}: this process is a fork of the group's process" in told[0]
+
+
+def test_who_was_left_out_says_so_everywhere() -> None:
+    """A step said to call agree, and the report began with the failure before."""
+    why = "group g: process 0 was left out"
+    said: list[str] = []
+    native = types.SimpleNamespace(
+        failure_text=lambda: "",
+        blamed_rank=lambda: -1,
+        begin_to_agree=lambda: None,
+        end_to_agree=lambda: said.append("called agree"),
+        abort=said.append,
+        report=lambda: "group g: closed, FAILED: rank 1 is gone",
+    )
+    session = _session(native)
+    session._elastic = types.SimpleNamespace(agree=lambda *_: _raise(LeftOutError(why)))
+    with pytest.raises(LeftOutError):
+        session.agree(None)
+    assert said == ["called agree", why]  # the newest is what executions are told
+    assert session.report() == f"{why}\n"
+    for call in (lambda: session.agree(None), session.check):
+        with pytest.raises(RuntimeError, match=why):
+            call()
 
 
 def test_ctrl_c_while_the_others_are_told_ends_the_session() -> None:

@@ -9,8 +9,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from harness import Case, group_of, inputs_of, more_sizes, param, per_rank, put
+from harness import (
+    Case,
+    expert_outputs,
+    group_of,
+    inputs_of,
+    more_sizes,
+    param,
+    per_rank,
+    put,
+    run,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
@@ -230,6 +241,50 @@ def test_cotangents_have_the_callers_dtypes(dtype: str, implementation: str) -> 
     assert d_x.dtype == jnp.dtype(dtype) and d_w.dtype == jnp.bfloat16
     expected_w = inputs.x.astype(np.float64).sum(-1)[..., None].repeat(2, -1)
     np.testing.assert_allclose(d_w.astype(np.float64), expected_w, rtol=0.02, atol=0.1)
+
+
+def _sum_in_lanes(products: np.ndarray) -> np.ndarray:
+    """Over the last axis, as docs/semantics.md says of `d_weights`: 256 lanes, joined by halves."""
+    lanes = np.zeros((*products.shape[:-1], 256), np.float32)
+    for first in range(0, products.shape[-1], 256):
+        part = products[..., first : first + 256]
+        lanes[..., : part.shape[-1]] += part
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    return lanes[..., 0]
+
+
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+@pytest.mark.parametrize("dtype", ["float32", more_sizes("bfloat16")])
+def test_the_order_in_which_d_weights_are_added(dtype: str, mode: str, implementation: str) -> None:
+    """Native groups give the same bits everywhere; of "xla" the order is XLA's."""
+    case = Case(hidden=712, dtype=dtype, mode=mode, max_tokens=200)  # not all lanes are full
+    group = group_of(case, implementation)
+    inputs = inputs_of(case)
+    plans = oracle.plan(case.spec, inputs.ids, mode, case.layout)
+    y = expert_outputs(case, plans)
+    g = inputs_of(case, seed=1).x
+    weights = np.random.default_rng(2).uniform(0.1, 1, y.shape[:2]).astype(np.float32)
+
+    def gradient(ids: Array, y: Array, weights: Array, g: Array) -> Array:
+        plan = jax_ep.plan(group, ids, mode=mode)
+        _, pull = jax.vjp(lambda weights: jax_ep.combine(group, y, plan, weights), weights)
+        return pull(g)[0]
+
+    got = run(group, gradient, inputs.ids, y, weights, g)
+    for rank, plan in enumerate(plans):
+        used = plan.recv_src >= 0
+        source, place = np.divmod(plan.recv_src[used], case.limit * case.top_k)
+        cotangent = g[source, place // case.top_k].astype(np.float32)
+        products = cotangent * y[rank][used].astype(np.float32)
+        want = _sum_in_lanes(products)
+        if implementation == "native":
+            np.testing.assert_array_equal(got[rank][used], want)
+        else:
+            sizes = np.sum(np.abs(products), axis=-1)
+            assert np.all(np.abs(got[rank][used] - want) <= 1e-6 * sizes)
+        assert not np.any(got[rank][~used])
 
 
 def test_after_an_overflow_poison_is_in_gradients_too(implementation: str) -> None:

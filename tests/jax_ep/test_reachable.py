@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -249,10 +250,25 @@ def test_bad_masks_are_refused(group: jax_ep.Group) -> None:
         renormalize=True,
         topk_weights=None,
     )
-    with pytest.raises(ValueError, match="readmit: got rank 1, expected one that does not take"):
+    with pytest.raises(
+        ValueError, match=r"readmit: got rank 1, which takes part, .*\[1, 1, 1, 1\]"
+    ):
         group.readmit(1)
-    with pytest.raises(ValueError, match="readmit: got rank 4"):
-        group.readmit(4)
+    for no_rank in (4, -1, True, "x"):
+        with pytest.raises(
+            ValueError, match=r"readmit: got rank .*, expected one of the group's 4,"
+        ):
+            group.readmit(no_rank)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["native", "xla"])
+def test_a_closed_group_says_so(kind: str) -> None:
+    """readmit said that the rank takes part."""
+    group = elastic_group(CASE, kind)
+    group.close()
+    for call in (group.agree, lambda: group.readmit(1)):
+        with pytest.raises(RuntimeError, match="is closed; create a new one"):
+            call()
 
 
 def test_a_group_that_is_not_elastic_says_so() -> None:
@@ -275,8 +291,22 @@ def test_a_group_that_is_not_elastic_says_so() -> None:
 @pytest.mark.parametrize("timeout_s", [-1, "x", float("nan"), True])
 def test_what_is_no_time_to_wait_is_refused(group: jax_ep.Group, timeout_s: Any) -> None:
     for call in (group.agree, lambda limit: group.readmit(0, limit)):
-        with pytest.raises(ValueError, match=r"got timeout_s=.*, expected seconds from 0 to"):
+        with pytest.raises(ValueError, match=r"got timeout_s=.*, expected seconds from 0"):
             call(timeout_s)
+
+
+def test_agree_takes_no_time_in_which_nobody_can_come(group: jax_ep.Group) -> None:
+    """With 0 it said that executions had not ended."""
+    with pytest.raises(ValueError, match=r"agree: got timeout_s=0, expected seconds from 0.1 to"):
+        group.agree(0)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int32, Fraction, int])
+def test_every_real_number_is_a_time(group: jax_ep.Group, number: Any) -> None:
+    """Of np.float32 it was a TypeError from inside threading."""
+    np.testing.assert_array_equal(group.agree(number(2)), [1, 1, 1, 1])
+    with pytest.raises(ValueError, match="takes part"):
+        group.readmit(0, number(0))
 
 
 def test_several_teams_are_refused() -> None:

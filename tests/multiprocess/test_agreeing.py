@@ -32,9 +32,32 @@ def test_they_are_told_so_too_when_a_rank_was_lost_before(native):
     _agree_alone("--keep-going", groups=3, living=3, arguments=("1",))
 
 
-def test_a_forked_child_may_not_agree_and_its_parent_goes_on(native):
-    done = launching.launch("agree_in_a_child.py", processes=2)
+def test_a_forked_child_is_told_what_it_is_and_its_parent_goes_on(native):
+    """JAX's coordination client does not survive a request of the child, in either process.
+
+    And the child was told that the group is well, closed, and to be created anew, which hung.
+    """
+    done = launching.launch("use_in_a_child.py", processes=2)
     assert done.returncode == 0, done.text
-    assert done.value(1, "child") == "0"
+    assert done.value(1, "child") == "0", done.text
     assert [done.value(process, "went_on") for process in range(2)] == ["yes", "yes"]
-    assert "agree: this process is a fork of the group's process" in done.text
+    is_fork = "this process is a fork of the group's process, and takes no part in it"
+    for use in ("agree", "check", "load", "call"):
+        told = done.value(1, use)
+        assert told.startswith("raised") and is_fork in told, told
+    for look in ("health", "report"):
+        told = done.value(1, look)
+        assert is_fork in told and "ok=True" not in told, told
+    told = done.value(1, "create")
+    assert "was forked after its parent had joined the job" in told, told
+    assert "call it in the parent, or start the child by" in told, told
+
+
+def test_who_has_closed_the_group_is_not_waited_for(native):
+    """Nor does its close wait for those that go on; both took timeout_s."""
+    done = launching.launch("agree_without_a_closer.py", processes=3)
+    assert done.returncode == 0, done.text
+    for process in range(3):
+        for node_size in (3, 1):
+            assert float(done.value(process, f"took_{node_size}")) < 20, done.text
+    assert "call group.agree" not in done.text  # it was advised to one that leaves

@@ -94,6 +94,55 @@ class TestRunning:
         assert done.returncode == 1
         assert "No module named" in done.stderr and "package.nothing" in done.stderr
 
+    def test_groups_are_open_in_exit_handlers_as_under_plain_python(self, script):
+        """The launcher's child closed them before the program's handlers ran."""
+        path = script(
+            """
+            import atexit
+            import jax, jax_ep, numpy as np
+            from jax.sharding import Mesh
+            made = []
+            atexit.register(lambda: print("before the group:", made[0].health().ok, flush=True))
+            config = jax_ep.Config(num_experts=2, top_k=1, hidden=8, max_tokens=4)
+            made.append(jax_ep.create_group(Mesh(np.array(jax.devices()), ("ep",)), "ep", config))
+            atexit.register(lambda: print("after the group:", made[0].health().ok, flush=True))
+            """
+        )
+        plain = subprocess.run(
+            [sys.executable, str(path)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environment(),
+            check=False,
+        )
+        wanted = ["after the group: True", "before the group: False"]
+        assert plain.stdout.splitlines() == wanted, plain.stderr
+        for options in (("-n", "2"), ("-n", "2", "--coordinator")):
+            done = launch(path, *options)
+            assert done.returncode == 0, done.stderr
+            for index in range(2):
+                lines = [line for line in done.stdout.splitlines() if line.startswith(f"[{index}]")]
+                assert lines == [f"[{index}] {line}" for line in wanted], done.stdout
+
+    def test_a_forked_child_that_ends_is_not_the_end_of_its_process(self, script):
+        """Its exit was reported to the launcher as the parent's."""
+        path = script(
+            """
+            import atexit, os, sys, warnings
+            warnings.simplefilter("ignore")
+            atexit.register(lambda: os.getpid() != parent and os._exit(3))  # JAX's own may hang
+            parent = os.getpid()
+            child = os.fork()
+            if child == 0:
+                sys.exit(3)
+            print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+            """
+        )
+        done = launch(path, "-n", "2", "--grace", "5")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("child 3") == 2, done.stdout
+
     def test_devices_per_process_makes_virtual_devices_and_a_big_enough_pool(self, script):
         path = script(
             """

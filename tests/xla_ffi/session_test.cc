@@ -455,8 +455,12 @@ TEST(Session, a_forked_child_touches_nothing) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   if (child == 0) {
-    const bool is_refused = !group.sessions[0]->Enter();
-    const bool is_dumped = Contains(group.sessions[0]->DumpState(), "group test");
+    Session& session = *group.sessions[0];
+    // It was told that the group is closed and to create a new one, which a child cannot.
+    const Status told = session.lifecycle().Refusal("test");
+    const bool is_refused =
+        !session.Enter() && Contains(told.message(), "is a fork of the group's");
+    const bool is_dumped = Contains(session.DumpState(), "group test: this process is a fork of");
     group.sessions[0]->Close();
     group.sessions.clear();  // the destructors of what the parent uses
     _exit(is_refused && is_dumped ? 0 : 1);

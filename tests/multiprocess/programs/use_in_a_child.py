@@ -1,8 +1,12 @@
-"""A forked child of process 1 calls agree. Prints what it is told, and that the group goes on."""
+"""A forked child of process 1 tries what it may not do with a group, and creates another one.
+
+Prints what it is told of each, and that its parent goes on and creates another one, too.
+"""
 
 import os
 import signal
 import threading
+import traceback
 import warnings
 
 import jax
@@ -37,6 +41,27 @@ def check():
     assert np.array_equal(got, x[me * T : (me + 1) * T]), got
 
 
+def told_by(name, use):
+    """Prints what `use` raises."""
+    try:
+        got = use()
+    except (RuntimeError, ValueError) as error:
+        got = f"raised {error}"
+    print(name, " ".join(str(got).split()), flush=True)
+
+
+def tried_in_the_child():
+    """All at once: none of it may wait for anybody, nor ask JAX's coordination service."""
+    told_by("agree", group.agree)
+    told_by("check", group.check)
+    told_by("health", group.health)
+    told_by("report", group.report)
+    told_by("load", lambda: group.expert_load(all_processes=True))
+    told_by("call", lambda: jax_ep.wait(run(x, ids)))
+    told_by("create", lambda: jax_ep.create_group(mesh, "ep", config))
+    jax_ep.wait(np.ones(1))  # is nobody's failure
+
+
 check()
 if me == 1:
     warnings.simplefilter("ignore")  # Python's and JAX's, of forks
@@ -54,11 +79,11 @@ if me == 1:
     if child == 0:
         signal.alarm(10)  # ends it if it waits for anybody
         try:
-            group.agree()
-        except RuntimeError as error:
-            print("told", error, flush=True)
-        finally:
-            os._exit(0)
+            tried_in_the_child()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
     is_forked.set()
     holder.join()
     _, status = os.waitpid(child, 0)
@@ -68,4 +93,5 @@ check()
 assert group.agree().tolist() == [1] * ranks, group.active
 check()
 group.close()
+jax_ep.create_group(mesh, "ep", config).close()
 print("went_on yes", flush=True)
