@@ -1,6 +1,7 @@
-// Times plan, dispatch, combine and the weighted dispatch of a backward pass on all GPUs of one
-// process, without JAX: graphs of many calls, events on every rank, median over launches of the
-// slowest rank. Also the copy engines' all-to-all in the same run, which is the ceiling.
+// Times plan, dispatch, combine, the weighted dispatch of a backward pass and a combine of scalars
+// alone on all GPUs of one process, without JAX: graphs of many calls, events on every rank, median
+// over launches of the slowest rank. Also the copy engines' all-to-all in the same run, which is
+// the ceiling.
 //
 //   bench_kernels OUT.json [name=value...]   tokens hidden topk experts align rows iterations, and
 //   lists: sms=24,16 (0: by need) piece=4096 slots=3 tma=1; ranks=N: so many, several per GPU,
@@ -61,7 +62,7 @@ Options Parse(int argc, char** argv) {
 struct Buffers {
   DeviceArray<int32_t> topk, group_sizes, group_counts, send_slot, recv_src, send_counts,
       recv_counts, recv_topk_idx, words;
-  DeviceArray<float> weights, recv_weights, recv_dots;
+  DeviceArray<float> weights, recv_weights, recv_dots, scalars;
   DeviceArray<uint16_t> x, recv_x, recv_g, out;
 };
 
@@ -167,6 +168,19 @@ class Bench {
     params.out = reinterpret_cast<std::byte*>(b.out.data());
     return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
   }
+  // The gradients of the weights, where they go back in a call of their own.
+  const char* CombineScalars(uint32_t r) {
+    Buffers& b = buffers_[r];
+    CombineParams params;
+    params.layout = layout_;
+    params.num_tokens = num_tokens_;
+    params.recv_rows = recv_rows_;
+    params.send_slot = b.send_slot.span();
+    params.recv_src = b.recv_src.span();
+    params.pair_scalars = b.recv_weights.span();
+    params.pair_scalars_out = b.scalars.span();
+    return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
+  }
 
   // Microseconds per call, as TimeInGraphs says.
   template <typename Launch>
@@ -253,6 +267,7 @@ class Bench {
     b.recv_x = DeviceArray<uint16_t>::Output(*team_, r, rows * row_elems);
     b.recv_g = DeviceArray<uint16_t>::Output(*team_, r, rows * row_elems);
     b.out = DeviceArray<uint16_t>::Output(*team_, r, x.size());
+    b.scalars = DeviceArray<float>::Output(*team_, r, cells);
     CheckCuda(cudaDeviceSynchronize(), "upload");
     return b;
   }
@@ -371,11 +386,12 @@ int Main(int argc, char** argv) {
               options["layout"] == static_cast<int64_t>(Layout::kRankMajor)
                   ? 0
                   : bench.Time([&](uint32_t r) { return bench.Dispatch(r, /*is_backward=*/true); });
+          const double scalars = bench.Time([&](uint32_t r) { return bench.CombineScalars(r); });
           std::printf(
               "tma %ld sms %ld piece %ld slots %ld: plan %.1f dispatch %.1f (%.0f GB/s) both %.1f "
-              "combine %.1f (%.0f GB/s) backward %.1f us\n",
+              "combine %.1f (%.0f GB/s) backward %.1f scalars %.1f us\n",
               tma, sms, piece, slots, plan, dispatch, wire / dispatch / 1e3, both, combine,
-              wire / combine / 1e3, backward);
+              wire / combine / 1e3, backward, scalars);
           const double network = static_cast<double>(bench.network_rows()) * row_bytes;
           HostStageRates host{};
           if (options["cuda"] != 0) {
@@ -401,13 +417,14 @@ int Main(int argc, char** argv) {
               "\"tokens\": %ld, \"hidden\": %lu, \"top_k\": %u, \"experts\": %u, \"rows\": %ld, "
               "\"remote_rows\": %ld, \"network_bytes\": %.0f, \"copies\": %ld, \"plan_us\": %.2f, "
               "\"dispatch_us\": %.2f, "
-              "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f}",
+              "\"plan_and_dispatch_us\": %.2f, \"combine_us\": %.2f, \"backward_us\": %.2f, "
+              "\"scalars_us\": %.2f}",
               separator, bench.shape().num_nodes(), options["cuda"], options["rings"],
               host.kernel_stores, host.kernel_loads, host.copies, tma, sms, piece, slots,
               bench.shape().num_ranks, options["layout"], options["zipf"], options["tokens"],
               bench.shape().hidden, bench.shape().top_k, bench.shape().num_experts,
               bench.recv_rows(), bench.remote_rows(), network, bench.copies(), plan, dispatch, both,
-              combine, backward);
+              combine, backward, scalars);
           separator = ",";
         }
       }
