@@ -77,6 +77,12 @@ constexpr uint32_t PartialBlocks(uint32_t blocks, uint64_t bytes_at_once, double
   return std::min(that_fill, blocks - blocks / 4);
 }
 
+// Teams of such a block that make partials before sums, of `num_teams`. With no more partials than
+// blocks one does, so that two are not made in one block while another waits for them.
+constexpr uint32_t PartialTeams(uint64_t num_partials, uint32_t blocks, uint32_t num_teams) {
+  return num_partials > blocks ? num_teams : 1;
+}
+
 // Blocks of a whole ll dispatch, of `blocks`, that send its rows, measured with bench_ll. Each has
 // `row_warps`, which send a row at a time; 0: lanes store them.
 constexpr uint32_t LlSendBlocks(uint32_t blocks, const GroupShape& shape, Layout layout,
@@ -100,15 +106,20 @@ constexpr uint32_t LlQuantizeBlocks(uint32_t blocks, uint64_t num_pieces, uint32
   return static_cast<uint32_t>((num_pieces + by_block - 1) / by_block);
 }
 
+// Warps of a block that send such rows, at most: quantising takes its time.
+inline constexpr uint32_t kMostRecordSendWarps = 12;
+
 // Pieces of a row that a whole ll dispatch quantises and sends, where a warp has one at a time: as
-// many as have `piece_bytes` of elements, but no more than all tokens' are sent in one round, or
-// two for each. All ranks must choose alike, so nothing but the call's shape says how many; it is
-// right for the blocks of an H200.
-constexpr uint64_t LlRecordPieces(uint64_t num_tokens, uint64_t row_bytes, uint64_t piece_bytes) {
-  constexpr uint64_t kAtOnce = 37 * 12;
-  const uint64_t most = std::max<uint64_t>((row_bytes + piece_bytes - 1) / piece_bytes, 1);
+// many as have 4 KiB of elements, but no more than all tokens' are sent in one round, or two for
+// each, and none of more than 8 KiB. All ranks must choose alike, so nothing but the call's shape
+// says how many; it is right for the blocks of an H200.
+constexpr uint64_t LlRecordPieces(uint64_t num_tokens, uint64_t row_bytes) {
+  constexpr uint64_t kAtOnce = uint64_t{37} * kMostRecordSendWarps;
+  constexpr uint64_t kFewestBytes = 4096, kMostBytes = 8192;
+  const uint64_t most = std::max<uint64_t>((row_bytes + kFewestBytes - 1) / kFewestBytes, 1);
+  const uint64_t fewest = std::max<uint64_t>((row_bytes + kMostBytes - 1) / kMostBytes, 2);
   const uint64_t in_one_round = kAtOnce / std::max<uint64_t>(num_tokens, 1);
-  return std::min(most, std::max<uint64_t>(in_one_round, 2));
+  return std::min(most, std::max(in_one_round, fewest));
 }
 
 // Rows with a pair, if all ranks route uniformly.

@@ -82,7 +82,8 @@ class GpuFailure : public ::testing::Test {
     params.out.overflow = a.words.data() + 1;
     return Api().plan(team_->handle(r), &shape_, &params, stream);
   }
-  const char* Dispatch(uint32_t r) {
+  const char* Dispatch(uint32_t r) { return Dispatch(r, team_->stream(r)); }
+  const char* Dispatch(uint32_t r, cudaStream_t stream) {
     const Arrays& a = arrays_[r];
     DispatchParams params;
     params.num_tokens = kTokens;
@@ -91,9 +92,10 @@ class GpuFailure : public ::testing::Test {
     params.send_slot = a.send_slot.span();
     params.recv_src = a.recv_src.span();
     params.recv_x = reinterpret_cast<std::byte*>(a.recv_x.data());
-    return Api().dispatch(team_->handle(r), &shape_, &params, team_->stream(r));
+    return Api().dispatch(team_->handle(r), &shape_, &params, stream);
   }
-  const char* Combine(uint32_t r) {
+  const char* Combine(uint32_t r) { return Combine(r, team_->stream(r)); }
+  const char* Combine(uint32_t r, cudaStream_t stream) {
     const Arrays& a = arrays_[r];
     CombineParams params;
     params.num_tokens = kTokens;
@@ -102,7 +104,7 @@ class GpuFailure : public ::testing::Test {
     params.send_slot = a.send_slot.span();
     params.recv_src = a.recv_src.span();
     params.out = reinterpret_cast<std::byte*>(a.out.data());
-    return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
+    return Api().combine(team_->handle(r), &shape_, &params, stream);
   }
 
   void ExpectKind(uint32_t r, std::initializer_list<gpu::FailureKind> kinds) {
@@ -269,6 +271,29 @@ TEST_F(GpuFailure, ASecondCallAtTheSameTimeEndsBothAndPoisonsAllLaterOnes) {
     ExpectAll(arrays_[0].send_slot, -1);
   }
   CheckCuda(cudaStreamDestroy(other), "stream");
+}
+
+// All blocks of a dispatch or combine take the busy word.
+TEST_F(GpuFailure, TwoCallsOfAnyKindAtTheSameTimeAreFound) {
+  using Call = std::function<const char*(cudaStream_t)>;
+  const Call plan = [&](cudaStream_t stream) { return Plan(0, stream); };
+  const Call dispatch = [&](cudaStream_t stream) { return Dispatch(0, stream); };
+  const Call combine = [&](cudaStream_t stream) { return Combine(0, stream); };
+  for (const auto& [first, second] :
+       {std::pair{dispatch, dispatch}, {combine, combine}, {plan, dispatch}, {dispatch, plan}}) {
+    arrays_.clear();
+    SetUp();
+    ASSERT_EQ(team_->Run([&](uint32_t r) { return Plan(r); }), "");
+    team_->UseDeviceOf(0);
+    cudaStream_t other = nullptr;
+    CheckCuda(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), "stream");
+    ASSERT_EQ(first(team_->stream(0)), nullptr);  // waits for the others, who do not come
+    ASSERT_EQ(second(other), nullptr);
+    CheckCuda(cudaStreamSynchronize(other), "synchronize");
+    team_->Synchronize();
+    ExpectKind(0, {kBusy});
+    CheckCuda(cudaStreamDestroy(other), "stream");
+  }
 }
 
 TEST_F(GpuFailure, AnAbortEndsAllWaits) {

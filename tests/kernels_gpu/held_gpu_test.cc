@@ -110,15 +110,15 @@ HeldCase DispatchCase(int number) {
           [=](const DeviceArrays& a) { return &a.recv_x[number]; }};
 }
 
-HeldCase CombineCase(Mode mode) {
-  const Launch call = [](Calls& calls, DeviceArrays& a, int32_t*) { calls.Combine(a, 0); };
-  return {mode == Mode::kHt ? "Combine" : "LlCombine",
+HeldCase CombineCase(Mode mode, int number = 0) {
+  const Launch call = [=](Calls& calls, DeviceArrays& a, int32_t*) { calls.Combine(a, number); };
+  return {(mode == Mode::kHt ? "Combine" : "LlCombine") + std::to_string(number),
           mode,
           [](Calls& calls, DeviceArrays& a, int32_t*) { calls.Plan(a); },
           call,
           call,
-          [](const DeviceArrays& a, const HostArrays& host) { ExpectCombine(a, host, 0); },
-          [](const DeviceArrays& a) { return &a.out[0]; }};
+          [=](const DeviceArrays& a, const HostArrays& host) { ExpectCombine(a, host, number); },
+          [=](const DeviceArrays& a) { return number == 0 ? &a.out[0] : nullptr; }};
 }
 
 std::vector<HeldCase> AllCases() {
@@ -130,6 +130,7 @@ std::vector<HeldCase> AllCases() {
   cases.push_back(DispatchCase(0));
   cases.push_back(DispatchCase(2));
   cases.push_back(CombineCase(Mode::kHt));
+  cases.push_back(CombineCase(Mode::kHt, 2));  // scalars alone: two kernels
   cases.push_back(CombineCase(Mode::kLl));
   HeldCase done = CombineCase(Mode::kLl);
   done.name += "Done";

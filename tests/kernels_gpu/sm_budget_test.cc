@@ -98,6 +98,12 @@ TEST(SmBudget, LlSendersByRankSendAllRowsAtOnceIfFewBlocksSuffice) {
   EXPECT_EQ(LlSendBlocks(100, ShapeOf(2, 2), Layout::kRankMajor, 128, 0), 25u);
 }
 
+TEST(SmBudget, FewPartialsHaveABlockEach) {
+  EXPECT_EQ(PartialTeams(16, 16, 2), 1u);
+  EXPECT_EQ(PartialTeams(17, 16, 2), 2u);
+  EXPECT_EQ(PartialTeams(0, 1, 3), 1u);
+}
+
 TEST(SmBudget, OfQuantizingSendersIsWhatTheirRoundsTake) {
   EXPECT_EQ(LlQuantizeBlocks(100, 64 * 4, 12), 22u);
   EXPECT_EQ(LlQuantizeBlocks(100, 128 * 3, 12), 32u);
@@ -110,7 +116,7 @@ TEST(SmBudget, OfQuantizingSendersIsWhatTheirRoundsTake) {
 
 TEST(SmBudget, APieceOfARecordIsAsSmallAsOneRoundAllows) {
   const auto pieces_of = [](uint64_t num_tokens, uint64_t row_bytes = 14336) {
-    return LlRecordPieces(num_tokens, row_bytes, 4096);
+    return LlRecordPieces(num_tokens, row_bytes);
   };
   EXPECT_EQ(pieces_of(1), 4u);
   EXPECT_EQ(pieces_of(111), 4u);
@@ -118,6 +124,7 @@ TEST(SmBudget, APieceOfARecordIsAsSmallAsOneRoundAllows) {
   EXPECT_EQ(pieces_of(148), 3u);
   EXPECT_EQ(pieces_of(149), 2u);
   EXPECT_EQ(pieces_of(4096), 2u);
+  EXPECT_EQ(pieces_of(4096, 65536), 8u);
   EXPECT_EQ(pieces_of(128, 4096), 1u);
   EXPECT_EQ(pieces_of(128, 16), 1u);
 }

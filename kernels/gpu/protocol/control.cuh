@@ -345,7 +345,7 @@ __device__ inline bool LastToArrive(const DeviceRank& rank, uint32_t* is_last) {
   return result;
 }
 
-// For JAX_EP_TRACE: one thread of the first block of each kernel that may be an operation's first,
+// For JAX_EP_TRACE: one thread of the block that begins a kernel that may be an operation's first,
 // and one of its last block. Nothing is written after the group is closed, when the slots are
 // freed.
 __device__ __noinline__ inline void WriteStampBegin(const DeviceRank& rank, Operation operation) {
@@ -377,12 +377,16 @@ __device__ inline bool TakeBusyWord(const DeviceRank& rank, Operation operation)
   return false;
 }
 
-// The same by one thread of each block, whichever is first; `launch` as in Entry.
-__device__ inline bool ShareBusyWord(const DeviceRank& rank, Operation operation, uint32_t launch) {
+// The same by one thread of each block of the operation `sequence`, whichever is first; `launch` as
+// in Entry.
+__device__ inline bool ShareBusyWord(const DeviceRank& rank, Operation operation, uint64_t sequence,
+                                     uint32_t launch) {
   const bool has_open_blocks = HasOpenBlocks(rank);  // on its way while the word is taken
   const uint32_t before = atomicCAS(&ControlOf(rank)->busy, 0u, launch);
+  // Another call may have ended since this block has read which one it is.
+  const bool is_next = LoadRelaxedSys(&ControlOf(rank)->sequence) + 1 == sequence;
   if (before == 0) StampBegin(rank, operation);
-  if ((before == 0 || before == launch) && !has_open_blocks) return true;
+  if ((before == 0 || before == launch) && is_next && !has_open_blocks) return true;
   Fail(rank, FailureKind::kBusy, operation, rank.rank, 0, before);
   return false;
 }

@@ -62,6 +62,7 @@ const char* PrepareEntry(RankHandle& rank, const EntryParams& call, Entry& entry
   const PeerMemory& own = rank.device.peers[rank.device.rank];
   entry = {.operation = call.operation,
            .has_record = call.x != nullptr || call.weights != nullptr,
+           .has_index = true,
            .num_tokens = static_cast<uint32_t>(call.num_tokens),
            .recv_rows = static_cast<uint32_t>(call.recv_rows),
            .by_source_codes = Divisor(static_cast<uint32_t>(shape.max_tokens * shape.top_k)),

@@ -83,8 +83,9 @@ __device__ inline void PublishEntry(const DeviceRank& device, const Entry& entry
   for_mates(false, publish);
 }
 
-// What the blocks of a main kernel do before its own work. All threads of every block call Begin,
-// then Finish; between them they may do what needs neither peers nor the index.
+// What the blocks of a main kernel, of two warps or more, do before its own work. All threads of
+// every block call Begin, then Finish; between them they may do what needs neither peers nor the
+// index.
 class EntryPart {
  public:
   __device__ EntryPart(const DeviceRank& device, const Entry& entry, uint64_t sequence)
@@ -100,21 +101,23 @@ class EntryPart {
     bool is_ok = true;
     if (threadIdx.x == 0) {
       const bool has_failed = HasFailed(device_);
-      is_ok = ShareBusyWord(device_, entry_.operation, entry_.launch) && !has_failed;
+      is_ok = ShareBusyWord(device_, entry_.operation, sequence_, entry_.launch) && !has_failed;
     }
     if (SyncBlockAny(!is_ok)) return false;
     if (blockIdx.x == 0 && WarpId() == 0) Publish();
     IndexRows(device_, entry_, Index(), codes);
+    SyncBlock();  // the slice is stored
+    if (threadIdx.x == kWarpSize && OwnSlice() < NumSlices()) {
+      OrReleaseGpu(DoneWord(), uint64_t{1} << OwnSlice());
+    }
     return true;
   }
 
   // True: all peers have entered; what they published and the row index can be read.
   __device__ bool Finish() {
     if (entry_.is_over) return FinishLate(device_, entry_, sequence_);
-    SyncBlock();  // the slice is stored
     bool is_here = true;
     if (threadIdx.x == kWarpSize) {
-      if (OwnSlice() < NumSlices()) OrReleaseGpu(DoneWord(), uint64_t{1} << OwnSlice());
       is_here = AreDoneSoon();
     } else if (WarpId() == 0) {
       is_here = HavePeersEnteredSoon();
@@ -130,6 +133,7 @@ class EntryPart {
   __device__ uint32_t OwnSlice() const { return gridDim.x > 1 ? blockIdx.x - 1 : 0; }
   __device__ uint32_t NumSlices() const {
     constexpr uint32_t kFewestRows = 256;
+    if (!entry_.has_index) return 0;
     const uint32_t by_rows = (entry_.recv_rows + kFewestRows - 1) / kFewestRows;
     return min(min(by_rows, kMostRowSlices), max(gridDim.x, 2u) - 1);
   }
@@ -184,7 +188,9 @@ class EntryPart {
   }
   __device__ void DoMissing() const {
     __shared__ uint64_t missing;
-    if (threadIdx.x == 0) missing = AllDone() & ~LoadAcquireSys(DoneWord());
+    if (threadIdx.x == 0) {
+      missing = HasFailed(device_) ? 0 : AllDone() & ~LoadAcquireSys(DoneWord());
+    }
     SyncBlock();
     if ((missing & kPublished) != 0 && WarpId() == 0) Publish();
     for (uint32_t slice = 0; slice < NumSlices(); ++slice) {

@@ -154,8 +154,9 @@ struct GpuHeapLayout {
   uint64_t net_state = 0;       // NetState (network.h)
   uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
   // Written by peers, by source rank.
-  uint64_t entry_flags = 0;     // u64 [N]: FlagValue of the newest operation that it entered
-  uint64_t tail_flags = 0;      // u64 [N]: of the newest dispatch that it is through with
+  uint64_t entry_flags = 0;  // u64 [N]: FlagValue of the newest operation that it entered
+  uint64_t tail_flags =
+      0;  // u64 [N]: of the newest call whose reads, or scalars, it is through with
   uint64_t list_flags = 0;      // u64 [N]: of the newest plan whose list can be read
   uint64_t slice_flags = 0;     // u64 [N][kMaxPlanSlices]: likewise, with one exchange, of a slice
   uint64_t peer_failed = 0;     // u32: 1 + a rank that has given up, 0: none

@@ -63,7 +63,8 @@ const char* LaunchCombine(RankHandle& rank, const CombineParams& call, cudaStrea
       .pair_scalars_out = DataOrNull(call.pair_scalars_out)};
   const bool is_vectorised = HasWholeWords(params.row_bytes, {call.y, call.out});
   if (shape.num_nodes() > 1) return LaunchNetCombine(rank, params, is_vectorised, stream);
-  if (params.y == nullptr && params.pair_scalars != nullptr && params.pair_scalars_out != nullptr) {
+  const bool has_scalars = params.pair_scalars != nullptr || params.recv_rows == 0;
+  if (params.y == nullptr && params.pair_scalars_out != nullptr && has_scalars) {
     return LaunchCombineScalars(params, stream);
   }
 #if JAX_EP_BULK_COPIES

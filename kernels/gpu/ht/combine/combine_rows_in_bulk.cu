@@ -119,9 +119,7 @@ const char* LaunchCombineRowsInBulk(RankHandle& rank, const CombineKernelParams&
   params.partial_blocks = PartialBlocks(
       blocks, params.num_teams * params.reducers * warp_elems * ElemBytes(shape.elem_type),
       RowsPerPartial(shape, params.num_tokens, params.mean_rows));
-  // Fewer partials than blocks: each in a block of its own.
-  const uint64_t num_partials = num_tasks - params.num_chunks;
-  params.partial_teams = num_partials > blocks ? params.num_teams : 1;
+  params.partial_teams = PartialTeams(num_tasks - params.num_chunks, blocks, params.num_teams);
   const uint32_t num_threads = params.num_teams * (params.reducers + kRoles) * kWarpSize;
   variant.kernel<<<blocks, num_threads, params.num_teams * params.team_bytes, stream>>>(params);
   return LaunchResult("CombineRowsInBulk");

@@ -4,7 +4,11 @@
 //
 //   SendScalars: enters (protocol/entry.h), stores the scalars of other owners' pairs into their
 //   reduce areas; the last block says so in the mates' tail flags.
-//   TakeScalars: waits for the mates' tail flags; each own pair's scalar from where its rank put it.
+//   TakeScalars: waits for the mates' tail flags; each own pair's scalar from where its rank put
+//   it.
+//
+// Who has entered is through with the last combine, so its reduce area is free. Flags have the
+// number and the kind of their call, so a combine may use those that a dispatch leaves with.
 #include <algorithm>
 
 #include "kernels/gpu/ht/combine/combine.cuh"
@@ -33,17 +37,19 @@ __device__ void SendRowScalars(const CombineKernelParams& params) {
   const DeviceRank& device = params.device;
   const Entry& entry = params.entry;
   const uint32_t top_k = device.shape.top_k;
-  const uint32_t per_row = IsOfToken(params) ? top_k : 1;
-  const uint64_t count = static_cast<uint64_t>(params.recv_rows) * per_row;
-  const uint64_t step = static_cast<uint64_t>(gridDim.x) * kThreads;
-  for (uint64_t first = static_cast<uint64_t>(blockIdx.x) * kThreads + threadIdx.x; first < count;
+  const uint32_t count = params.recv_rows * (IsOfToken(params) ? top_k : 1);
+  const uint32_t step = gridDim.x * kThreads;
+  const auto row_of = [&](uint32_t at) {
+    return IsOfToken(params) ? entry.by_top_k.Quotient(at) : at;
+  };
+  for (uint32_t first = blockIdx.x * kThreads + threadIdx.x; first < count;
        first += kInFlight * step) {
     int32_t codes[kInFlight];
     float scalars[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint64_t at = first + i * step;
-      codes[i] = at < count ? entry.recv_src[at / per_row] : -1;
+      const uint32_t at = first + i * step;
+      codes[i] = at < count ? entry.recv_src[row_of(at)] : -1;
       scalars[i] = at < count ? params.pair_scalars[at] : 0.0f;
     }
 #pragma unroll
@@ -57,8 +63,7 @@ __device__ void SendRowScalars(const CombineKernelParams& params) {
       if (owner >= device.shape.num_ranks || owner == device.rank || token >= params.num_tokens) {
         continue;
       }
-      const uint32_t k = IsOfToken(params) ? static_cast<uint32_t>((first + i * step) % per_row)
-                                           : entry.by_top_k.Remainder(pair);
+      const uint32_t k = entry.by_top_k.Remainder(IsOfToken(params) ? first + i * step : pair);
       ScalarsAt(device, owner, device.rank, token)[k] = scalars[i];
     }
   }
@@ -81,9 +86,8 @@ __device__ void TakePairScalars(const CombineKernelParams& params) {
         row < static_cast<int32_t>(params.recv_rows)) {
       scalar = holder != static_cast<int32_t>(device.rank)
                    ? ScalarsAt(device, device.rank, static_cast<uint32_t>(holder), token)[k]
-               : IsOfToken(params)
-                   ? params.pair_scalars[static_cast<uint64_t>(row) * top_k + k]
-                   : params.pair_scalars[row];
+               : IsOfToken(params) ? params.pair_scalars[static_cast<uint64_t>(row) * top_k + k]
+                                   : params.pair_scalars[row];
     }
     params.pair_scalars_out[pair] = scalar;
   }
@@ -121,7 +125,7 @@ const char* PrepareCombineScalars(const RankHandle&) {
 const char* LaunchCombineScalars(const CombineKernelParams& call, cudaStream_t stream) {
   CombineKernelParams params = call;
   const GroupShape& shape = params.device.shape;
-  params.entry.recv_rows = 0;  // no index
+  params.entry.has_index = false;
   const uint64_t num_sent =
       uint64_t{params.recv_rows} * (params.layout == Layout::kRankMajor ? shape.top_k : 1);
   const uint64_t num_taken = uint64_t{params.num_tokens} * shape.top_k;

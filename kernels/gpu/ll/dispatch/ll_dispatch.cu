@@ -79,8 +79,7 @@ uint32_t BulkRowsOf(const RankHandle& rank, uint64_t row_bytes, uint64_t other_b
   if (available < other_bytes) return 0;
   return static_cast<uint32_t>(std::min<uint64_t>((available - other_bytes) / row_bytes, most));
 }
-// Few, so that rows arrive one after the other; but many that quantise, which takes its time.
-constexpr uint32_t kMostSendWarps = 4, kMostRecordSendWarps = 12;
+constexpr uint32_t kMostSendWarps = 4;    // few, so that rows arrive one after the other
 constexpr uint32_t kMostPlaceWarps = 12;  // the others write what no row fills
 
 }  // namespace
@@ -138,9 +137,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   // Tagged records: a unit for each lane, so that many warps quantise a row.
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
   const uint64_t record_pieces = is_tagged ? DivideUp(uint64_t{format.num_units}, kWarpSize)
-                                 : part == CallPart::kWhole
-                                     ? LlRecordPieces(num_tokens, x_bytes, kPieceBytes)
-                                     : DivideUp(x_bytes, kPieceBytes);
+                                 : part == CallPart::kWhole ? LlRecordPieces(num_tokens, x_bytes)
+                                                            : DivideUp(x_bytes, kPieceBytes);
   const Pieces pieces =
       has_records ? CutUnits(format, record_pieces)
                   : CutRow(shape, x_bytes, is_tagged ? kTaggedPieceBytes : kPieceBytes, word_bytes);
