@@ -202,6 +202,12 @@ class Group:
         """Whether this process is a child of the one whose group it is."""
         return os.getpid() != self._whole._pid
 
+    def _trouble(self) -> str:
+        """Why a group of `implementation="xla"` cannot be used here; nothing if it can."""
+        if self._is_forked:
+            return forked_message(self.name)
+        return closed_message(self.name) if self.closed else ""
+
     @property
     def _whole(self) -> Group:
         """What create_group made."""
@@ -402,8 +408,8 @@ class Group:
         """
         if self._native is not None:
             self._native.check()
-        elif self.closed:
-            raise RuntimeError(closed_message(self.name))
+        elif trouble := self._trouble():
+            raise RuntimeError(trouble)
 
     @property
     def active(self) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -599,7 +605,7 @@ class Group:
         """
         if self._native is not None:
             return self._native.health()
-        message = closed_message(self.name) if self.closed else ""
+        message = self._trouble()
         return Health(ok=not message, message=message, details=(("closed", self.closed),))
 
     def report(self) -> str:

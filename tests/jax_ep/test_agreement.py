@@ -11,7 +11,10 @@ import types
 from collections.abc import Collection
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import jax_ep
 from jax_ep._runtime import agreement, start
@@ -448,6 +451,20 @@ def test_a_forked_child_takes_no_part(call: str) -> None:
     child.join(20)
     assert told
     assert f"group g: {call}: this process is a fork of the group's process" in told[0]
+
+
+def test_a_forked_child_takes_no_part_in_a_group_of_xla_either() -> None:
+    config = jax_ep.Config(num_experts=2, top_k=1, hidden=8, max_tokens=4, elastic=True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+    group = jax_ep.create_group(mesh, "ep", config, implementation="xla")
+    group.check()
+    group._pid = -1  # of the parent
+    is_fork = "this process is a fork of the group's process"
+    for call in (group.check, group.agree, lambda: group.readmit(1)):
+        with pytest.raises(RuntimeError, match=is_fork):
+            call()
+    assert not group.health().ok
+    assert is_fork in group.health().message
 
 
 def test_who_was_left_out_says_so_everywhere() -> None:
