@@ -194,8 +194,13 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called, on the group or a view; in a forked child, by the parent."""
-        return self._whole._closed
+        """Whether it is closed: by `close`, on the group or a view, or at the program's end.
+
+        In a forked child, whether it was at the fork.
+        """
+        if self._whole._closed or self._native is None or self._is_forked:
+            return self._whole._closed
+        return self._native.closed
 
     @property
     def _is_forked(self) -> bool:
@@ -573,7 +578,8 @@ class Group:
             ValueError: no placement where one is needed, one of other sizes, all processes of a
                 group that has lost some, or the group has `implementation="xla"`, which counts
                 nothing.
-            RuntimeError: all processes, in a forked child.
+            RuntimeError: all processes of a group that has failed or is closed, or in a forked
+                child.
 
         Example:
             >>> load = group.expert_load()
@@ -587,6 +593,8 @@ class Group:
             )
         if all_processes and self._is_forked:  # it would wait for the others for ever
             raise RuntimeError(forked_message(self.name, "expert_load(all_processes=True)"))
+        if all_processes:  # the others may be gone
+            self.check()
         if all_processes and not self.active.all():
             raise ValueError(
                 f"Group.expert_load: got all_processes=True in group {self.name}, which has lost "

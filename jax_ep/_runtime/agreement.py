@@ -161,10 +161,6 @@ def decide(
         if rounds and max(rounds) > number:  # this process stood still, and its round is forgotten
             return _as_decision(max(rounds), rounds[max(rounds)])
         left = store.folder("left")
-
-        def is_lost(process: int, member: Member, left: Mapping[int, Any] = left) -> bool:
-            return left.get(process) == member.life or is_gone(member)
-
         joins = store.folder(f"{number}/join")
         joined = {p: Member(**join["member"]) for p, join in joins.items()}
         admitted = {
@@ -174,16 +170,17 @@ def decide(
         }
         # Who was admitted has nothing to do but to wait: it counts as joined while it lives.
         expected = {**last.members, **admitted}
-        joined |= {p: m for p, m in admitted.items() if not is_lost(p, m)}
+        lost = {p for p, m in expected.items() if left.get(p) == m.life or is_gone(m)}
+        joined |= {p: m for p, m in admitted.items() if p not in lost}
         suspected = {p for join in joins.values() for p in join["suspects"]}
         now = time.monotonic()
         is_late = now >= deadline
-        missing = {p: m for p, m in expected.items() if p not in joined or joined[p].life != m.life}
+        missing = {p for p, m in expected.items() if p not in joined or joined[p].life != m.life}
         if all(
-            is_late or is_lost(p, m) or ((p in suspected or is_silent(p)) and now - begun > GRACE_S)
-            for p, m in missing.items()
+            is_late or p in lost or ((p in suspected or is_silent(p)) and now - begun > GRACE_S)
+            for p in missing
         ):
-            living = {p: m for p, m in expected.items() if p not in missing and not is_lost(p, m)}
+            living = {p: m for p, m in expected.items() if p not in missing and p not in lost}
             chosen = set(usable(living))
             proposal = {p: m for p, m in living.items() if p in chosen}
             store.put(f"decided/{number}", _as_record(Decision(number, proposal)))

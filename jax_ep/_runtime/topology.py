@@ -118,9 +118,14 @@ def choose_transport(
         )
     usable, reason = available.get(wanted, (False, "unknown"))
     if not usable:
+        others = [
+            repr(name)
+            for name, (ok, _) in available.items()
+            if ok and (name != "cuda" or group.platform == "gpu")
+        ]
         raise ValueError(
             f"Config.transport: got {wanted!r}, which is not available here ({reason}); use "
-            "'auto' or one of " + ", ".join(repr(name) for name, (ok, _) in available.items() if ok)
+            f"'auto' or one of {', '.join(others)}"
         )
     if wanted == "loopback" and not one_process:
         raise ValueError(

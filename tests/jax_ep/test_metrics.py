@@ -174,6 +174,13 @@ class TestExpertLoad:
         total = sum(sum(rank["pairs_per_expert"]) for rank in group.stats()["ranks"])
         assert total == seen.sum() > 0
 
+    def test_processes_of_a_group_that_has_failed_are_not_waited_for(self):
+        group = _group("native")[1]
+        group._native._session.abort("rank 1 is gone")
+        with pytest.raises(RuntimeError, match="rank 1 is gone"):
+            group.expert_load(all_processes=True)
+        assert group.expert_load().sum() == 0
+
     def test_xla_says_that_it_counts_nothing(self):
         with pytest.raises(ValueError, match=r"counts nothing; sum jax_ep\.routing"):
             _group("xla")[1].expert_load()

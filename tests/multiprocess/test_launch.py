@@ -102,10 +102,12 @@ class TestRunning:
             import jax, jax_ep, numpy as np
             from jax.sharding import Mesh
             made = []
-            atexit.register(lambda: print("before the group:", made[0].health().ok, flush=True))
+            def say(when):
+                print(when, "the group:", made[0].health().ok, made[0].closed, flush=True)
+            atexit.register(say, "before")
             config = jax_ep.Config(num_experts=2, top_k=1, hidden=8, max_tokens=4)
             made.append(jax_ep.create_group(Mesh(np.array(jax.devices()), ("ep",)), "ep", config))
-            atexit.register(lambda: print("after the group:", made[0].health().ok, flush=True))
+            atexit.register(say, "after")
             """
         )
         plain = subprocess.run(
@@ -116,7 +118,7 @@ class TestRunning:
             env=environment(),
             check=False,
         )
-        wanted = ["after the group: True", "before the group: False"]
+        wanted = ["after the group: True False", "before the group: False True"]
         assert plain.stdout.splitlines() == wanted, plain.stderr
         for options in (("-n", "2"), ("-n", "2", "--coordinator")):
             done = launch(path, *options)
