@@ -168,9 +168,7 @@ void Session::Close(Departure departure) {
     if (Status ended = EndCalls(); !ended.ok() && failure_->Set(ended)) {
       LogError(ended.message());  // and whoever waits for those calls is woken
     }
-    // Others that agree anew have gone on without this process: it is closed, and nothing else.
-    const bool is_agreeing = failure_->blamed_rank() == FailureLatch::kAgreement;
-    if (!is_agreeing) last_failure_ = failure_->status().message();
+    last_failure_ = failure_->status().message();
     is_leaving_.store(true, std::memory_order_release);
     if (!failure_->failed()) {
       const Status all_left = SayGoodbye(departure);
