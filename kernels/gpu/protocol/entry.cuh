@@ -135,7 +135,7 @@ class EntryPart {
     constexpr uint32_t kFewestRows = 256;
     if (!entry_.has_index) return 0;
     const uint32_t by_rows = (entry_.recv_rows + kFewestRows - 1) / kFewestRows;
-    return min(min(by_rows, kMostRowSlices), max(gridDim.x, 2u) - 1);
+    return min(min(by_rows, kMostRowSlices), max(static_cast<uint32_t>(gridDim.x), 2u) - 1);
   }
   __device__ RowRange RowsOf(uint32_t slice) const {
     const uint32_t num_slices = NumSlices();
