@@ -27,11 +27,14 @@ GpuSession::~GpuSession() {
 Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
   JAX_EP_RETURN_IF_ERROR(CheckOptions(options.session));
   const GroupShape shape = options.session.shape;
-  if (shape.num_ranks > gpu::kMaxNodeRanks) {
-    return Unimplemented("group " + options.session.name + ": got " +
-                         std::to_string(shape.num_ranks) + " ranks, this version takes " +
-                         std::to_string(gpu::kMaxNodeRanks) + " on GPUs; use implementation='xla'");
-  }
+  const auto check = [&](const char* what, uint32_t count, uint32_t most) {
+    if (count <= most) return Status::Ok();
+    return Unimplemented("group " + options.session.name + ": got " + std::to_string(count) + what +
+                         ", this version takes " + std::to_string(most) +
+                         " on GPUs; use implementation='xla'");
+  };
+  JAX_EP_RETURN_IF_ERROR(check(" ranks", shape.num_ranks, gpu::kMaxRanks));
+  JAX_EP_RETURN_IF_ERROR(check(" ranks in a node", shape.node_size, gpu::kMaxNodeRanks));
   if (options.live_pointers.size() != options.session.local_ranks.size()) {
     return InvalidArgument("group " + options.session.name + ": one pointer per local rank");
   }
@@ -57,9 +60,10 @@ Result<std::unique_ptr<GpuSession>> GpuSession::Create(GpuOptions options) {
 }
 
 uint64_t GpuSession::ActiveRanks() const {
-  uint64_t active = 0;
+  uint64_t active = ~uint64_t{0};
+  if (options().shape.num_nodes() > 1) return active;  // all take part (RankConfig.active)
   for (uint32_t rank = 0; rank < options().shape.num_ranks; ++rank) {
-    if (options().IsActive(rank)) active |= uint64_t{1} << rank;
+    if (!options().IsActive(rank)) active &= ~(uint64_t{1} << rank);
   }
   return active;
 }

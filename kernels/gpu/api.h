@@ -23,7 +23,8 @@
 namespace jax_ep::gpu {
 
 inline constexpr uint32_t kAbiVersion = 13;
-inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a group
+inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a node
+inline constexpr uint32_t kMaxRanks = 1024;       // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
 
 using Stream = void*;  // cudaStream_t or hipStream_t
@@ -163,8 +164,8 @@ struct RankConfig {
   // inside one's own arena is published as an offset and read in place by peers; any other goes
   // through the stage in the heap, call by call. Peers need no agreement about it.
   const PeerMemory* peers = nullptr;
-  // By rank, a bit of those that take part; the others have no memory, send nothing and are not
-  // waited for. Others than all: in a group of one node.
+  // By local rank, a bit of those that take part; the others have no memory, send nothing and are
+  // not waited for. Others than all: in a group of one node.
   uint64_t active = ~uint64_t{0};
   bool is_elastic = false;                 // calls are checked for another mask than `active`
   uint32_t generation = 0;                 // of the session: epochs of another one mean nothing
@@ -183,7 +184,7 @@ struct RankConfig {
 
 // Whether a mask leaves out ranks.
 constexpr bool HasHoles(const GroupShape& shape, uint64_t active) {
-  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - shape.num_ranks);
+  const uint64_t all = ~uint64_t{0} >> (kMaxNodeRanks - shape.node_size);
   return (active & all) != all;
 }
 

@@ -84,16 +84,20 @@ std::string CheckConfig(const RankConfig& config) {
            ", between nodes at most " + std::to_string(most_pairs) +
            " (weights travel in one command); lower max_tokens";
   }
-  if (shape.num_ranks > kMaxNodeRanks) {
+  if (shape.node_size > kMaxNodeRanks) {
+    return "got nodes of " + std::to_string(shape.node_size) + " ranks, expected at most " +
+           std::to_string(kMaxNodeRanks) + " on GPUs, the size of the kernels' tables";
+  }
+  if (shape.num_ranks > kMaxRanks) {
     return "got " + std::to_string(shape.num_ranks) + " ranks, expected at most " +
-           std::to_string(kMaxNodeRanks) +
-           " on GPUs, the size of the kernels' tables; use a mesh axis of fewer devices";
+           std::to_string(kMaxRanks) + " on GPUs; use a mesh axis of fewer devices";
   }
   if (shape.top_k > kMaxTopK) {
     return "got top_k " + std::to_string(shape.top_k) + ", at most " + std::to_string(kMaxTopK);
   }
   if (config.status == nullptr || config.peers == nullptr) return "no status or peers";
-  if ((config.active >> config.rank & 1) == 0) return "got a mask without this rank";
+  if ((config.active >> config.rank % shape.node_size & 1) == 0)
+    return "got a mask without this rank";
   if (HasHoles(shape, config.active) && network != nullptr) {
     return "got a mask of ranks in a group of several nodes";
   }

@@ -16,7 +16,9 @@ namespace jax_ep::gpu {
 
 namespace {
 
-std::byte* OwnHeap(const DeviceRank& device) { return device.peers[device.rank].heap; }
+std::byte* OwnHeap(const DeviceRank& device) {
+  return device.peers[device.rank - device.node_begin].heap;
+}
 
 const char* PrepareAllKernels(const RankHandle& rank) {
   for (const auto prepare :
@@ -33,7 +35,7 @@ const char* PrepareAllKernels(const RankHandle& rank) {
   return nullptr;
 }
 
-// Fills the device's table of stages and rings, and the peers of other nodes.
+// Fills the device's table of stages and rings.
 const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
   const GroupShape& shape = config.shape;
   const NetworkConfig& network = *config.network;
@@ -64,10 +66,6 @@ const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
     return KeepText(std::string("create: the network stage: ") + cudaGetErrorString(error));
   }
   device.network = reinterpret_cast<const DeviceNetwork*>(to);
-  for (uint32_t peer = 0; peer < shape.num_ranks; ++peer) {
-    if (peer / shape.node_size == config.rank / shape.node_size) continue;
-    device.peers[peer] = {.heap = table.stages[peer % shape.node_size]};
-  }
   return nullptr;
 }
 
@@ -165,9 +163,8 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   device.generation = config->generation;
   device.active = config->active;
   for (uint32_t local = 0; local < config->shape.node_size; ++local) {
-    const uint32_t peer = device.node_begin + local;
-    const bool is_active = (config->active >> peer & 1) != 0;
-    device.peers[peer] = config->peers[is_active ? local : config->rank - device.node_begin];
+    const bool is_active = (config->active >> local & 1) != 0;
+    device.peers[local] = config->peers[is_active ? local : config->rank - device.node_begin];
   }
   if (config->network != nullptr) {
     if (const char* failure = ConnectNetwork(*config, *rank)) return failure;

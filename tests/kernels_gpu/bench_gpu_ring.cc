@@ -65,7 +65,7 @@ struct RankOnDevice {
     device.rank = device.node_begin = rank;
     device.timeout_ns = 20'000'000'000;
     device.status = status;
-    device.peers[rank].heap = OnDevice<std::byte>(device.layout.total_bytes);
+    device.peers[0].heap = OnDevice<std::byte>(device.layout.total_bytes);
     table.layout = NetLayout::Make(shape);
     table.num_rings = static_cast<uint32_t>(rings.size());
     table.ring_slots = kRingSlots;

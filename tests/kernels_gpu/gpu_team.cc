@@ -117,7 +117,7 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     config.shape = shape;
     config.rank = r;
     config.device = ranks_[r].device;
-    const auto has = [r](uint64_t bits) { return (bits >> r & 1) != 0; };
+    const auto has = [r](uint64_t bits) { return HasRank(bits, r); };
     std::vector<gpu::PeerMemory> seen = peers;
     if (has(options_.staged_ranks)) seen[r].arena = nullptr;
     config.peers = seen.data() + r / shape.node_size * shape.node_size;

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -59,6 +60,11 @@ struct GpuTeamOptions {
   bool has_device_stages = false;
 };
 
+// Whether a rank is among those of GpuTeamOptions; of the 65th on all bits are like the last one.
+constexpr bool HasRank(uint64_t bits, uint32_t rank) {
+  return static_cast<int64_t>(bits) >> std::min(rank, 63u) & 1;
+}
+
 class GpuNetwork;  // between nodes: gpu_network.h
 
 class GpuTeam {
@@ -70,7 +76,7 @@ class GpuTeam {
 
   const GroupShape& shape() const { return options_.shape; }
   uint32_t num_ranks() const { return options_.shape.num_ranks; }
-  bool is_active(uint32_t rank) const { return (options_.active >> rank & 1) != 0; }
+  bool is_active(uint32_t rank) const { return HasRank(options_.active, rank); }
   gpu::RankHandle* handle(uint32_t rank) { return ranks_[rank].handle; }
   cudaStream_t stream(uint32_t rank) { return ranks_[rank].stream; }
   gpu::RankStatus& status(uint32_t rank) { return *ranks_[rank].status; }

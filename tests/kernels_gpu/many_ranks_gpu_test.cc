@@ -9,6 +9,8 @@
 namespace jax_ep::testing {
 namespace {
 
+constexpr int kHalvedCombines = 2;  // of HostArrays::kCombines, those that come in halves
+
 GroupShape ShapeOf(uint32_t num_ranks, uint32_t node_size) {
   GroupShape shape;
   shape.num_ranks = num_ranks;
@@ -52,6 +54,25 @@ void Step(const Scenario& s, GpuTeam& team, Call&& call) {
   team.SynchronizeOrDie();
   ASSERT_EQ(wrong, "");
   ExpectNoFailure(team);
+}
+
+// Calls with all halves of a kind between others: a start waits for no peer, so any number of them
+// runs on one GPU, and after the last one no done waits for a kernel.
+void RunHalvesApart(const Scenario& s, GpuTeam& team, Arrays& a) {
+  std::vector<DeviceArray<int32_t>> epochs;
+  for (uint32_t r = 0; r < team.num_ranks(); ++r) {
+    epochs.push_back(DeviceArray<int32_t>::Output(team, r, 1));
+  }
+  Step(s, team,
+       [&](uint32_t r, Calls& calls) { calls.LlDispatchStart(a.whole[r], epochs[r].data()); });
+  Step(s, team,
+       [&](uint32_t r, Calls& calls) { calls.LlDispatchDone(a.whole[r], epochs[r].data()); });
+  for (int i = 0; i < kHalvedCombines && !::testing::Test::HasFailure(); ++i) {
+    Step(s, team,
+         [&](uint32_t r, Calls& calls) { calls.CombineStart(a.whole[r], i, epochs[r].data()); });
+    Step(s, team,
+         [&](uint32_t r, Calls& calls) { calls.CombineDone(a.whole[r], i, epochs[r].data()); });
+  }
 }
 
 // Parameters: ranks, ranks of a node.
@@ -102,6 +123,24 @@ TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) {
   }
 }
 
+TEST_P(GpuManyRanks, LlHalvesGiveTheBitsOfTheCpu) {
+  GpuTeam team(options_);
+  for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertBatched, Layout::kRankMajor}) {
+    Scenario s{.shape = shape_, .mode = Mode::kLl, .layout = layout, .num_tokens = 12};
+    s.recv_rows = WorstRecvRows(shape_, layout, s.num_tokens);
+    SCOPED_TRACE(s.Name());
+    Arrays a = Prepare(s, team, 24);
+    RunHalvesApart(s, team, a);
+    for (uint32_t r = 0; r < team.num_ranks() && !HasFailure(); ++r) {
+      SCOPED_TRACE("rank " + std::to_string(r));
+      ExpectPlan(a.whole[r], a.host[r]);
+      ExpectDispatch(a.whole[r], a.host[r], 0);
+      for (int i = 0; i < kHalvedCombines; ++i) ExpectCombine(a.whole[r], a.host[r], i);
+    }
+    if (HasFailure()) return;
+  }
+}
+
 TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) {
   if (!FitsCallsOfSeveralKernels()) GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
   GpuTeam team(options_);
@@ -130,7 +169,9 @@ TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) {
 INSTANTIATE_TEST_SUITE_P(Groups, GpuManyRanks,
                          ::testing::Values(std::tuple(16u, 16u), std::tuple(32u, 32u),
                                            std::tuple(48u, 48u), std::tuple(64u, 64u),
-                                           std::tuple(16u, 4u), std::tuple(32u, 8u)),
+                                           std::tuple(16u, 4u), std::tuple(32u, 8u),
+                                           std::tuple(96u, 8u), std::tuple(128u, 64u),
+                                           std::tuple(128u, 1u)),
                          [](const auto& info) {
                            return std::to_string(std::get<0>(info.param)) + "_in_nodes_of_" +
                                   std::to_string(std::get<1>(info.param));

@@ -80,7 +80,7 @@ std::vector<HostArrays> RunOnCpu(const Scenario& s, Team& team, std::mt19937& ra
   const GroupShape& shape = s.shape;
   auto topk = DrawTopk(shape, s.num_tokens, s.draw, random);
   const auto is_active = [&](uint32_t rank) {
-    return rank >= shape.num_ranks || (s.active >> rank & 1) != 0;
+    return rank >= shape.num_ranks || HasRank(s.active, rank);
   };
   for (uint32_t r = 0; r < shape.num_ranks; ++r) {
     for (int32_t& id : topk[r]) {

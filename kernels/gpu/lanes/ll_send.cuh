@@ -14,26 +14,24 @@ __device__ inline void PublishPiece(const LlDispatchKernelParams& params, const 
   const DeviceRank& device = params.device;
   const uint64_t flag = PieceFlag(device.layout.ll_dispatch, slot.set, device.rank, token, piece);
   SyncWarp();
-  for (uint32_t dest = LaneId(); dest < device.shape.num_ranks; dest += kWarpSize) {
-    if ((dests >> dest & 1) == 0) continue;
-    StoreReleaseSys(HeapAt<uint64_t>(device, dest, flag), StartFlag(slot, params.operation));
+  for (uint32_t local = LaneId(); local < device.shape.node_size; local += kWarpSize) {
+    if ((dests >> local & 1) == 0) continue;
+    StoreReleaseSys(HeapAt<uint64_t>(device, device.node_begin + local, flag),
+                    StartFlag(slot, params.operation));
   }
 }
 
-// A warp takes a piece of a row to all destinations of its token.
+// A warp takes a piece of a row to all destinations of its token in this node.
 template <typename Word>
 __device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& slot) {
   const DeviceRank& device = params.device;
-  const uint32_t num_ranks = device.shape.num_ranks;
+  const uint32_t node_size = device.shape.node_size;
   const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
-  const uint32_t num_dests = num_ranks - first_step;
+  const uint32_t num_dests = node_size - first_step;
   if (num_dests == 0) return;
   const BlockShare share{.num_blocks = params.num_send_blocks, .block = blockIdx.x};
-  const auto dest_of = [&](uint32_t step) { return (device.rank + first_step + step) % num_ranks; };
-  uint64_t reachable = 0;
-  for (uint32_t step = 0; step < num_dests; ++step) {
-    if (IsMate(device, dest_of(step))) reachable |= uint64_t{1} << dest_of(step);
-  }
+  const uint32_t own = device.rank - device.node_begin;
+  const auto local_of = [&](uint32_t step) { return (own + first_step + step) % node_size; };
   const uint32_t word_items = NumWordItems(params);
   const uint32_t num_pieces = params.has_rows ? params.plan.num_tokens * params.pieces.count : 0;
   for (uint32_t item = share.warp(); item < word_items + num_pieces; item += share.num_warps()) {
@@ -49,13 +47,13 @@ __device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& s
     LaneWords<Word> words;
     const std::byte* from = params.x + token * params.x_bytes;
     words.Load(from, range.begin, range.end);
-    const uint64_t dests = destinations.Mask() & reachable;
+    const uint64_t dests = destinations.Mask();
     for (uint32_t first = range.begin;; words.Load(from, first, range.end)) {
       for (uint32_t step = 0; step < num_dests; ++step) {
         // Tokens begin with different destinations, so that links are used alike.
-        const uint32_t dest = dest_of((step + token) % num_dests);
-        if ((dests >> dest & 1) == 0) continue;
-        words.Store(HeapAt<std::byte>(device, dest, place), first, range.end);
+        const uint32_t local = local_of((step + token) % num_dests);
+        if ((dests >> local & 1) == 0) continue;
+        words.Store(HeapAt<std::byte>(device, device.node_begin + local, place), first, range.end);
       }
       first += words.kStep;
       if (first >= range.end) break;

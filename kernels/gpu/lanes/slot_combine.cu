@@ -49,8 +49,8 @@ using Kernel = void (*)(SlotCombineParams);
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
   constexpr uint32_t kFewLevels = 3;
-  constexpr uint32_t kMostLevels = 7;
-  static_assert(2 * kMaxNodeRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
+  constexpr uint32_t kMostLevels = 11;
+  static_assert(2 * kMaxRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
   // Odd rows are rare, and each kernel costs seconds of the build.
   if (!is_vectorised) return &SlotCombine<SumTypes<Elem, Partial, false, kMostLevels>>;
   return num_leaves <= 1u << kFewLevels ? &SlotCombine<SumTypes<Elem, Partial, true, kFewLevels>>

@@ -55,13 +55,15 @@ struct SlotPartials {
     return OwnHeapAt<float>(call.device, call.area.blocks.At(set, rank)) +
            token * call.device.shape.top_k;
   }
-  // One warp: until a piece of a token is here from all of `ranks` [N] but `own`.
-  __device__ bool Wait(uint64_t ranks, uint32_t own, uint64_t token, uint32_t piece,
-                       uint64_t value) const {
+  // One warp: until a piece of a token is here from all ranks that is_from(peer) says, by all
+  // lanes.
+  template <typename IsFrom>
+  __device__ bool Wait(IsFrom&& is_from, uint64_t token, uint32_t piece, uint64_t value) const {
     const DeviceRank& device = call.device;
     bool is_ok = true;
-    for (uint32_t peer = LaneId(); peer < device.shape.num_ranks; peer += kWarpSize) {
-      if ((ranks >> peer & 1) == 0 || peer == own) continue;
+    for (uint32_t first = 0; first < device.shape.num_ranks; first += kWarpSize) {
+      const uint32_t peer = first + LaneId();
+      if (!is_from(peer) || peer >= device.shape.num_ranks) continue;
       const uint64_t flag = PieceFlag(call.area, set, peer, token, piece);
       is_ok &=
           WaitExactFlag(device, OwnHeapAt<uint64_t>(device, flag), peer, call.operation, value);

@@ -16,7 +16,7 @@ __device__ bool UntagPartials(const SlotPartials& partials, const OwnToken& toke
   const uint32_t end = range.end * kBytes / kPairBytes;
   bool is_ok = true;
   for (uint32_t rank = 0; rank < partials.call.device.shape.num_ranks; ++rank) {
-    if ((token.partials >> rank & 1) == 0 || rank == token.own) continue;
+    if (!token.partials.Has(rank) || rank == token.own) continue;
     const TaggedSource source = partials.TaggedOf(rank, token.token, slot.started);
     auto* to =
         reinterpret_cast<uint2*>(const_cast<std::byte*>(partials.PartialOf(rank, token.token)));
@@ -58,10 +58,13 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
     if (is_whole) rows = FindRows(params, index, device.rank, number, list);
     const OwnToken token(params, number, is_whole ? device.rank : OwnToken::kNobody, rows,
                          [](uint32_t holder) { return holder; });
+    const auto is_from = [&](uint32_t peer) {
+      return token.partials.Has(peer) && peer != token.own;
+    };
     const bool is_here = params.is_tagged
                              ? UntagPartials<T>(partials, token, slot,
                                                 WordsOf(params.pieces, piece, params.row_words))
-                             : partials.Wait(token.partials, token.own, number, piece, value);
+                             : partials.Wait(is_from, number, piece, value);
     if (!is_here) break;
     if (piece == 0 && params.pair_scalars_out != nullptr) {
       WriteOwnScalars(params, token,

@@ -52,7 +52,7 @@ __device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot
   if (LaneId() == 0) {
     *reinterpret_cast<uint64_t*>(record + layout.ll_sum_tag) = StartFlag(slot, params.operation);
   }
-  CountSent(device, uint64_t{1} << owner);
+  if (LaneId() == 0) CountSent(device, owner);
   SyncWarp();
   const uint64_t place = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner));
   WarpPush(device, params.operation, owner_node, LaneId() == 0,

@@ -13,6 +13,7 @@
 // which token, where places are, and flags. Call: the parameters of any combine.
 #pragma once
 
+#include "kernels/gpu/device/warp_set.cuh"
 #include "kernels/gpu/protocol/tagged_rows.cuh"
 #include "kernels/gpu/sums/rank_sums.cuh"
 #include "kernels/gpu/sums/token_rows.cuh"
@@ -120,7 +121,7 @@ struct OwnToken {
   uint32_t own;      // the rank whose partial is summed with the token: this one, or kNobody
   TokenRows<> rows;  // of that
   uint32_t holder[kEntriesPerLane];  // of the lane's pairs, or kNobody
-  uint64_t partials;                 // [N] ranks of which there is one, own included
+  WarpSet partials;                  // ranks of which there is one, own included
 
   // rank_at(holder): whose partial has the holder's rows.
   template <typename Call, typename RankAt>
@@ -128,7 +129,7 @@ struct OwnToken {
                       const TokenRows<>& own_rows, RankAt&& rank_at)
       : token(number), own(own_rank), rows(own_rows) {
     const GroupShape& shape = call.device.shape;
-    partials = rows.count > 0 ? uint64_t{1} << own : 0;
+    if (rows.count > 0) partials.AddOne(own);
 #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
       const uint32_t k = rows.PairOf(i);
@@ -136,9 +137,8 @@ struct OwnToken {
       const uint32_t rank = slot >= 0 ? static_cast<uint32_t>(slot) / call.rank_rows : kNobody;
       // Plans come from the caller: a slot beyond the last rank is none.
       holder[i] = rank < shape.num_ranks ? rank : kNobody;
-      if (holder[i] != kNobody && rank != own) partials |= uint64_t{1} << rank_at(rank);
+      partials.Add(holder[i] != kNobody && rank != own, rank_at(rank));
     }
-    partials = WarpOr(partials);
   }
 };
 
@@ -166,19 +166,17 @@ template <typename T, typename Call, typename PartialOf>
 __device__ void WriteOwnSum(const Call& call, const RankLeaves& leaves, const OwnToken& token,
                             const RowList& list, WordRange range, PartialOf&& partial_of) {
   constexpr uint32_t kWords = T::kLevels > 3 || sizeof(typename T::Storage) > 2 ? 1 : 2;
-  const auto has = [&](uint32_t rank) {
-    return rank != RankLeaves::kNone && (token.partials >> rank & 1) != 0;
-  };
   auto* out = reinterpret_cast<typename T::Word*>(call.out + token.token * call.row_bytes);
   WriteSumOfRanks<T, typename T::Elem, kWords, /*kIsUnrolled=*/false>(
-      leaves, token.partials != 0, range, out,
+      leaves, !token.partials.IsEmpty(), range, out,
       [&](uint32_t leaf, uint32_t word, LeafWords<T, kWords>& words) {
         bool has_own = false;
 #pragma unroll
         for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
           const uint32_t rank = leaves.RankOf(leaf + i);
-          const bool is_other = has(rank) && rank != token.own;
-          has_own |= has(rank) && rank == token.own;
+          const bool is_there = rank != RankLeaves::kNone && token.partials.Has(rank);
+          const bool is_other = is_there && rank != token.own;
+          has_own |= is_there && rank == token.own;
           LoadPartial<T>(is_other ? partial_of(rank) : nullptr, is_other, word, range.end,
                          words[i]);
         }

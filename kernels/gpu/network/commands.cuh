@@ -102,7 +102,8 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
   return AllLanes(is_good || !has);
 }
 
-// One warp: one command to every rank of other nodes that wants(peer) says. make(peer) is it.
+// One warp: one command to every rank of other nodes that wants(peer) says, by all lanes.
+// make(peer) is it.
 template <typename Wants, typename Make>
 __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation, Wants&& wants,
                                   Make&& make) {
@@ -113,7 +114,8 @@ __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation,
     for (uint32_t first = 0; first < shape.node_size; first += kWarpSize) {
       const uint32_t local = first + LaneId();
       const uint32_t peer = node * shape.node_size + (local < shape.node_size ? local : 0);
-      const bool has = local < shape.node_size && wants(peer);
+      const bool is_wanted = wants(peer);
+      const bool has = local < shape.node_size && is_wanted;
       is_ok = is_ok && WarpPush(device, operation, node, has, has ? make(peer) : Command{});
     }
   }

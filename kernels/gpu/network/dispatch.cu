@@ -40,7 +40,9 @@ struct SendRowsParams {
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ uint64_t nodes_of[kNetChunkTokens];  // bits
+  // As WarpSet::Store has them; one more, so that lanes that look at many tokens meet all banks.
+  constexpr uint32_t kWordsOfSet = kMaxRanks / WarpSet::kBitsPerLane + 1;
+  __shared__ uint32_t nodes_of[kNetChunkTokens][kWordsOfSet];
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
@@ -58,21 +60,22 @@ __global__ void __launch_bounds__(kThreads)
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const auto first = static_cast<uint32_t>(params.slice.begin + chunk * kNetChunkTokens);
     for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
-      const uint64_t nodes =
-          first + i < params.slice.end
-              ? OtherNodesOf(device, params.send_slot, first + i, params.recv_rows)
-              : 0;
-      if (nodes != 0) {
+      WarpSet nodes;
+      if (first + i < params.slice.end) {
+        nodes = RemoteHoldersOf(device, params.send_slot, first + i, params.recv_rows,
+                                [&](uint32_t rank) { return rank / shape.node_size; });
+      }
+      if (!nodes.IsEmpty()) {
         const uint64_t at = (first + i) * params.row_bytes;
         WarpCopyBytes(stage + at, params.x + at, params.row_bytes);
       }
-      if (LaneId() == 0) nodes_of[i] = nodes;
+      nodes.Store(nodes_of[i], kMaxRanks);
     }
     SyncBlock();  // rows of all warps come before the commands that name them
     bool is_ok = AllLanes(!HasFailed(device));
     for (uint32_t other = WarpId(); is_ok && other + 1 < shape.num_nodes(); other += kWarps) {
       const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
-      const bool is_wanted = LaneId() < kNetChunkTokens && (nodes_of[LaneId()] >> node & 1) != 0;
+      const bool is_wanted = LaneId() < kNetChunkTokens && WarpSet::Has(nodes_of[LaneId()], node);
       const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
       is_ok = WarpPushRuns(device, Operation::kDispatch, node, wanted, first, params.row_bytes,
                            {.op = Op::kWrite,

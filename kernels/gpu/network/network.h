@@ -48,8 +48,8 @@ struct NetState {
   uint64_t plans, dispatches, combines;  // exchanged
   uint64_t row_slices, sum_slices;       // of those dispatches and combines: their signals
   NetSets kinds[kNumSetKinds];
-  uint32_t sent[kMaxNodeRanks];  // records of the running operation, by destination
-  int32_t whole_epoch;           // from the start to the done of a whole LL call
+  uint32_t sent[kMaxRanks];  // records of the running operation, by destination
+  int32_t whole_epoch;       // from the start to the done of a whole LL call
   RingCounters rings[kMaxNetworkRings];
 };
 static_assert(sizeof(NetState) <= kNetStateBytes);

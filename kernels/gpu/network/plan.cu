@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     ExchangeLists(const __grid_constant__ ListParams params) {
   __shared__ uint32_t shared_flag;
   __shared__ ListPart part;
-  __shared__ ListPart parts[kMaxNodeRanks];  // by node
+  __shared__ ListPart parts[kMaxRanks];  // by node
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
   const uint64_t sequence = SequenceOf(device);

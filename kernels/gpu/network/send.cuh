@@ -1,35 +1,30 @@
 // What kernels share that send rows to other nodes, a chunk of kNetChunkTokens per block.
 #pragma once
 
+#include "kernels/gpu/device/warp_set.cuh"
 #include "kernels/gpu/network/commands.cuh"
 
 namespace jax_ep::gpu {
 
-// One warp: ranks that hold rows of a token, one bit each. `rank_rows`: slots of one rank.
-__device__ inline uint64_t HoldersOf(const DeviceRank& device, const int32_t* send_slot,
-                                     uint32_t token, uint32_t rank_rows) {
-  const GroupShape& shape = device.shape;
-  uint64_t holders = 0;
-  for (uint32_t k = LaneId(); k < shape.top_k; k += kWarpSize) {
-    const int32_t slot = send_slot[static_cast<uint64_t>(token) * shape.top_k + k];
-    // Plans come from the caller: a slot beyond the last rank is none.
-    const uint32_t holder = slot >= 0 ? static_cast<uint32_t>(slot) / rank_rows : shape.num_ranks;
-    if (holder < shape.num_ranks) holders |= uint64_t{1} << holder;
-  }
-  return WarpOr(holders);
-}
+static_assert(kMaxRanks <= WarpSet::kMost);
 
-// One warp: other nodes that hold rows of a token.
-__device__ inline uint64_t OtherNodesOf(const DeviceRank& device, const int32_t* send_slot,
-                                        uint32_t token, uint32_t rank_rows) {
-  uint64_t holders = HoldersOf(device, send_slot, token, rank_rows);
-  uint64_t nodes = 0;
-  while (holders != 0) {
-    const auto holder = static_cast<uint32_t>(__ffsll(static_cast<long long>(holders))) - 1;
-    holders &= holders - 1;
-    if (!IsMate(device, holder)) nodes |= uint64_t{1} << (holder / device.shape.node_size);
+// One warp: number_of(rank) of the ranks of other nodes that hold rows of a token. `rank_rows`:
+// slots of one rank.
+template <typename NumberOf>
+__device__ inline WarpSet RemoteHoldersOf(const DeviceRank& device, const int32_t* send_slot,
+                                          uint32_t token, uint32_t rank_rows,
+                                          NumberOf&& number_of) {
+  const GroupShape& shape = device.shape;
+  WarpSet holders;
+  for (uint32_t first = 0; first < shape.top_k; first += kWarpSize) {
+    const uint32_t k = first + LaneId();
+    const int32_t slot =
+        k < shape.top_k ? send_slot[static_cast<uint64_t>(token) * shape.top_k + k] : -1;
+    const uint32_t rank = static_cast<uint32_t>(slot) / rank_rows;
+    // Plans come from the caller: a slot beyond the last rank is none.
+    holders.Add(slot >= 0 && rank < shape.num_ranks && !IsMate(device, rank), number_of(rank));
   }
-  return nodes;
+  return holders;
 }
 
 // One warp copies a row, 16 bytes a lane where both ends allow it.

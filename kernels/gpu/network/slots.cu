@@ -65,11 +65,9 @@ __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, u
   const NetLayout& layout = device.network->layout;
   const uint32_t rank_rows =
       params.is_routed ? shape.experts_per_rank() : shape.num_ranks * params.num_tokens;
-  uint64_t dests = HoldersOf(device, params.ids, token, rank_rows);
-  for (uint32_t mate = device.node_begin; mate < MatesEnd(device); ++mate) {
-    dests &= ~(uint64_t{1} << mate);
-  }
-  if (dests == 0) return;
+  const WarpSet dests =
+      RemoteHoldersOf(device, params.ids, token, rank_rows, [](uint32_t rank) { return rank; });
+  if (dests.IsEmpty()) return;
   const uint64_t offset = layout.ll_head_bytes + token * layout.ll_row_pitch;
   std::byte* record = OwnStage(device) + layout.ll_rows_send.At(slot.set) + offset;
   WarpCopyBytes(record, params.x + token * params.row_bytes, params.row_bytes);
@@ -77,11 +75,11 @@ __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, u
     *reinterpret_cast<uint64_t*>(record + layout.ll_row_tag) =
         StartFlag(slot, Operation::kLlDispatchStart);
   }
-  CountSent(device, dests);
   SyncWarp();
   WarpPushToRemotes(
-      device, params.operation, [&](uint32_t peer) { return (dests >> peer & 1) != 0; },
+      device, params.operation, [&](uint32_t peer) { return dests.Has(peer); },
       [&](uint32_t peer) {
+        CountSent(device, peer);
         return RecordTo(device, peer, slot.set, epoch, offset, layout.ll_row_pitch, token);
       });
 }

@@ -39,11 +39,9 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
   return result;
 }
 
-// One warp: counts a record for each of `dests` (bits), ranks of other nodes.
-__device__ inline void CountSent(const DeviceRank& device, uint64_t dests) {
-  for (uint32_t dest = LaneId(); dest < device.shape.num_ranks; dest += kWarpSize) {
-    if ((dests >> dest & 1) != 0) atomicAdd(&NetStateOf(device)->sent[dest], 1u);
-  }
+// One thread: counts a record for a rank of another node.
+__device__ inline void CountSent(const DeviceRank& device, uint32_t dest) {
+  atomicAdd(&NetStateOf(device)->sent[dest], 1u);
 }
 
 // All threads of the last block of the kernel that sent: the counts. `num_more` records were sent
@@ -63,7 +61,9 @@ __device__ inline void FinishSending(const DeviceRank& device, SetKind kind, Ope
     });
   }
   SyncBlock();
-  if (threadIdx.x < kMaxNodeRanks) state->sent[threadIdx.x] = 0;
+  for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
+    state->sent[peer] = 0;
+  }
   if (threadIdx.x == 0) {
     sets.started = epoch;
     sets.sets[slot.set].epoch = epoch;

@@ -19,9 +19,10 @@
 
 namespace jax_ep::gpu {
 
+// Of a rank of this node.
 template <typename T>
 __device__ inline T* HeapAt(const DeviceRank& rank, uint32_t owner, uint64_t offset) {
-  return reinterpret_cast<T*>(rank.peers[owner].heap + offset);
+  return reinterpret_cast<T*>(rank.peers[owner - rank.node_begin].heap + offset);
 }
 template <typename T>
 __device__ inline T* OwnHeapAt(const DeviceRank& rank, uint64_t offset) {
@@ -64,9 +65,10 @@ __device__ inline bool IsMate(const DeviceRank& rank, uint32_t peer) {
 // that the peer has nothing, so whoever sends counts, ids or drops sends none (IsActive). Rows and
 // partials need no such care: nobody routes to that peer (check_active.cu).
 __device__ inline bool IsActive(const DeviceRank& rank, uint32_t peer) {
-  return (rank.active >> peer & 1) != 0;
+  const uint32_t local = peer - rank.node_begin;
+  return local >= kMaxNodeRanks || (rank.active >> local & 1) != 0;
 }
-// By which number the heap at peers[peer] knows what this rank sends there.
+// By which number the heap of a mate knows what this rank sends there.
 __device__ inline uint32_t SenderTo(const DeviceRank& rank, uint32_t peer) {
   return IsActive(rank, peer) ? rank.rank : peer;
 }

@@ -19,16 +19,14 @@ struct DeviceRank {
   uint32_t node_begin;  // first rank of this node
   bool debug;
   uint32_t generation;  // RankConfig.generation
-  uint64_t active;      // by rank: those that take part
+  uint64_t active;      // by local rank: those that take part; all bits in a group of several nodes
   uint32_t program;     // of the call that is launched: FingerprintOf
   uint64_t site;        // of the call that is launched: PlanParams.site
   uint64_t timeout_ns;
   RankStatus* status;            // as the device addresses it
   OperationStamp* stamps;        // likewise; null: no trace
   const DeviceNetwork* network;  // in the heap; null in a group of one node
-  // By rank. Of one that takes no part this rank's own (SenderTo). Of other nodes' ranks `heap` is
-  // the stage where their rows arrive, that of the own node's rank on their rail: only what a
-  // DispatchRecord names is read there.
+  // Of this node, by local rank. Of one that takes no part this rank's own (SenderTo).
   PeerMemory peers[kMaxNodeRanks];
 };
 

@@ -59,7 +59,7 @@ const char* PrepareEntry(RankHandle& rank, const EntryParams& call, Entry& entry
                          cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const GpuHeapLayout& layout = rank.device.layout;
-  const PeerMemory& own = rank.device.peers[rank.device.rank];
+  const PeerMemory& own = rank.device.peers[rank.device.rank - rank.device.node_begin];
   entry = {.operation = call.operation,
            .has_record = call.x != nullptr || call.weights != nullptr,
            .has_index = true,

@@ -115,12 +115,14 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
 }
 
 // One warp: words of the sum over ranks to `out`, a row of Out; +0 if no rank has a partial.
-// load(leaf, word, words): words word + j * kWarpSize of kLeavesAtOnce leaves from there on.
+// load(leaf, word, words), by all lanes: words word + j * kWarpSize of kLeavesAtOnce leaves from
+// there on.
 template <typename T, typename Out, uint32_t kWords, bool kIsUnrolled, typename OutWord,
           typename Load>
 __device__ inline void WriteSumOfRanks(const RankLeaves& leaves, bool has_any, WordRange range,
                                        OutWord* out, Load&& load) {
-  for (uint32_t word = range.begin + LaneId(); word < range.end; word += kWords * kWarpSize) {
+  for (uint32_t first = range.begin; first < range.end; first += kWords * kWarpSize) {
+    const uint32_t word = first + LaneId();
     float sums[kWords][T::kElems];
     SumLeaves<T, kIsUnrolled>(
         leaves, sums, [&](uint32_t leaf, LeafWords<T, kWords>& words) { load(leaf, word, words); });

@@ -11,15 +11,22 @@
 #include "kernels/gpu/ht/dispatch/pull_params.h"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/network.h"
 #include "kernels/gpu/protocol/entry.cuh"
 #include "kernels/gpu/protocol/row_index.cuh"
 
 namespace jax_ep::gpu {
 
+// What `peer` publishes arrays in. Of a rank of another node that is the stage where its rows
+// arrive, that of this node's rank on its rail.
+__device__ inline PeerMemory PublishedMemory(const DeviceRank& device, uint32_t peer) {
+  if (IsMate(device, peer)) return device.peers[peer - device.node_begin];
+  return {.heap = device.network->stages[peer % device.shape.node_size]};
+}
 // An array that `peer` published for this operation.
 __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint32_t peer,
                                                   uint64_t place) {
-  const PeerMemory& memory = device.peers[peer];
+  const PeerMemory memory = PublishedMemory(device, peer);
   return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
 }
 
@@ -29,7 +36,7 @@ __device__ inline bool CheckRecords(const PullParams& params) {
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
-    const PeerMemory& memory = device.peers[peer];
+    const PeerMemory memory = PublishedMemory(device, peer);
     const auto check = [&](uint64_t place, uint64_t num_bytes) {
       if ((place & 1) == 0 || num_bytes == 0) return;
       if (memory.arena != nullptr && (place >> 1) + num_bytes <= memory.arena_bytes) return;

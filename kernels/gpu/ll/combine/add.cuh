@@ -42,8 +42,8 @@ class LlCombineAdder {
       buffer.Finish();
       SyncWarp();  // the sum is read by other lanes than have written it
       if (!kIsTagged && unit == WarpId() && !WaitBegun()) return;
-      const bool is_here = kIsTagged ? Gather(holders, token, piece)
-                                     : partials_.Wait(holders, summed_here_, token, piece, Value());
+      const bool is_here =
+          kIsTagged ? Gather(holders, token, piece) : WaitFor(holders, token, piece);
       if (!is_here) return;
       if (piece == 0 && call_.pair_scalars_out != nullptr) {
         WriteScalar(token, holder, buffer.rows());
@@ -68,6 +68,13 @@ class LlCombineAdder {
     uint64_t holders = has_rows ? uint64_t{1} << summed_here_ : 0;
     if (holder != kNobody && holder != summed_here_) holders |= uint64_t{1} << holder;
     return WarpOr(holders);
+  }
+  // One warp: until those partials are here.
+  __device__ bool WaitFor(uint64_t holders, uint64_t token, uint32_t piece) const {
+    const auto is_from = [&](uint32_t peer) {
+      return (holders >> peer & 1) != 0 && peer != summed_here_;
+    };
+    return partials_.Wait(is_from, token, piece, Value());
   }
   __device__ uint64_t Value() const { return StartFlag(slot_, call_.start_operation); }
   // One warp: until all peers are in this operation.

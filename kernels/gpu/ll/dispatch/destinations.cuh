@@ -5,7 +5,7 @@
 
 namespace jax_ep::gpu::ll {
 
-// One warp: the ranks that pairs of a token go to, none beyond the last token. What that takes is
+// One warp: the mates that pairs of a token go to, none beyond the last token. What that takes is
 // on its way once it is made.
 class Destinations {
  public:
@@ -19,7 +19,7 @@ class Destinations {
       ids_[i] = k < top_k && token < params.plan.num_tokens ? ids[k] : -1;
     }
   }
-  // A bit per rank.
+  // A bit per mate, by local rank.
   __device__ uint64_t Mask() const {
     const GroupShape& shape = params_.device.shape;
     const uint32_t ids_of_rank =
@@ -27,8 +27,9 @@ class Destinations {
     uint64_t mask = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
-      const uint32_t rank = static_cast<uint32_t>(ids_[i]) / ids_of_rank;
-      if (ids_[i] >= 0 && rank < shape.num_ranks) mask |= uint64_t{1} << rank;
+      const uint32_t local =
+          static_cast<uint32_t>(ids_[i]) / ids_of_rank - params_.device.node_begin;
+      if (ids_[i] >= 0 && local < shape.node_size) mask |= uint64_t{1} << local;
     }
     return WarpOr(mask);
   }

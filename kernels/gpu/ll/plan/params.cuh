@@ -56,12 +56,12 @@ struct TokenPartition {
 
 // Counts of the group's pairs. In shared memory, for the whole block.
 struct LlPlanTotals {
-  int32_t send_counts[kMaxNodeRanks];
-  int32_t recv_counts[kMaxNodeRanks];
+  int32_t send_counts[kMaxRanks];
+  int32_t recv_counts[kMaxRanks];
   int32_t num_dropped, num_invalid, overflow;
 
   __device__ void Clear() {
-    for (uint32_t i = threadIdx.x; i < kMaxNodeRanks; i += blockDim.x) {
+    for (uint32_t i = threadIdx.x; i < kMaxRanks; i += blockDim.x) {
       send_counts[i] = recv_counts[i] = 0;
     }
     if (threadIdx.x == 0) num_dropped = num_invalid = overflow = 0;
