@@ -55,6 +55,21 @@ __device__ inline void LoadRelaxedSys(const uint64_t* address, uint64_t& first, 
   first = LoadRelaxedSys(address);
   second = LoadRelaxedSys(address + 1);
 }
+// Words of 16 bytes are stored and loaded in two halves here, in any order.
+inline constexpr bool kHasWideWords = false;
+__device__ inline void StoreRelaxedSys(uint4* address, const uint4& value) {
+  uint64_t halves[2];
+  __builtin_memcpy(halves, &value, sizeof(value));
+  StoreRelaxedSys(reinterpret_cast<uint64_t*>(address), halves[0]);
+  StoreRelaxedSys(reinterpret_cast<uint64_t*>(address) + 1, halves[1]);
+}
+__device__ inline uint4 LoadRelaxedSys(const uint4* address) {
+  const uint64_t halves[] = {LoadRelaxedSys(reinterpret_cast<const uint64_t*>(address)),
+                             LoadRelaxedSys(reinterpret_cast<const uint64_t*>(address) + 1)};
+  uint4 value;
+  __builtin_memcpy(&value, halves, sizeof(value));
+  return value;
+}
 // Orders what this thread has stored and seen before its later stores, for everyone.
 __device__ inline void FenceSys() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 __device__ inline uint32_t LoadRelaxedGpu(const uint32_t* address) {
@@ -140,6 +155,38 @@ __device__ inline void LoadRelaxedSys(const uint64_t* address, uint64_t& first, 
                : "=l"(first), "=l"(second)
                : "l"(address)
                : "memory");
+}
+// Words of 16 bytes are stored and loaded as a whole, as scalars of type .b128 (PTX ISA, from 7.0
+// on; it is what cuda::atomic_ref does with 16 bytes).
+inline constexpr bool kHasWideWords = true;
+__device__ inline void StoreRelaxedSys(uint4* address, const uint4& value) {
+  asm volatile(
+      "{\n\t"
+      ".reg .b64 low, high;\n\t"
+      ".reg .b128 word;\n\t"
+      "mov.b64 low, {%1, %2};\n\t"
+      "mov.b64 high, {%3, %4};\n\t"
+      "mov.b128 word, {low, high};\n\t"
+      "st.relaxed.sys.global.b128 [%0], word;\n\t"
+      "}" ::"l"(address),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+__device__ inline uint4 LoadRelaxedSys(const uint4* address) {
+  uint4 value;
+  asm volatile(
+      "{\n\t"
+      ".reg .b64 low, high;\n\t"
+      ".reg .b128 word;\n\t"
+      "ld.relaxed.sys.global.b128 word, [%4];\n\t"
+      "mov.b128 {low, high}, word;\n\t"
+      "mov.b64 {%0, %1}, low;\n\t"
+      "mov.b64 {%2, %3}, high;\n\t"
+      "}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(address)
+      : "memory");
+  return value;
 }
 // Orders what this thread has stored and seen before its later stores, for everyone.
 __device__ inline void FenceSys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

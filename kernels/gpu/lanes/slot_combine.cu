@@ -63,15 +63,16 @@ Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {
   });
 }
 
-// What a warp of an adder with bulk copies has room for, of the partials of all other ranks. All
-// ranks ask, whether they have bulk copies or not.
+// What a warp has room for: without bulk copies of a partial, of an adder with bulk copies of those
+// of all other ranks. All ranks ask for both.
 bool FitsAdder(const GroupShape& shape, uint64_t row_bytes) {
   constexpr uint64_t kMostGathered = 8192;
   const uint64_t elem_bytes = ElemBytes(shape.elem_type);
   const Pieces pieces = CutRow(shape, row_bytes, kTaggedPieceBytes, elem_bytes);
-  const uint64_t partial_bytes = shape.f32_partials ? sizeof(float) : elem_bytes;
-  return shape.num_ranks <= kMostTaggedPartials &&
-         (shape.num_ranks - 1) * pieces.num_words * partial_bytes <= kMostGathered;
+  const uint64_t bytes =
+      pieces.num_words * (shape.f32_partials ? uint64_t{sizeof(float)} : elem_bytes);
+  return shape.num_ranks <= kMostTaggedPartials && bytes <= kMostStagedBytes &&
+         (shape.num_ranks - 1) * bytes <= kMostGathered;
 }
 
 }  // namespace

@@ -13,6 +13,8 @@ inline constexpr uint32_t kThreads = 512;
 inline constexpr uint32_t kWarps = kThreads / kWarpSize;
 // Ranks of a group, at most, whose partials travel in tagged words.
 inline constexpr uint32_t kMostTaggedPartials = 8;
+// Of a piece of such a partial.
+inline constexpr uint32_t kMostStagedBytes = 2048;
 
 struct SlotCombineParams {
   DeviceRank device;
@@ -70,12 +72,12 @@ struct SlotPartials {
     }
     return AllHaveWaited(is_ok);
   }
-  // The same of a partial that travels in tagged words, where it arrives.
+  // A partial that travels in tagged words, where it arrives.
   __device__ TaggedSource TaggedOf(uint32_t rank, uint64_t token, uint64_t sequence) const {
     const DeviceRank& device = call.device;
     const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, set, rank, token);
     return {.device = device,
-            .words = OwnHeapAt<uint64_t>(device, row),
+            .row = OwnHeapAt<std::byte>(device, row),
             .sequence = sequence,
             .peer = rank,
             .operation = call.operation};

@@ -7,23 +7,19 @@
 
 namespace jax_ep::gpu::slot_combine {
 
-// One warp: partials of a token that come in tagged words, to where they are without them.
-template <typename T>
-__device__ bool UntagPartials(const SlotPartials& partials, const OwnToken& token,
-                              const CallSlot& slot, WordRange range) {
-  constexpr auto kBytes = static_cast<uint32_t>(sizeof(typename T::PartialWord));
-  const uint32_t begin = range.begin * kBytes / kPairBytes;
-  const uint32_t end = range.end * kBytes / kPairBytes;
+// One warp: a piece of partials of a token that come in tagged words, to where they are without.
+__device__ inline bool UntagPartials(const SlotPartials& partials, const OwnToken& token,
+                                     const CallSlot& slot, const TaggedPiece& piece) {
   bool is_ok = true;
   for (uint32_t rank = 0; rank < partials.call.device.shape.num_ranks; ++rank) {
     if (!token.partials.Has(rank) || rank == token.own) continue;
     const TaggedSource source = partials.TaggedOf(rank, token.token, slot.started);
-    auto* to =
-        reinterpret_cast<uint2*>(const_cast<std::byte*>(partials.PartialOf(rank, token.token)));
-    for (uint32_t pair = begin + LaneId(); pair < end && is_ok; pair += kWarpSize) {
-      uint2 data[1];
-      is_ok = source.Load(pair, 1, end, data);
-      if (is_ok) to[pair] = data[0];
+    auto* to = reinterpret_cast<uint4*>(
+        const_cast<std::byte*>(partials.PartialOf(rank, token.token)) + piece.begin);
+    for (uint32_t unit = LaneId(); unit < piece.num_units() && is_ok; unit += kWarpSize) {
+      uint4 units[1];
+      is_ok = source.Load(piece, unit, 1, piece.num_units(), units);
+      if (is_ok) to[unit] = units[0];
     }
   }
   return AllHaveWaited(is_ok);
@@ -61,10 +57,11 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
     const auto is_from = [&](uint32_t peer) {
       return token.partials.Has(peer) && peer != token.own;
     };
-    const bool is_here = params.is_tagged
-                             ? UntagPartials<T>(partials, token, slot,
-                                                WordsOf(params.pieces, piece, params.row_words))
-                             : partials.Wait(is_from, number, piece, value);
+    const bool is_here =
+        params.is_tagged ? UntagPartials(partials, token, slot,
+                                         {params.pieces, piece, params.row_words,
+                                          static_cast<uint32_t>(sizeof(typename T::PartialWord))})
+                         : partials.Wait(is_from, number, piece, value);
     if (!is_here) break;
     if (piece == 0 && params.pair_scalars_out != nullptr) {
       WriteOwnScalars(params, token,

@@ -51,8 +51,7 @@ __device__ inline void SumTokenRows(const Call& call, const RowList& list, uint3
   }
 }
 
-// Those words of this rank's partial of a token with `count` rows here. store(at, is_word, word):
-// by all lanes, some of which may have none.
+// Those words of this rank's partial of a token with `count` rows here. store(at, word), by a lane.
 template <typename T, typename Call, typename Store>
 __device__ void MakePartial(const Call& call, const RowList& list, uint32_t count, WordRange range,
                             Store&& store) {
@@ -64,7 +63,7 @@ __device__ void MakePartial(const Call& call, const RowList& list, uint32_t coun
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) {
       const uint32_t at = word + j * kWarpSize;
-      store(at, at < range.end, Pack<typename T::Partial, typename T::PartialWord>(sums[j]));
+      if (at < range.end) store(at, Pack<typename T::Partial, typename T::PartialWord>(sums[j]));
     }
   }
 }
@@ -73,34 +72,8 @@ __device__ void WritePartial(const Call& call, const RowList& list, uint32_t cou
                              std::byte* partial) {
   using PartialWord = typename T::PartialWord;
   auto* to = reinterpret_cast<PartialWord*>(partial);
-  MakePartial<T>(call, list, count, range, [&](uint32_t at, bool is_word, PartialWord word) {
-    if (is_word) to[at] = word;
-  });
-}
-// In tagged words. Rows are multiples of 16 bytes, also where words are shorter.
-template <typename T, typename Call>
-__device__ void WriteTaggedPartial(const Call& call, const RowList& list, uint32_t count,
-                                   WordRange range, uint64_t* partial, uint64_t sequence) {
-  using PartialWord = typename T::PartialWord;
-  MakePartial<T>(call, list, count, range, [&](uint32_t at, bool is_word, PartialWord word) {
-    if constexpr (sizeof(PartialWord) < sizeof(uint32_t)) {
-      uint16_t bits;
-      __builtin_memcpy(&bits, &word, sizeof(bits));
-      const uint32_t own = bits;
-      const uint32_t next = FromLaneXor(own, 1u);
-      if (is_word && at % 2 == 0)
-        StoreRelaxedSys(partial + at / 2, Tagged(sequence, own | next << 16));
-    } else {
-      constexpr uint32_t kTags = sizeof(PartialWord) / sizeof(uint32_t);
-      uint32_t data[kTags];
-      __builtin_memcpy(data, &word, sizeof(word));
-      if (!is_word) return;
-#pragma unroll
-      for (uint32_t i = 0; i < kTags; ++i) {
-        StoreRelaxedSys(partial + static_cast<uint64_t>(at) * kTags + i, Tagged(sequence, data[i]));
-      }
-    }
-  });
+  MakePartial<T>(call, list, count, range,
+                 [&](uint32_t at, const PartialWord& word) { to[at] = word; });
 }
 
 // The scalars [K] of a token with rows here.

@@ -97,14 +97,20 @@ struct PushArea {
   HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
 };
 
-// Rows that peers push in tagged words, by set and source (tagged_rows.cuh).
+// Rows that peers push in wide tagged words, by set and source (tagged_rows.cuh).
 struct TaggedArea {
   HeapArea blocks;     // [depth][N]: rows [tagged_tokens]
   uint64_t pitch = 0;  // bytes between them
 };
-// Of calls with few tokens in groups of few ranks: such words take twice the bytes of their rows.
+// Of calls with few tokens in groups of few ranks: such words take a third more bytes than their
+// rows.
 inline constexpr uint64_t kMostTaggedTokens = 32;
 inline constexpr uint64_t kMostTaggedRanks = 16;
+// Of a row in a wide word.
+inline constexpr uint64_t kTaggedDataBytes = 12;
+constexpr uint64_t TaggedWords(uint64_t num_bytes) {
+  return (num_bytes + kTaggedDataBytes - 1) / kTaggedDataBytes;
+}
 
 // What a source says of its dispatch; all ranks must agree.
 struct PushHeader {
@@ -320,7 +326,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   const auto take_tagged = [&](uint64_t bytes) {
     TaggedArea area;
     if (layout.tagged_tokens == 0) return area;
-    area.pitch = AlignUp(bytes / sizeof(uint32_t) * kTaggedBytes, kRowAlignBytes);
+    // Each piece may end amid a word.
+    area.pitch = AlignUp((TaggedWords(bytes) + kMaxPieces) * 16, kRowAlignBytes);
     area.blocks.peer_stride = layout.tagged_tokens * area.pitch;
     area.blocks.set_stride = num_ranks * area.blocks.peer_stride;
     area.blocks.offset = take(depth * area.blocks.set_stride);

@@ -90,22 +90,21 @@ class LlCombineAdder {
   }
   // One warp: brings them there. False: this rank has failed.
   __device__ bool Gather(uint64_t holders, uint64_t token, uint32_t piece) const {
-    const PairRange range =
-        PairsOf<typename T::PartialWord>(WordsOf(call_.pieces, piece, call_.row_words));
+    const TaggedPiece sent(call_.pieces, piece, call_.row_words, sizeof(typename T::PartialWord));
+    const uint32_t num_units = sent.num_units();
     bool is_ok = true;
     for (uint32_t rank = 0; rank < call_.device.shape.num_ranks; ++rank) {
       if ((holders >> rank & 1) == 0 || rank == summed_here_) continue;
       const TaggedSource source = partials_.TaggedOf(rank, token, slot_.started);
-      auto* to = reinterpret_cast<uint2*>(GatheredOf(rank));
-      constexpr uint32_t kInFlight = 4;  // pairs of a lane
-      for (uint32_t first = range.begin + LaneId(); first < range.end && is_ok;
-           first += kInFlight * kWarpSize) {
-        uint2 data[kInFlight];
-        is_ok = source.Load(first, kWarpSize, range.end, data);
+      auto* to = reinterpret_cast<uint4*>(GatheredOf(rank));
+      constexpr uint32_t kInFlight = 2;  // units of a lane
+      for (uint32_t first = LaneId(); first < num_units && is_ok; first += kInFlight * kWarpSize) {
+        uint4 units[kInFlight];
+        is_ok = source.Load(sent, first, kWarpSize, num_units, units);
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
-          const uint32_t pair = first + i * kWarpSize;
-          if (pair < range.end) to[pair - range.begin] = data[i];
+          const uint32_t unit = first + i * kWarpSize;
+          if (unit < num_units) to[unit] = units[i];
         }
       }
     }

@@ -115,17 +115,16 @@ class LlCombineSender {
   // One warp: sends what is in the buffer, in tagged words.
   __device__ void StoreInWords(const Unit& unit, const SumBuffer<T>& buffer) const {
     const DeviceRank& device = call_.device;
-    auto* to = HeapAt<uint64_t>(
-        device, unit.owner,
-        TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank, unit.token));
-    using PartialWord = typename T::PartialWord;
-    const PairRange range = PairsOf<PartialWord>(RangeOf(unit));
-    const auto* sum = reinterpret_cast<const uint2*>(buffer.sum());
+    const TaggedPiece sent(call_.pieces, unit.piece, call_.row_words,
+                           sizeof(typename T::PartialWord));
+    uint4* to = HeapAt<uint4>(device, unit.owner,
+                              TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank,
+                                        unit.token)) +
+                sent.first_word;
     SyncWarp();  // the sum is read by other lanes than have written it
-    for (uint32_t pair = range.begin + LaneId(); pair < range.end; pair += kWarpSize) {
-      StoreTagged(to + static_cast<uint64_t>(pair) * kTagsAtOnce, slot_.started,
-                  sum[pair - range.begin]);
-    }
+    SendTagged<uint4>(
+        buffer.sum(), sent.num_bytes(), slot_.started, [] {},
+        [&](uint32_t word, const uint4& data) { StoreRelaxedSys(to + word, data); });
   }
   // One warp: sends what is in the buffer.
   __device__ void Store(const Unit& unit, const SumBuffer<T>& buffer) const {
