@@ -40,6 +40,14 @@ __device__ inline void PublishChunk(const DeviceRank& device, uint32_t owner, ui
   StoreReleaseSys(ChunkFlagAt(device, owner, chunk), value);
 }
 
+// Where `holder` puts the scalars of a token of `owner`, in its reduce area: [K].
+__device__ inline float* ScalarsAt(const DeviceRank& device, uint32_t owner, uint32_t holder,
+                                   uint64_t token) {
+  const uint64_t block = GpuHeapLayout::ReduceBlock(device.shape.num_ranks, owner, holder);
+  return HeapAt<float>(device, owner, device.layout.reduce_scalars) +
+         (block * device.shape.max_tokens + token) * device.shape.top_k;
+}
+
 // All threads of the block, as the last thing of the combine `sequence`; `shared_flag` is in shared
 // memory. True in the block that comes last.
 __device__ inline bool FinishCombine(const CombineKernelParams& params, uint64_t sequence,

@@ -20,14 +20,6 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kInFlight = 4;
 
-// Where `holder` puts the scalars of a token of `owner`: [K].
-__device__ inline float* ScalarsAt(const DeviceRank& device, uint32_t owner, uint32_t holder,
-                                   uint64_t token) {
-  const uint64_t block = GpuHeapLayout::ReduceBlock(device.shape.num_ranks, owner, holder);
-  return HeapAt<float>(device, owner, device.layout.reduce_scalars) +
-         (block * device.shape.max_tokens + token) * device.shape.top_k;
-}
-
 // Scalars of a row: in rank_major one for each pair of its token, else its own pair's.
 __device__ inline bool IsOfToken(const CombineKernelParams& params) {
   return params.layout == Layout::kRankMajor;

@@ -342,7 +342,7 @@ class Scheduler {
       const uint64_t token = FirstToken(work) + cell.token;
       const bool has_rows = tokens[i].count > 0;
       if (work.kind == WorkKind::kPartials) {
-        if (has_rows) *ScalarAt(work.owner, device_.rank, token, cell.k) = ScalarOf(cell);
+        if (has_rows) ScalarsAt(device_, work.owner, device_.rank, token)[cell.k] = ScalarOf(cell);
         continue;
       }
       const int32_t leaf = team_.leaves[i * kWarpSize + LaneId()];
@@ -351,15 +351,10 @@ class Scheduler {
         if (has_rows) scalar = ScalarOf(cell);
       } else if (leaf > 0) {
         const uint32_t holder = static_cast<uint32_t>(leaf) ^ device_.rank;
-        scalar = *ScalarAt(device_.rank, holder, token, cell.k);
+        scalar = ScalarsAt(device_, device_.rank, holder, token)[cell.k];
       }
       params_.pair_scalars_out[token * top_k_ + cell.k] = scalar;
     }
-  }
-  __device__ float* ScalarAt(uint32_t owner, uint32_t holder, uint64_t token, uint32_t k) const {
-    const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);
-    return HeapAt<float>(device_, owner, device_.layout.reduce_scalars) +
-           (block * device_.shape.max_tokens + token) * top_k_ + k;
   }
   // Scalar of a pair of a token with rows here.
   __device__ float ScalarOf(const Cell& cell) const {
