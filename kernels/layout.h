@@ -139,9 +139,8 @@ inline constexpr uint32_t kMaxDepth = 8;
 // plan e - 1, and each rank sent those after its last read of plan e - 2.
 inline constexpr uint32_t kPlanSets = 2;
 
-constexpr uint64_t AlignUp(uint64_t value, uint64_t unit) {
-  return (value + unit - 1) / unit * unit;
-}
+constexpr uint64_t DivideUp(uint64_t value, uint64_t by) { return (value + by - 1) / by; }
+constexpr uint64_t AlignUp(uint64_t value, uint64_t unit) { return DivideUp(value, unit) * unit; }
 
 // Bytes of one row [H] of `type`, and of what follows it ([K] weights or pair scalars), on the
 // wire.

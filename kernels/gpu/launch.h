@@ -7,6 +7,8 @@
 #include <span>
 #include <string>
 
+#include "kernels/layout.h"
+
 namespace jax_ep::gpu {
 
 // A text that lives until the thread's next call.
@@ -31,7 +33,6 @@ const char* PrepareKernels(uint32_t shared_bytes, Kernels... kernels) {
   return error;
 }
 
-constexpr uint64_t DivideUp(uint64_t value, uint64_t by) { return (value + by - 1) / by; }
 // Blocks for `items`, of which one block handles `items_per_block` at once: 1 to `most`.
 constexpr uint32_t BlocksFor(uint64_t items, uint64_t items_per_block, uint64_t most) {
   return static_cast<uint32_t>(std::clamp<uint64_t>(DivideUp(items, items_per_block), 1, most));

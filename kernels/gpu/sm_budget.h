@@ -92,7 +92,7 @@ constexpr uint32_t LlSendBlocks(uint32_t blocks, const GroupShape& shape, Layout
   // than two rounds, if that takes few blocks from those that place rows. Measured with two ranks
   // only: 128 tokens, 32 blocks of 100.
   if (layout != Layout::kRankMajor || shape.num_ranks > 2 || row_warps == 0) return usual;
-  const uint64_t for_all = (num_tokens + row_warps - 1) / row_warps;
+  const uint64_t for_all = DivideUp(num_tokens, row_warps);
   return for_all <= blocks * 3 / 8 ? std::max(usual, static_cast<uint32_t>(for_all)) : usual;
 }
 // The same of a dispatch that quantises its rows: as few as send `num_pieces`, with `row_warps` of
@@ -101,9 +101,9 @@ constexpr uint32_t LlQuantizeBlocks(uint32_t blocks, uint64_t num_pieces, uint32
   const uint32_t most = std::max(blocks * 3 / 8, 1u);
   if (row_warps == 0 || num_pieces == 0) return most;
   const uint64_t at_once = uint64_t{most} * row_warps;
-  const uint64_t rounds = (num_pieces + at_once - 1) / at_once;
+  const uint64_t rounds = DivideUp(num_pieces, at_once);
   const uint64_t by_block = rounds * row_warps;
-  return static_cast<uint32_t>((num_pieces + by_block - 1) / by_block);
+  return static_cast<uint32_t>(DivideUp(num_pieces, by_block));
 }
 
 // Warps of a block that send such rows, at most: quantising takes its time.
@@ -116,8 +116,8 @@ inline constexpr uint32_t kMostRecordSendWarps = 12;
 constexpr uint64_t LlRecordPieces(uint64_t num_tokens, uint64_t row_bytes) {
   constexpr uint64_t kAtOnce = uint64_t{37} * kMostRecordSendWarps;
   constexpr uint64_t kFewestBytes = 4096, kMostBytes = 8192;
-  const uint64_t most = std::max<uint64_t>((row_bytes + kFewestBytes - 1) / kFewestBytes, 1);
-  const uint64_t fewest = std::max<uint64_t>((row_bytes + kMostBytes - 1) / kMostBytes, 2);
+  const uint64_t most = std::max<uint64_t>(DivideUp(row_bytes, kFewestBytes), 1);
+  const uint64_t fewest = std::max<uint64_t>(DivideUp(row_bytes, kMostBytes), 2);
   const uint64_t in_one_round = kAtOnce / std::max<uint64_t>(num_tokens, 1);
   return std::min(most, std::max(in_one_round, fewest));
 }
