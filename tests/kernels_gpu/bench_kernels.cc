@@ -157,12 +157,7 @@ class Bench {
   }
   const char* Combine(uint32_t r) {
     Buffers& b = buffers_[r];
-    CombineParams params;
-    params.layout = layout_;
-    params.num_tokens = num_tokens_;
-    params.recv_rows = recv_rows_;
-    params.send_slot = b.send_slot.span();
-    params.recv_src = b.recv_src.span();
+    CombineParams params = CombineOf(b);
     params.y = reinterpret_cast<const std::byte*>(b.recv_x.data());
     if (layout_ != Layout::kRankMajor) params.row_weights = b.recv_weights.span();
     params.out = reinterpret_cast<std::byte*>(b.out.data());
@@ -171,12 +166,7 @@ class Bench {
   // The gradients of the weights, where they go back in a call of their own.
   const char* CombineScalars(uint32_t r) {
     Buffers& b = buffers_[r];
-    CombineParams params;
-    params.layout = layout_;
-    params.num_tokens = num_tokens_;
-    params.recv_rows = recv_rows_;
-    params.send_slot = b.send_slot.span();
-    params.recv_src = b.recv_src.span();
+    CombineParams params = CombineOf(b);
     params.pair_scalars = b.recv_weights.span();
     params.pair_scalars_out = b.scalars.span();
     return Api().combine(team_->handle(r), &shape_, &params, team_->stream(r));
@@ -191,6 +181,17 @@ class Bench {
   }
 
  private:
+  // A combine that moves nothing yet.
+  CombineParams CombineOf(const Buffers& b) const {
+    CombineParams params;
+    params.layout = layout_;
+    params.num_tokens = num_tokens_;
+    params.recv_rows = recv_rows_;
+    params.send_slot = b.send_slot.span();
+    params.recv_src = b.recv_src.span();
+    return params;
+  }
+
   // Expert ids of a rank [T * K], and what they mean for the wire.
   std::vector<int32_t> DrawTopkOf(uint32_t r) {
     std::mt19937 random(100 + r);
