@@ -161,11 +161,10 @@ struct GpuHeapLayout {
   uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
   // Written by peers, by source rank.
   uint64_t entry_flags = 0;  // u64 [N]: FlagValue of the newest operation that it entered
-  uint64_t tail_flags =
-      0;  // u64 [N]: of the newest call whose reads, or scalars, it is through with
-  uint64_t list_flags = 0;      // u64 [N]: of the newest plan whose list can be read
-  uint64_t slice_flags = 0;     // u64 [N][kMaxPlanSlices]: likewise, with one exchange, of a slice
-  uint64_t peer_failed = 0;     // u32: 1 + a rank that has given up, 0: none
+  uint64_t tail_flags = 0;   // u64 [N]: of the newest call whose reads, or scalars, are done with
+  uint64_t list_flags = 0;   // u64 [N]: of the newest plan whose list can be read
+  uint64_t slice_flags = 0;  // u64 [N][kMaxPlanSlices]: likewise, with one exchange, of a slice
+  uint64_t peer_failed = 0;  // u32: 1 + a rank that has given up, 0: none
   uint64_t consumed_flags = 0;  // u64 [kNumSetKinds][N]: newest operation that read the kind's sets
   // From here on not kept. Written by peers, by source rank.
   uint64_t chunk_flags = 0;  // u64 [N][num_chunks]: of the newest combine that filled the chunk
