@@ -22,6 +22,8 @@ from jax_ep._runtime.topology import Layout
 _open_sessions: dict[NativeSession, None] = {}
 _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
 
+_AGREEMENT = -2  # blamed_rank of a failure that says that processes agree: FailureLatch::kAgreement
+
 
 class NativeSession:
     """The native side of one allocated Group in this process."""
@@ -207,7 +209,12 @@ class NativeSession:
         """The first failure, else that it is closed, else nothing; to a child, that it is one."""
         if self._is_forked:
             return forked_message(self.name)
-        failure = self._left_out or str(self._session.failure_text())
+        if self._left_out:
+            return self._left_out
+        failure = str(self._session.failure_text())
+        # To call agree, as those say that do, is no advice any more.
+        if failure and self._closed and self._session.blamed_rank() == _AGREEMENT:
+            failure = ""
         return failure or (closed_message(self.name) if self._closed else "")
 
     def health(self) -> Health:
@@ -252,6 +259,7 @@ class _Released:
     def __init__(self, session: Any):
         """Takes what a closed `_core.Session` says."""
         self._failure = str(session.failure_text())
+        self._blamed_rank = int(session.blamed_rank())
         self._ranks = session.rank_stats()
         self._flows = session.flow_stats()
         self._report = str(session.report())
@@ -264,6 +272,10 @@ class _Released:
     def failure_text(self) -> str:
         """Of the time of the release, as all below."""
         return self._failure
+
+    def blamed_rank(self) -> int:
+        """Of that failure."""
+        return self._blamed_rank
 
     def rank_stats(self) -> Any:
         """Counters of each rank."""

@@ -431,6 +431,21 @@ def test_a_closed_group_takes_nobody_back() -> None:
         session.readmit(1, None)
 
 
+def test_who_was_told_to_agree_and_closed_is_told_that_it_is_closed() -> None:
+    """Not to call agree, which it cannot any more."""
+    told = "group g: rank 1 says that the processes of the group agree anew; call group.agree"
+    blamed = -2
+    session = _session(types.SimpleNamespace(failure_text=lambda: told, blamed_rank=lambda: blamed))
+    with pytest.raises(RuntimeError, match=r"call group\.agree"):
+        session.check()
+    session._closed = True
+    with pytest.raises(RuntimeError, match="group g is closed"):
+        session.check()
+    blamed = 1
+    with pytest.raises(RuntimeError, match=r"call group\.agree"):  # any failure keeps its text
+        session.check()
+
+
 @pytest.mark.parametrize("call", ["agree", "readmit"])
 def test_a_forked_child_takes_no_part(call: str) -> None:
     """At once, also if another thread had the lock when it was forked."""

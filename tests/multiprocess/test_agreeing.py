@@ -60,4 +60,5 @@ def test_who_has_closed_the_group_is_not_waited_for(native):
     for process in range(3):
         for node_size in (3, 1):
             assert float(done.value(process, f"took_{node_size}")) < 20, done.text
+            assert "is closed" in done.value(process, f"told_{node_size}"), done.text
     assert "call group.agree" not in done.text  # it was advised to one that leaves

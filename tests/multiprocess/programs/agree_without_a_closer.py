@@ -60,4 +60,8 @@ for node_size in (ranks, 1):
         meet(f"went on {node_size}", range(closer))
     group.close()
     print(f"took_{node_size} {time.monotonic() - began}", flush=True)
+    try:
+        group.check()
+    except RuntimeError as error:
+        print(f"told_{node_size} {error}", flush=True)
 meet("done")
