@@ -141,7 +141,14 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
                                    strnlen(peer.control->failure_text, kFailureTextBytes));
       const uint64_t culprit = peer.control->blamed_plus_1;
       if (culprit != 0) blamed = static_cast<int64_t>(culprit - 1);
-      failure_->Set(Unavailable(FailedFirst(options_.group_name, name, shown)), blamed);
+      const std::string by =
+          RankName({TeamOf(blamed), options_.num_teams}, static_cast<uint32_t>(blamed));
+      // "rank 2 closed it" is no failure of the peer, which only needed rank 2.
+      const bool is_of_another = by != name && shown.starts_with(by + " ");
+      failure_->Set(
+          Unavailable(is_of_another ? "group " + options_.group_name + ": " + std::string(shown)
+                                    : FailedFirst(options_.group_name, name, shown)),
+          blamed);
       return;
     }
     case MemberState::kAgrees:

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
@@ -57,6 +58,31 @@ TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
 }
 
 // It ended the process. Its mates must hear of it all the same, and not take it for dead.
+// It said "rank 1 failed first: rank 2 closed it".
+TEST(Monitor, passes_on_who_left_and_not_who_missed_it) {
+  SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
+  auto* const control = reinterpret_cast<ControlBlock*>(mate.bytes().data());
+  const auto told = [&](int64_t blamed, const std::string& text) {
+    control->blamed_plus_1 = static_cast<uint64_t>(blamed) + 1;
+    std::memcpy(control->failure_text, text.c_str(), text.size() + 1);
+    control->state.store(MemberState::kFailed, std::memory_order_release);
+    MonitorOptions options{.group_name = "test", .peer_timeout = kTimeout};
+    options.peers.push_back(
+        {.rank = 1, .pid = static_cast<uint64_t>(getpid()), .control = control});
+    FailureLatch failure;
+    const std::unique_ptr<Monitor> monitor =
+        std::move(*Monitor::Create(std::move(options), &failure));
+    WaitFor([&] { return failure.failed(); });
+    EXPECT_EQ(failure.blamed_rank(), blamed);
+    return std::string(failure.message());
+  };
+  EXPECT_EQ(told(2, "rank 2 closed it: its program ended"),
+            "group test: rank 2 closed it: its program ended");
+  EXPECT_EQ(told(1, "rank 1 has no memory"),
+            "group test: rank 1 failed first: rank 1 has no memory");
+  EXPECT_EQ(told(2, "rank 1 missed it"), "group test: rank 1 failed first: rank 1 missed it");
+}
+
 TEST(Monitor, that_runs_out_of_memory_fails_the_group_and_shows_its_mates) {
   SharedMemory own = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
   SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
