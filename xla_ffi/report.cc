@@ -190,7 +190,10 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       }
       return found("ranks wait for each other in a circle; " + Doing(team, rank, now_ns, line_of));
     }
-    if (rank.awaits_rank() && rank.awaited < team.ranks.size() && rank.awaited != at) {
+    // On GPUs a rank signals itself for those that take no part, and may wait for that.
+    const bool awaits_other = rank.awaits_rank() && rank.awaited < team.ranks.size() &&
+                              rank.awaited != at && team.IsActive(rank.awaited);
+    if (awaits_other) {
       before = std::exchange(at, rank.awaited);
     } else if (rank.awaits_turn() && !rank.next_is_announced && at != team.Announcer()) {
       before = std::exchange(at, team.Announcer());

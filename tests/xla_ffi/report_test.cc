@@ -128,6 +128,19 @@ TEST(FindCulprit, on_gpus_a_rank_whose_proxy_takes_nothing_waits_for_itself) {
   EXPECT_NE(culprit.why.find("its proxy takes nothing"), std::string::npos) << culprit.why;
 }
 
+// A rank signals itself for one that takes no part.
+TEST(FindCulprit, names_nobody_who_takes_no_part) {
+  TeamView team = FourRanks();
+  team.active = {1, 1, 0, 1};
+  team.ranks[2] = {};
+  for (RankView& rank : team.ranks) rank.on_gpu = true;
+  LetWait(team, 0, 1, 9);
+  LetWait(team, 1, 2, 8);
+  const Culprit culprit = MustFind(team);
+  EXPECT_EQ(culprit.rank, 1u);
+  EXPECT_EQ(culprit.victim, 0u);
+}
+
 TEST(PageOf, has_the_longest_wait_of_all_teams_in_its_first_line) {
   std::map<uint32_t, TeamView> teams{{0, FourRanks()}, {1, FourRanks()}};
   for (auto& [index, team] : teams) team.id = {.index = index, .num_teams = 2};
