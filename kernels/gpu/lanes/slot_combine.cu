@@ -49,12 +49,10 @@ using Kernel = void (*)(SlotCombineParams);
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
   constexpr uint32_t kFewLevels = 3;
-  constexpr uint32_t kMostLevels = 11;
-  static_assert(2 * kMaxRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
   // Odd rows are rare, and each kernel costs seconds of the build.
-  if (!is_vectorised) return &SlotCombine<SumTypes<Elem, Partial, false, kMostLevels>>;
+  if (!is_vectorised) return &SlotCombine<SumTypes<Elem, Partial, false, kFastLevels>>;
   return num_leaves <= 1u << kFewLevels ? &SlotCombine<SumTypes<Elem, Partial, true, kFewLevels>>
-                                        : &SlotCombine<SumTypes<Elem, Partial, true, kMostLevels>>;
+                                        : &SlotCombine<SumTypes<Elem, Partial, true, kFastLevels>>;
 }
 
 Kernel KernelOf(const GroupShape& shape, bool is_vectorised) {

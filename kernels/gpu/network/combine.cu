@@ -269,11 +269,9 @@ struct Kernels {
 // One depth of the tree: the network is slower than registers that spill, and each costs a minute
 // of the build.
 Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
-  constexpr uint32_t kLevels = 11;
-  static_assert(2 * kMaxRanks <= 1u << kLevels, "nodes are filled up to powers of two");
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    using Words = SumTypes<Elem, Partial, true, kLevels>;
-    using Elems = SumTypes<Elem, Partial, false, kLevels>;
+    using Words = SumTypes<Elem, Partial, true, kFastLevels>;
+    using Elems = SumTypes<Elem, Partial, false, kFastLevels>;
     return is_vectorised ? Kernels{&SumRows<Words>, &SendNodeSums<Words>, &AddNodes<Words>}
                          : Kernels{&SumRows<Elems>, &SendNodeSums<Elems>, &AddNodes<Elems>};
   });

@@ -13,7 +13,11 @@ struct alignas(16) TwoWords {
   uint4 words[2];
 };
 
-// What rows and partials are made of. kLevelsOfTree: of a tree of at most that power of two leaves.
+// What rows and partials are made of. kLevelsOfTree: of a tree of at most that power of two leaves;
+// kFastLevels: of any, whose levels from there on wait in slower memory than registers.
+inline constexpr uint32_t kFastLevels = 7;
+inline constexpr uint32_t kMostLevels = 11;
+static_assert(2 * kMaxRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
 template <typename E, typename P, bool kIsVectorised, uint32_t kLevelsOfTree>
 struct SumTypes {
   using Elem = E;
@@ -84,7 +88,10 @@ template <typename T, bool kIsUnrolled, uint32_t kWords, typename Load>
 __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords][T::kElems],
                                  Load&& load) {
   float waiting[T::kLevels][kWords][T::kElems];
-  constexpr uint32_t kMostGroups = 1u << (T::kLevels - kLevelsAtOnce);
+  constexpr bool kHasMoreLevels = T::kLevels == kFastLevels;
+  float waiting_above[kHasMoreLevels ? kMostLevels - kFastLevels : 1][kWords][T::kElems];
+  constexpr uint32_t kMostGroups = 1u
+                                   << ((kHasMoreLevels ? kMostLevels : T::kLevels) - kLevelsAtOnce);
   constexpr uint32_t kUnroll = kIsUnrolled ? kMostGroups : 1;
   const uint32_t num_groups = (leaves.count + kLeavesAtOnce - 1) / kLeavesAtOnce;
 #pragma unroll kUnroll
@@ -107,7 +114,22 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
           }
         };
         const bool is_last = is_last_group && i + 1 == kLeavesAtOnce;
-        AddToTree<T::kLevels>(group * kLeavesAtOnce + i, is_last, visit);
+        const uint32_t leaf = group * kLeavesAtOnce + i;
+        const bool is_above = AddToTree<T::kLevels>(leaf, is_last, visit);
+        if constexpr (kHasMoreLevels) {
+          if (!is_above || leaves.count <= 1u << kFastLevels) continue;
+#pragma unroll 1
+          for (uint32_t level = kFastLevels; level < kMostLevels; ++level) {
+            if (level == leaves.node_level) RoundElems<typename T::Partial>(sum);
+            const bool is_right = (leaf >> level & 1) != 0;
+#pragma unroll
+            for (uint32_t e = 0; e < T::kElems; ++e) {
+              float& other = waiting_above[level - kFastLevels][j][e];
+              is_right ? sum[e] = Add(other, sum[e]) : other = sum[e];
+            }
+            if (!is_right && !is_last) break;
+          }
+        }
       }
     }
     if (is_last_group) break;

@@ -26,17 +26,18 @@ constexpr uint32_t JoinLevel(uint32_t a, uint32_t b) {
 
 // After `leaf` of the leaves 0, 1, ... of a tree of at most 2^kLevels. visit(level, is_right), from
 // level 0 on: a right part is added to what waits at that level; a left part waits there itself.
-// What the last leaf's part would wait for does not come, so it goes on.
+// What the last leaf's part would wait for does not come, so it goes on. True: past the last level.
 template <uint32_t kLevels, typename Visit>
-constexpr void AddToTree(uint32_t leaf, bool is_last, Visit&& visit) {
+constexpr bool AddToTree(uint32_t leaf, bool is_last, Visit&& visit) {
 #if defined(__CUDA_ARCH__) || defined(__HIPCC__)  // host compilers do not know it
 #pragma unroll
 #endif
   for (uint32_t level = 0; level < kLevels; ++level) {
     const bool is_right = (leaf >> level & 1) != 0;
     visit(level, is_right);
-    if (!is_right && !is_last) return;
+    if (!is_right && !is_last) return false;
   }
+  return true;
 }
 
 namespace team {
