@@ -212,7 +212,7 @@ class NativeSession:
         if self._left_out:
             return self._left_out
         failure = str(self._session.failure_text())
-        # To call agree, as those say that do, is no advice any more.
+        # Others agree: that text says to call agree, which a closed group cannot.
         if failure and self._closed and self._session.blamed_rank() == _AGREEMENT:
             failure = ""
         return failure or (closed_message(self.name) if self._closed else "")

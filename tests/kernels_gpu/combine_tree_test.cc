@@ -105,6 +105,41 @@ TEST(CombineTree, AllLeavesInTurn) {
   }
 }
 
+// Of the leaves [begin, begin + size), by halves.
+std::string SumOfHalves(const std::vector<bool>& present, uint32_t begin, uint32_t size) {
+  if (size == 1) return begin < present.size() && present[begin] ? std::to_string(begin) : "";
+  const std::string left = SumOfHalves(present, begin, size / 2);
+  const std::string right = SumOfHalves(present, begin + size / 2, size / 2);
+  return left.empty() || right.empty() ? left + right : Add(left, right);
+}
+
+// More leaves than levels in registers: those above wait elsewhere.
+TEST(CombineTree, ManyLeavesInTurn) {
+  constexpr uint32_t kLevels = 3, kMost = 11;
+  std::mt19937 random(3);
+  for (const uint32_t num_leaves : {4u, 8u, 9u, 16u, 100u, 129u, 144u, 200u, 1000u, 1024u, 2048u}) {
+    for (const uint32_t one_of : {1u, 3u, 50u}) {
+      std::vector<bool> present(num_leaves);
+      for (uint32_t leaf = 0; leaf < num_leaves; ++leaf) present[leaf] = random() % one_of == 0;
+      std::string waiting[kMost], sum;
+      const auto visit = [&](uint32_t level, bool is_right) {
+        std::string& other = waiting[level];
+        if (!is_right) {
+          other = sum;
+        } else {
+          sum = other.empty() || sum.empty() ? other + sum : Add(other, sum);
+        }
+      };
+      for (uint32_t leaf = 0; leaf < num_leaves; ++leaf) {
+        sum = present[leaf] ? std::to_string(leaf) : "";
+        const bool is_last = leaf + 1 == num_leaves;
+        gpu::AddToLargeTree<kLevels, kMost>(leaf, is_last, num_leaves, visit, visit);
+      }
+      EXPECT_EQ(sum, SumOfHalves(present, 0, 1u << kMost)) << num_leaves << " leaves";
+    }
+  }
+}
+
 TEST(CombineTree, RandomSetsOfUpToSixtyFourRanks) {
   std::mt19937_64 random(1);
   for (int i = 0; i < 3000; ++i) {

@@ -171,7 +171,8 @@ INSTANTIATE_TEST_SUITE_P(Groups, GpuManyRanks,
                                            std::tuple(48u, 48u), std::tuple(64u, 64u),
                                            std::tuple(16u, 4u), std::tuple(32u, 8u),
                                            std::tuple(96u, 8u), std::tuple(128u, 64u),
-                                           std::tuple(128u, 1u)),
+                                           std::tuple(128u, 1u), std::tuple(81u, 9u),
+                                           std::tuple(153u, 17u)),
                          [](const auto& info) {
                            return std::to_string(std::get<0>(info.param)) + "_in_nodes_of_" +
                                   std::to_string(std::get<1>(info.param));

@@ -57,7 +57,6 @@ TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
   EXPECT_EQ(control->departure.load(std::memory_order_relaxed), Departure::kAgrees);
 }
 
-// It ended the process. Its mates must hear of it all the same, and not take it for dead.
 // It said "rank 1 failed first: rank 2 closed it".
 TEST(Monitor, passes_on_who_left_and_not_who_missed_it) {
   SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
@@ -78,11 +77,13 @@ TEST(Monitor, passes_on_who_left_and_not_who_missed_it) {
   };
   EXPECT_EQ(told(2, "rank 2 closed it: its program ended"),
             "group test: rank 2 closed it: its program ended");
+  EXPECT_EQ(told(2, "rank 2 (pid 7) is gone"), "group test: rank 2 (pid 7) is gone");
   EXPECT_EQ(told(1, "rank 1 has no memory"),
             "group test: rank 1 failed first: rank 1 has no memory");
   EXPECT_EQ(told(2, "rank 1 missed it"), "group test: rank 1 failed first: rank 1 missed it");
 }
 
+// It ended the process. Its mates must hear of it all the same, and not take it for dead.
 TEST(Monitor, that_runs_out_of_memory_fails_the_group_and_shows_its_mates) {
   SharedMemory own = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
   SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));

@@ -156,8 +156,8 @@ __device__ inline void LoadRelaxedSys(const uint64_t* address, uint64_t& first, 
                : "l"(address)
                : "memory");
 }
-// Words of 16 bytes are stored and loaded as a whole, as scalars of type .b128 (PTX ISA, from 7.0
-// on; it is what cuda::atomic_ref does with 16 bytes).
+// Words of 16 bytes are stored and loaded as a whole, as scalars of type .b128 (PTX ISA 8.3, from
+// sm_70 on; cuda::atomic_ref does the same with 16 bytes).
 inline constexpr bool kHasWideWords = true;
 __device__ inline void StoreRelaxedSys(uint4* address, const uint4& value) {
   asm volatile(

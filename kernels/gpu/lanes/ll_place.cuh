@@ -39,14 +39,14 @@ __device__ void PlaceItems(const LlDispatchKernelParams& params, const CallSlot&
     }
     if constexpr (Rows::kFitTaggedWords) {
       if (params.is_tagged && IsPushed(params, source)) {
-        const TaggedPiece sent(params.pieces, piece, params.row_words, Rows::kWireBytes);
-        const uint64_t row = TaggedRow(device.layout.ll_dispatch_tagged, slot.set, source, token);
-        const TaggedSource arrival{.device = device,
-                                   .row = OwnHeapAt<std::byte>(device, row),
-                                   .sequence = slot.started,
-                                   .peer = source,
-                                   .operation = params.operation};
-        if (!Rows::PlaceTagged(params, arrival, sent, item.rows, num_rows)) break;
+        const TaggedSource row{
+            .device = device,
+            .words = OwnHeapAt<uint64_t>(
+                device, TaggedRow(device.layout.ll_dispatch_tagged, slot.set, source, token)),
+            .sequence = slot.started,
+            .peer = source,
+            .operation = params.operation};
+        if (!Rows::PlaceTagged(params, row, item.rows, num_rows, range)) break;
         num_remote_words += range.end - range.begin;
         continue;
       }

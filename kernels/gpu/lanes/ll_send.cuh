@@ -62,7 +62,7 @@ __device__ void SendRows(const LlDispatchKernelParams& params, const CallSlot& s
   }
 }
 
-// The same in tagged words, which need no flags.
+// The same in tagged words, which need no flags: by the halves of 16-byte words.
 template <typename Word>
 __device__ void SendTaggedRows(const LlDispatchKernelParams& params, const CallSlot& slot) {
   const DeviceRank& device = params.device;
@@ -77,22 +77,39 @@ __device__ void SendTaggedRows(const LlDispatchKernelParams& params, const CallS
     }
     const uint32_t token = (item - word_items) / params.pieces.count;
     const uint32_t piece = (item - word_items) % params.pieces.count;
-    const TaggedPiece sent(params.pieces, piece, params.row_words, sizeof(Word));
+    const PairRange range = PairsOf<Word>(WordsOf(params.pieces, piece, params.row_words));
     const uint64_t place =
         TaggedRow(device.layout.ll_dispatch_tagged, slot.set, device.rank, token);
     const Destinations destinations(params, token);
-    uint64_t dests = 0;
-    SendTagged<Word>(
-        params.x + token * params.x_bytes + sent.begin, sent.num_bytes(), slot.started,
-        [&] { dests = destinations.Mask(); },
-        [&](uint32_t word, const uint4& data) {
-          for (uint32_t step = 0; step < num_others; ++step) {
-            const uint32_t dest =
-                (device.rank + 1 + (step + token) % num_others) % device.shape.num_ranks;
-            if ((dests >> dest & 1) == 0) continue;
-            StoreRelaxedSys(HeapAt<uint4>(device, dest, place) + sent.first_word + word, data);
+    const std::byte* from = params.x + token * params.x_bytes;
+    constexpr uint32_t kInFlight = 4;  // pairs of a lane
+    uint2 data[kInFlight];
+    const auto load = [&](uint32_t first) {
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint32_t pair = first + i * kWarpSize;
+        if (pair < range.end) data[i] = LoadPair<Word>(from, pair);
+      }
+    };
+    load(range.begin + LaneId());
+    const uint64_t dests = destinations.Mask();
+    for (uint32_t first = range.begin + LaneId(); first < range.end;) {
+      for (uint32_t step = 0; step < num_others; ++step) {
+        const uint32_t dest =
+            (device.rank + 1 + (step + token) % num_others) % device.shape.num_ranks;
+        if ((dests >> dest & 1) == 0) continue;
+        auto* to = HeapAt<uint64_t>(device, dest, place);
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i) {
+          const uint32_t pair = first + i * kWarpSize;
+          if (pair < range.end) {
+            StoreTagged(to + static_cast<uint64_t>(pair) * kTagsAtOnce, slot.started, data[i]);
           }
-        });
+        }
+      }
+      first += kInFlight * kWarpSize;
+      load(first);
+    }
   }
 }
 

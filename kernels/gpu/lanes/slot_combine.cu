@@ -104,7 +104,8 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
   constexpr int64_t kManyTokens = 64;
   const bool has_scalars = !call.pair_scalars.empty() || !call.pair_scalars_out.empty();
   const bool is_tagged =
-      part == CallPart::kWhole && call.y != nullptr && call.out != nullptr && !has_scalars &&
+      kHasWideWords && part == CallPart::kWhole && call.y != nullptr && call.out != nullptr &&
+      !has_scalars &&
       TravelsTagged(rank.device, static_cast<uint64_t>(call.num_tokens), row_bytes) &&
       FitsAdder(shape, row_bytes);
   const uint64_t piece_bytes = is_tagged                        ? kTaggedPieceBytes

@@ -5,6 +5,7 @@
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/open_end.cuh"
 #include "kernels/gpu/protocol/push.cuh"
+#include "kernels/gpu/protocol/tagged_partials.cuh"
 #include "kernels/gpu/protocol/tagged_rows.cuh"
 
 namespace jax_ep::gpu::slot_combine {
@@ -72,12 +73,13 @@ struct SlotPartials {
     }
     return AllHaveWaited(is_ok);
   }
-  // A partial that travels in tagged words, where it arrives.
-  __device__ TaggedSource TaggedOf(uint32_t rank, uint64_t token, uint64_t sequence) const {
+  // A piece of a partial that travels in tagged words, where it arrives.
+  __device__ WideSource TaggedOf(uint32_t rank, uint64_t token, const TaggedPiece& piece,
+                                 uint64_t sequence) const {
     const DeviceRank& device = call.device;
     const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, set, rank, token);
     return {.device = device,
-            .row = OwnHeapAt<std::byte>(device, row),
+            .words = OwnHeapAt<uint4>(device, row) + piece.first_word,
             .sequence = sequence,
             .peer = rank,
             .operation = call.operation};

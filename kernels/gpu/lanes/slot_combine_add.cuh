@@ -13,12 +13,12 @@ __device__ inline bool UntagPartials(const SlotPartials& partials, const OwnToke
   bool is_ok = true;
   for (uint32_t rank = 0; rank < partials.call.device.shape.num_ranks; ++rank) {
     if (!token.partials.Has(rank) || rank == token.own) continue;
-    const TaggedSource source = partials.TaggedOf(rank, token.token, slot.started);
+    const WideSource source = partials.TaggedOf(rank, token.token, piece, slot.started);
     auto* to = reinterpret_cast<uint4*>(
         const_cast<std::byte*>(partials.PartialOf(rank, token.token)) + piece.begin);
     for (uint32_t unit = LaneId(); unit < piece.num_units() && is_ok; unit += kWarpSize) {
       uint4 units[1];
-      is_ok = source.Load(piece, unit, 1, piece.num_units(), units);
+      is_ok = source.Load(unit, 1, piece.num_units(), units);
       if (is_ok) to[unit] = units[0];
     }
   }

@@ -14,21 +14,21 @@ __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot,
                           const RowList& list) {
   const DeviceRank& device = params.device;
   const WordRange range = WordsOf(params.pieces, piece, params.row_words);
-  if (params.is_tagged) {
-    using PartialWord = typename T::PartialWord;
-    __shared__ uint4 staged[kWarps][kMostStagedBytes / sizeof(uint4)];
-    auto* sum = reinterpret_cast<PartialWord*>(staged[WarpId()]);
-    SyncWarp();  // the piece before has been sent
-    MakePartial<T>(params, list, rows.count, range,
-                   [&](uint32_t at, const PartialWord& word) { sum[at - range.begin] = word; });
-    SyncWarp();  // words of other lanes
-    const TaggedPiece sent(params.pieces, piece, params.row_words, sizeof(PartialWord));
-    const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, slot.set, device.rank, token);
-    uint4* to = HeapAt<uint4>(device, owner, row) + sent.first_word;
-    SendTagged<uint4>(
-        reinterpret_cast<const std::byte*>(sum), sent.num_bytes(), slot.started, [] {},
-        [&](uint32_t word, const uint4& data) { StoreRelaxedSys(to + word, data); });
-    return;
+  if constexpr (kHasWideWords) {
+    if (params.is_tagged) {
+      using PartialWord = typename T::PartialWord;
+      __shared__ uint4 staged[kWarps][kMostStagedBytes / sizeof(uint4)];
+      auto* sum = reinterpret_cast<PartialWord*>(staged[WarpId()]);
+      SyncWarp();  // the piece before has been sent
+      MakePartial<T>(params, list, rows.count, range,
+                     [&](uint32_t at, const PartialWord& word) { sum[at - range.begin] = word; });
+      SyncWarp();  // words of other lanes
+      const TaggedPiece sent(params.pieces, piece, params.row_words, sizeof(PartialWord));
+      const uint64_t row = TaggedRow(device.layout.ll_combine_tagged, slot.set, device.rank, token);
+      SendTagged(reinterpret_cast<const std::byte*>(sum), sent.num_bytes(), slot.started,
+                 HeapAt<uint4>(device, owner, row) + sent.first_word);
+      return;
+    }
   }
   auto* block = HeapAt<std::byte>(device, owner, params.area.blocks.At(slot.set, device.rank));
   if (piece == 0 && params.pair_scalars != nullptr) {

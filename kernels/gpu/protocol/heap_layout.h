@@ -97,20 +97,18 @@ struct PushArea {
   HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
 };
 
-// Rows that peers push in wide tagged words, by set and source (tagged_rows.cuh).
+// Rows that peers push in tagged words, by set and source (tagged_rows.cuh), and partials in wide
+// ones (tagged_partials.cuh).
 struct TaggedArea {
   HeapArea blocks;     // [depth][N]: rows [tagged_tokens]
   uint64_t pitch = 0;  // bytes between them
 };
-// Of calls with few tokens in groups of few ranks: such words take a third more bytes than their
-// rows.
+// Of calls with few tokens in groups of few ranks: such words take twice the bytes of their rows.
 inline constexpr uint64_t kMostTaggedTokens = 32;
 inline constexpr uint64_t kMostTaggedRanks = 16;
-// Of a row in a wide word.
-inline constexpr uint64_t kTaggedDataBytes = 12;
-constexpr uint64_t TaggedWords(uint64_t num_bytes) {
-  return (num_bytes + kTaggedDataBytes - 1) / kTaggedDataBytes;
-}
+// A wide word, and what it has of a partial beside the tag.
+inline constexpr uint64_t kWideWordBytes = 16, kWideDataBytes = 12;
+constexpr uint64_t WideWords(uint64_t num_bytes) { return DivideUp(num_bytes, kWideDataBytes); }
 
 // What a source says of its dispatch; all ranks must agree.
 struct PushHeader {
@@ -187,7 +185,7 @@ struct GpuHeapLayout {
   // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
   PushArea ll_dispatch, ll_combine;
   // The rows of calls with at most so many tokens. Nothing but tagged words is ever written there,
-  // so nothing else can look like one.
+  // of one width in each, so nothing else can look like one.
   TaggedArea ll_dispatch_tagged, ll_combine_tagged;
   uint64_t tagged_tokens = 0;
   uint64_t push_ids = 0;  // in a block of ll_dispatch
@@ -325,16 +323,17 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   const auto take_tagged = [&](uint64_t bytes) {
     TaggedArea area;
     if (layout.tagged_tokens == 0) return area;
-    // Each piece may end amid a word.
-    area.pitch = AlignUp((TaggedWords(bytes) + kMaxPieces) * 16, kRowAlignBytes);
+    area.pitch = AlignUp(bytes, kRowAlignBytes);
     area.blocks.peer_stride = layout.tagged_tokens * area.pitch;
     area.blocks.set_stride = num_ranks * area.blocks.peer_stride;
     area.blocks.offset = take(depth * area.blocks.set_stride);
     return area;
   };
-  layout.ll_dispatch_tagged = take_tagged(AlignUp(row_bytes, kWireUnitBytes));
-  layout.ll_combine_tagged =
-      take_tagged(AlignUp(shape.hidden * ElemBytes(partial_type), kWireUnitBytes));
+  layout.ll_dispatch_tagged =
+      take_tagged(AlignUp(row_bytes, kWireUnitBytes) / sizeof(uint32_t) * kTaggedBytes);
+  const uint64_t partial_bytes = AlignUp(shape.hidden * ElemBytes(partial_type), kWireUnitBytes);
+  // Each piece may end amid a word.
+  layout.ll_combine_tagged = take_tagged((WideWords(partial_bytes) + kMaxPieces) * kWideWordBytes);
   if (shape.num_nodes() > 1) {
     layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
     layout.remote_lists.offset =

@@ -13,10 +13,12 @@ struct alignas(16) TwoWords {
   uint4 words[2];
 };
 
-// What rows and partials are made of. kLevelsOfTree: of a tree of at most that power of two leaves;
-// kFastLevels: of any, whose levels from there on wait in slower memory than registers.
+// What rows and partials are made of. kLevelsOfTree: of a tree of at most that power of two leaves.
+// With kFastLevels the tree may have kMostLevels, and the sums that wait at levels from kFastLevels
+// on are in local memory. Sums of a node are made, and rounded, below those.
 inline constexpr uint32_t kFastLevels = 7;
 inline constexpr uint32_t kMostLevels = 11;
+static_assert(kMaxNodeRanks < 1u << kFastLevels);
 static_assert(2 * kMaxRanks <= 1u << kMostLevels, "nodes are filled up to powers of two");
 template <typename E, typename P, bool kIsVectorised, uint32_t kLevelsOfTree>
 struct SumTypes {
@@ -115,20 +117,17 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
         };
         const bool is_last = is_last_group && i + 1 == kLeavesAtOnce;
         const uint32_t leaf = group * kLeavesAtOnce + i;
-        const bool is_above = AddToTree<T::kLevels>(leaf, is_last, visit);
         if constexpr (kHasMoreLevels) {
-          if (!is_above || leaves.count <= 1u << kFastLevels) continue;
-#pragma unroll 1
-          for (uint32_t level = kFastLevels; level < kMostLevels; ++level) {
-            if (level == leaves.node_level) RoundElems<typename T::Partial>(sum);
-            const bool is_right = (leaf >> level & 1) != 0;
+          AddToLargeTree<T::kLevels, kMostLevels>(
+              leaf, is_last, leaves.count, visit, [&](uint32_t level, bool is_right) {
 #pragma unroll
-            for (uint32_t e = 0; e < T::kElems; ++e) {
-              float& other = waiting_above[level - kFastLevels][j][e];
-              is_right ? sum[e] = Add(other, sum[e]) : other = sum[e];
-            }
-            if (!is_right && !is_last) break;
-          }
+                for (uint32_t e = 0; e < T::kElems; ++e) {
+                  float& other = waiting_above[level - kFastLevels][j][e];
+                  is_right ? sum[e] = Add(other, sum[e]) : other = sum[e];
+                }
+              });
+        } else {
+          AddToTree<T::kLevels>(leaf, is_last, visit);
         }
       }
     }

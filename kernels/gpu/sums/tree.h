@@ -40,6 +40,22 @@ constexpr bool AddToTree(uint32_t leaf, bool is_last, Visit&& visit) {
   return true;
 }
 
+// The same for trees of up to 2^kMost leaves, of which `num_leaves` are there: visit_above is
+// called for levels from kLevels on.
+template <uint32_t kLevels, uint32_t kMost, typename Visit, typename VisitAbove>
+constexpr void AddToLargeTree(uint32_t leaf, bool is_last, uint32_t num_leaves, Visit&& visit,
+                              VisitAbove&& visit_above) {
+  if (!AddToTree<kLevels>(leaf, is_last, visit) || num_leaves <= 1u << kLevels) return;
+#if defined(__CUDA_ARCH__) || defined(__HIPCC__)
+#pragma unroll 1
+#endif
+  for (uint32_t level = kLevels; level < kMost; ++level) {
+    const bool is_right = (leaf >> level & 1) != 0;
+    visit_above(level, is_right);
+    if (!is_right && !is_last) return;
+  }
+}
+
 namespace team {
 
 // The order of a set of leaves, and what a reducer does after each (sum_ops.h). A part of one leaf

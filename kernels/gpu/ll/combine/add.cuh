@@ -95,12 +95,12 @@ class LlCombineAdder {
     bool is_ok = true;
     for (uint32_t rank = 0; rank < call_.device.shape.num_ranks; ++rank) {
       if ((holders >> rank & 1) == 0 || rank == summed_here_) continue;
-      const TaggedSource source = partials_.TaggedOf(rank, token, slot_.started);
+      const WideSource source = partials_.TaggedOf(rank, token, sent, slot_.started);
       auto* to = reinterpret_cast<uint4*>(GatheredOf(rank));
       constexpr uint32_t kInFlight = 2;  // units of a lane
       for (uint32_t first = LaneId(); first < num_units && is_ok; first += kInFlight * kWarpSize) {
         uint4 units[kInFlight];
-        is_ok = source.Load(sent, first, kWarpSize, num_units, units);
+        is_ok = source.Load(first, kWarpSize, num_units, units);
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
           const uint32_t unit = first + i * kWarpSize;

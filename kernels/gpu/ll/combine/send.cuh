@@ -117,14 +117,11 @@ class LlCombineSender {
     const DeviceRank& device = call_.device;
     const TaggedPiece sent(call_.pieces, unit.piece, call_.row_words,
                            sizeof(typename T::PartialWord));
-    uint4* to = HeapAt<uint4>(device, unit.owner,
-                              TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank,
-                                        unit.token)) +
-                sent.first_word;
+    const uint64_t row =
+        TaggedRow(device.layout.ll_combine_tagged, slot_.set, device.rank, unit.token);
     SyncWarp();  // the sum is read by other lanes than have written it
-    SendTagged<uint4>(
-        buffer.sum(), sent.num_bytes(), slot_.started, [] {},
-        [&](uint32_t word, const uint4& data) { StoreRelaxedSys(to + word, data); });
+    SendTagged(buffer.sum(), sent.num_bytes(), slot_.started,
+               HeapAt<uint4>(device, unit.owner, row) + sent.first_word);
   }
   // One warp: sends what is in the buffer.
   __device__ void Store(const Unit& unit, const SumBuffer<T>& buffer) const {

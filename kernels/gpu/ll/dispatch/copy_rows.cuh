@@ -33,22 +33,22 @@ struct PlainRows {
   }
 
   __device__ static bool PlaceTagged(const LlDispatchKernelParams& params,
-                                     const TaggedSource& source, const TaggedPiece& sent,
-                                     const int32_t* rows, uint32_t num_rows) {
-    const uint32_t num_units = sent.num_units();
-    constexpr uint32_t kInFlight = 2;  // units of a lane
+                                     const TaggedSource& source, const int32_t* rows,
+                                     uint32_t num_rows, WordRange words) {
+    const PairRange range = PairsOf<Word>(words);
+    constexpr uint32_t kInFlight = 4;  // pairs of a lane
     bool is_ok = true;
-    for (uint32_t first = LaneId(); first < num_units && is_ok; first += kInFlight * kWarpSize) {
-      uint4 units[kInFlight];
-      is_ok = source.Load(sent, first, kWarpSize, num_units, units);
+    for (uint32_t first = range.begin + LaneId(); first < range.end && is_ok;
+         first += kInFlight * kWarpSize) {
+      uint2 data[kInFlight];
+      is_ok = source.Load(first, kWarpSize, range.end, data);
       if (!is_ok) break;
       for (uint32_t copy = 0; copy < num_rows; ++copy) {
-        std::byte* to =
-            params.recv_x + static_cast<uint64_t>(rows[copy]) * params.row_bytes + sent.begin;
+        std::byte* to = params.recv_x + static_cast<uint64_t>(rows[copy]) * params.row_bytes;
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i) {
-          const uint32_t unit = first + i * kWarpSize;
-          if (unit < num_units) StoreUnit<Word>(to, unit, units[i]);
+          const uint32_t pair = first + i * kWarpSize;
+          if (pair < range.end) StorePair<Word>(to, pair, data[i]);
         }
       }
     }

@@ -19,7 +19,7 @@ class Destinations {
       ids_[i] = k < top_k && token < params.plan.num_tokens ? ids[k] : -1;
     }
   }
-  // A bit per mate, by local rank.
+  // A bit per mate, by local rank; what serves one node alone takes that for the rank.
   __device__ uint64_t Mask() const {
     const GroupShape& shape = params_.device.shape;
     const uint32_t ids_of_rank =

@@ -30,10 +30,10 @@ struct RecordRows : Delivered {
                      : SendRecords<Elem, false>(params, slot);
   }
   __device__ static bool PlaceTagged(const LlDispatchKernelParams& params,
-                                     const TaggedSource& source, const TaggedPiece& sent,
-                                     const int32_t* rows, uint32_t num_rows) {
+                                     const TaggedSource& source, const int32_t* rows,
+                                     uint32_t num_rows, WordRange range) {
     TaggedUnits units(params.format, source);
-    ForUnits(units, sent.begin / kUnitElems, sent.end / kUnitElems, SinkOf(params, rows, num_rows));
+    ForUnits(units, range.begin, range.end, SinkOf(params, rows, num_rows));
     return AllHaveWaited(units.is_ok());
   }
   __device__ static void Place(const LlDispatchKernelParams& params, const std::byte* from,
