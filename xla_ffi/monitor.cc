@@ -143,7 +143,7 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
       if (culprit != 0) blamed = static_cast<int64_t>(culprit - 1);
       const std::string by =
           RankName({TeamOf(blamed), options_.num_teams}, static_cast<uint32_t>(blamed));
-      // What another rank did ("rank 2 closed it", "rank 2 is gone") is no failure of the peer's own.
+      // What another rank did ("rank 2 closed it", "rank 2 is gone") is no failure of the peer.
       const bool is_of_another = by != name && shown.starts_with(by + " ");
       failure_->Set(
           Unavailable(is_of_another ? "group " + options_.group_name + ": " + std::string(shown)

@@ -102,8 +102,8 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
   return AllLanes(is_good || !has);
 }
 
-// One warp: one command to every rank of other nodes that wants(peer) says, by all lanes. make(peer)
-// is it, and is called once for each.
+// One warp: one command to every rank of other nodes that wants(peer) says, by all lanes.
+// make(peer) is it, and is called once for each.
 template <typename Wants, typename Make>
 __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation, Wants&& wants,
                                   Make&& make) {
