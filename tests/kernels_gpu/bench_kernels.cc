@@ -10,7 +10,8 @@
 //
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
 // then what a host stage can carry, measured in the same run. With cuda=1 over that transport, with
-// stages in the GPUs' memory; the bound is the copy engines' rate.
+// stages in the GPUs' memory; the bound is the copy engines' rate. round=N: in rounds of at most so
+// many tokens, as in groups of many ranks.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -37,7 +38,8 @@ struct Options {
       {"align", {16}},    {"rows", {0}},         {"iterations", {20}}, {"launches", {9}},
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
       {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
-      {"cuda", {0}},      {"ranks", {0}},        {"layout", {0}},      {"zipf", {0}}};
+      {"cuda", {0}},      {"ranks", {0}},        {"layout", {0}},      {"zipf", {0}},
+      {"round", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -80,6 +82,7 @@ class Bench {
     shape_.align = static_cast<uint32_t>(options["align"]);
     shape_.hidden = static_cast<uint64_t>(options["hidden"]);
     shape_.max_tokens = static_cast<uint64_t>(num_tokens_);
+    shape_.round_tokens = static_cast<uint64_t>(options["round"]);
     shape_.elem_type = ElemType::kBf16;
     shape_.f32_partials = options["f32_partials"] != 0;
     for (uint32_t r = 0; r < shape_.num_ranks; ++r) topk_.push_back(DrawTopkOf(r));
@@ -414,7 +417,7 @@ int Main(int argc, char** argv) {
               "%s\n{\"nodes\": %u, \"cuda\": %ld, \"rings\": %ld, \"host_stores_gb_per_s\": %.1f, "
               "\"host_loads_gb_per_s\": %.1f, \"host_copies_gb_per_s\": %.1f, \"tma\": %ld, "
               "\"sms\": %ld, \"piece\": %ld, \"slots\": %ld, \"ranks\": %u, "
-              "\"layout\": %ld, \"zipf\": %ld, "
+              "\"layout\": %ld, \"zipf\": %ld, \"round\": %ld, "
               "\"tokens\": %ld, \"hidden\": %lu, \"top_k\": %u, \"experts\": %u, \"rows\": %ld, "
               "\"remote_rows\": %ld, \"network_bytes\": %.0f, \"copies\": %ld, \"plan_us\": %.2f, "
               "\"dispatch_us\": %.2f, "
@@ -422,10 +425,10 @@ int Main(int argc, char** argv) {
               "\"scalars_us\": %.2f}",
               separator, bench.shape().num_nodes(), options["cuda"], options["rings"],
               host.kernel_stores, host.kernel_loads, host.copies, tma, sms, piece, slots,
-              bench.shape().num_ranks, options["layout"], options["zipf"], options["tokens"],
-              bench.shape().hidden, bench.shape().top_k, bench.shape().num_experts,
-              bench.recv_rows(), bench.remote_rows(), network, bench.copies(), plan, dispatch, both,
-              combine, backward, scalars);
+              bench.shape().num_ranks, options["layout"], options["zipf"], options["round"],
+              options["tokens"], bench.shape().hidden, bench.shape().top_k,
+              bench.shape().num_experts, bench.recv_rows(), bench.remote_rows(), network,
+              bench.copies(), plan, dispatch, both, combine, backward, scalars);
           separator = ",";
         }
       }

@@ -1,9 +1,12 @@
-// What a GPU rank's heap takes, by docs/gpu.md "Memory and SMs". Needs no GPU.
+// What a GPU rank's heap and stage take, by docs/gpu.md "Memory and SMs". Needs no GPU.
 #include "kernels/gpu/protocol/heap_layout.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
+
+#include "kernels/gpu/network/stage_layout.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -52,6 +55,19 @@ TEST(GpuHeap, OfFourRanksHas226MiBInModeHtAnd266InBoth) {
   EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 226u);
   shape.ll_tokens = 128;
   EXPECT_EQ(GpuHeapLayout::Make(shape).total_bytes >> 20, 266u);
+}
+
+// Rounds bound what mode ht holds for other nodes. docs/scale.md, "How many GB per rank".
+TEST(GpuHeap, ModeHtIsBoundedInTheNumberOfRanks) {
+  constexpr double kGiB = 1 << 30;
+  for (const uint32_t ranks : {8u, 16u, 64u, 256u, 1024u}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks");
+    GroupShape shape = ShapeOf(ranks, 4096);
+    shape.node_size = 8;
+    shape.num_experts = std::max(256u, ranks);
+    EXPECT_LE(static_cast<double>(GpuHeapLayout::Make(shape).total_bytes), 1.5 * kGiB);
+    EXPECT_LE(static_cast<double>(NetLayout::Make(shape).total_bytes), 1.0 * kGiB);
+  }
 }
 
 // Every record begins at a line, and the last one is in the stage.

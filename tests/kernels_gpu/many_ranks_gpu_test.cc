@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "kernels/gpu/protocol/ht_rounds.h"
 #include "tests/kernels_gpu/push_scenario.h"
 
 namespace jax_ep::testing {
@@ -95,6 +96,9 @@ class GpuManyRanks : public ::testing::TestWithParam<std::tuple<uint32_t, uint32
     return RanksOfAGpu(shape_.num_ranks) * num_remotes <= kBlocksOfAGpu;
   }
 
+  // Calls of max_tokens, one after the other.
+  void RunHt();
+
   GroupShape shape_;
   GpuTeamOptions options_;
 };
@@ -141,11 +145,12 @@ TEST_P(GpuManyRanks, LlHalvesGiveTheBitsOfTheCpu) {
   }
 }
 
-TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) {
+void GpuManyRanks::RunHt() {
   if (!FitsCallsOfSeveralKernels()) GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
   GpuTeam team(options_);
   for (const Layout layout : {Layout::kExpertMajor, Layout::kRankMajor}) {
-    Scenario s{.shape = shape_, .mode = Mode::kHt, .layout = layout, .num_tokens = 12};
+    Scenario s{.shape = shape_, .mode = Mode::kHt, .layout = layout};
+    s.num_tokens = static_cast<int64_t>(shape_.max_tokens);
     s.recv_rows = WorstRecvRows(shape_, layout, s.num_tokens);
     SCOPED_TRACE(s.Name());
     Arrays a = Prepare(s, team, 22);
@@ -164,6 +169,15 @@ TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) {
     }
     if (HasFailure()) return;
   }
+}
+
+TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) { RunHt(); }
+
+// Of more tokens than a chunk, in groups of more than two nodes.
+TEST_P(GpuManyRanks, HtInRoundsGivesTheBitsOfTheCpu) {
+  options_.shape.max_tokens = shape_.max_tokens = 100;
+  if (!gpu::HtRoundsOf(shape_).are_several) GTEST_SKIP() << "one round holds all";
+  RunHt();
 }
 
 INSTANTIATE_TEST_SUITE_P(Groups, GpuManyRanks,

@@ -1,44 +1,156 @@
-// Slices cover a call's tokens, in order, without gaps, and begin at chunks. Needs no GPU.
+// Slices cover a call's tokens, in order, without gaps, and begin at chunks; rounds are no longer
+// than areas have room for. Needs no GPU.
 #include "kernels/gpu/network/token_slices.h"
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <vector>
+
 namespace jax_ep::gpu {
 namespace {
 
+std::vector<TokenSlice> SlicesOf(const TokenCut& cut) {
+  std::vector<TokenSlice> slices;
+  for (uint32_t number = 0; number < cut.num_slices(); ++number) {
+    slices.push_back(cut.SliceOf(number));
+  }
+  return slices;
+}
+
 TEST(TokenSlices, CoverAllTokensInOrder) {
-  for (uint64_t i = 0; i < 400; ++i) {
-    const uint64_t num_tokens = i / 2;
-    const bool has_fast_wire = i % 2 == 0;
-    const uint32_t count = NumTokenSlices(num_tokens, 2, has_fast_wire);
-    uint64_t end = 0;
-    for (uint32_t number = 0; number < count; ++number) {
-      const TokenSlice slice = TokenSliceOf(num_tokens, number, count);
-      EXPECT_EQ(slice.begin, end) << num_tokens << " tokens, slice " << number;
-      EXPECT_EQ(slice.begin % kNetChunkTokens, 0) << num_tokens << " tokens, slice " << number;
-      EXPECT_TRUE(slice.num_tokens() > 0 || num_tokens == 0) << num_tokens << " tokens";
-      EXPECT_EQ(slice.IsFirst(), number == 0);
-      EXPECT_EQ(slice.IsLast(), number + 1 == count);
-      end = slice.end;
+  for (const HtRounds rounds :
+       {HtRounds{.tokens = 200}, HtRounds{.tokens = 128, .are_several = true},
+        HtRounds{.tokens = 96, .are_several = true}, HtRounds{.tokens = 32, .are_several = true}}) {
+    for (uint64_t i = 0; i < 400; ++i) {
+      const uint64_t num_tokens = i / 2;
+      const bool has_fast_wire = i % 2 == 0;
+      SCOPED_TRACE(std::to_string(num_tokens) + " tokens, rounds of " +
+                   std::to_string(rounds.tokens));
+      const std::vector<TokenSlice> slices =
+          SlicesOf(TokenCut(num_tokens, rounds, 2, has_fast_wire));
+      uint64_t end = 0;
+      for (uint32_t number = 0; number < slices.size(); ++number) {
+        const TokenSlice& slice = slices[number];
+        ASSERT_EQ(slice.number, number);
+        ASSERT_EQ(slice.count, slices.size());
+        ASSERT_EQ(slice.begin, end);
+        ASSERT_EQ(slice.begin % kNetChunkTokens, 0u);
+        ASSERT_TRUE(slice.num_tokens() > 0 || num_tokens == 0);
+        ASSERT_EQ(slice.IsFirst(), number == 0);
+        ASSERT_EQ(slice.IsLast(), number + 1 == slices.size());
+        ASSERT_LE(slice.end - slice.round_begin(), rounds.tokens);
+        ASSERT_LT(slice.number_in_round(), kMostTokenSlices);
+        end = slice.end;
+      }
+      ASSERT_EQ(end, num_tokens);
     }
-    EXPECT_EQ(end, num_tokens);
+  }
+}
+
+TEST(TokenSlices, AreRoundsWhereThereAreSeveral) {
+  constexpr uint64_t kRoundTokens = 96;
+  for (const bool has_fast_wire : {false, true}) {
+    const std::vector<TokenSlice> slices = SlicesOf(TokenCut(
+        4 * kRoundTokens + 33, {.tokens = kRoundTokens, .are_several = true}, 2, has_fast_wire));
+    ASSERT_EQ(slices.size(), 5u);
+    for (const TokenSlice& slice : slices) {
+      EXPECT_EQ(slice.round(), slice.number);
+      EXPECT_EQ(slice.begin, slice.number * kRoundTokens);
+      EXPECT_EQ(slice.round_begin(), slice.begin);
+      EXPECT_EQ(slice.number_in_round(), 0u);
+      EXPECT_TRUE(slice.BeginsRound() && slice.EndsRound());
+      // It takes the places of the round two before: of that and all earlier ones the node is
+      // through.
+      EXPECT_EQ(slice.num_left(), slice.number < 2 ? 0 : slice.number - 1);
+    }
+  }
+}
+
+TEST(TokenSlices, AreOneRoundElse) {
+  const std::vector<TokenSlice> slices =
+      SlicesOf(TokenCut(1000, {.tokens = 1000}, 2, /*has_fast_wire=*/true));
+  ASSERT_EQ(slices.size(), kMostSlicesOfFastWire);
+  for (const TokenSlice& slice : slices) {
+    EXPECT_EQ(slice.round(), 0u);
+    EXPECT_EQ(slice.round_begin(), 0u);
+    EXPECT_EQ(slice.number_in_round(), slice.number);
+    EXPECT_EQ(slice.BeginsRound(), slice.IsFirst());
+    EXPECT_EQ(slice.EndsRound(), slice.IsLast());
+    EXPECT_EQ(slice.num_left(), 0u);
   }
 }
 
 TEST(TokenSlices, AreAlikeInSize) {
   constexpr uint64_t kTokens = 4096;
   for (const bool has_fast_wire : {false, true}) {
-    const uint32_t count = NumTokenSlices(kTokens, 2, has_fast_wire);
+    const TokenCut cut(kTokens, {.tokens = kTokens}, 2, has_fast_wire);
+    const uint32_t count = cut.num_slices();
     EXPECT_EQ(count, has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
-    for (uint32_t number = 0; number < count; ++number) {
-      EXPECT_EQ(TokenSliceOf(kTokens, number, count).num_tokens(), kTokens / count);
-    }
+    for (const TokenSlice& slice : SlicesOf(cut)) EXPECT_EQ(slice.num_tokens(), kTokens / count);
   }
 }
 
 TEST(TokenSlices, OneNodeHasOne) {
-  EXPECT_EQ(NumTokenSlices(4096, 1, /*has_fast_wire=*/false), 1u);
-  EXPECT_EQ(TokenSliceOf(4095, 0, 1).end, 4095u);
+  const std::vector<TokenSlice> slices =
+      SlicesOf(TokenCut(4095, {.tokens = 4096}, 1, /*has_fast_wire=*/false));
+  ASSERT_EQ(slices.size(), 1u);
+  EXPECT_EQ(slices[0].end, 4095u);
+  EXPECT_TRUE(slices[0].IsFirst() && slices[0].IsLast() && slices[0].EndsRound());
+}
+
+TEST(TokenSlices, AllOfARoundOrTwoRoundsAreSentAhead) {
+  const auto order_of = [](uint64_t num_tokens, const HtRounds& rounds) {
+    std::string order;
+    const TokenCut cut(num_tokens, rounds, 2, /*has_fast_wire=*/true);
+    const auto note = [&](const char* what) {
+      return [&order, what](const TokenSlice& slice) -> const char* {
+        order += what + std::to_string(slice.number);
+        return nullptr;
+      };
+    };
+    EXPECT_EQ(cut.ForEachSlice(note(" s"), note(" u")), nullptr);
+    return order;
+  };
+  constexpr HtRounds kRounds{.tokens = 32, .are_several = true};
+  EXPECT_EQ(order_of(0, {.tokens = 96}), " s0 u0");
+  EXPECT_EQ(order_of(96, {.tokens = 96}), " s0 s1 s2 u0 u1 u2");
+  EXPECT_EQ(order_of(0, kRounds), " s0 u0");
+  EXPECT_EQ(order_of(32, kRounds), " s0 u0");
+  EXPECT_EQ(order_of(128, kRounds), " s0 s1 u0 s2 u1 s3 u2 u3");
+  const TokenCut cut(96, kRounds, 2, /*has_fast_wire=*/true);
+  EXPECT_STREQ(cut.ForEachSlice([](const TokenSlice&) -> const char* { return nullptr; },
+                                [](const TokenSlice&) { return "lost"; }),
+               "lost");
+}
+
+// As many tokens as areas have room for, in whole chunks; tests ask for fewer.
+TEST(HtRounds, FollowFromTheShape) {
+  const auto expect = [](uint32_t num_ranks, uint32_t node_size, uint64_t max_tokens,
+                         uint64_t limit, uint64_t tokens, bool are_several) {
+    GroupShape shape;
+    shape.num_ranks = num_ranks;
+    shape.node_size = node_size;
+    shape.max_tokens = max_tokens;
+    shape.round_tokens = limit;
+    const HtRounds rounds = HtRoundsOf(shape);
+    EXPECT_EQ(rounds.tokens, tokens) << num_ranks << " in nodes of " << node_size;
+    EXPECT_EQ(rounds.are_several, are_several) << num_ranks << " in nodes of " << node_size;
+  };
+  expect(64, 64, 4096, 0, 4096, false);
+  expect(64, 64, 4096, 32, 4096, false);
+  expect(16, 8, 4096, 0, 4096, false);
+  expect(2, 1, 4095, 0, 4095, false);
+  expect(24, 8, 4096, 0, 1344, true);
+  expect(64, 8, 4096, 0, 512, true);
+  expect(256, 8, 4096, 0, 128, true);
+  expect(1024, 8, 4096, 0, kNetChunkTokens, true);
+  expect(1024, 64, 4096, 0, kNetChunkTokens, true);
+  expect(1024, 8, 20, 0, 20, false);
+  expect(16, 8, 4096, 100, 96, true);
+  expect(16, 8, 4096, 1, kNetChunkTokens, true);
+  expect(16, 8, 4096, 4096, 4096, false);
+  expect(16, 8, 0, 0, 0, false);
 }
 
 }  // namespace

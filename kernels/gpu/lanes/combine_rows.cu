@@ -78,7 +78,9 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, R
     const Task task = TaskOf(params, number);
     const uint64_t token = uint64_t{task.chunk} * kChunkTokens + warp;
     if (!task.is_empty && task.is_partial) {
-      if (token < params.num_tokens) SendPartial<T>(params, index, task.owner, token, list);
+      if (token < params.num_tokens) {
+        SendPartial<T>(params, index, {}, task.owner, token, list, RowWords<T>(params));
+      }
     } else if (!task.is_empty) {
       const uint64_t* flags = ChunkFlag(device, 0, task.chunk);
       const auto flag_of = [&](uint32_t peer) { return flags + peer * device.layout.num_chunks; };

@@ -3,7 +3,7 @@
 
 #include "kernels/gpu/ht/combine/combine.cuh"
 #include "kernels/gpu/lanes/token_sums.cuh"
-#include "kernels/gpu/network/network.h"
+#include "kernels/gpu/network/steps.cuh"
 
 namespace jax_ep::gpu {
 
@@ -22,14 +22,28 @@ __device__ inline uint64_t ReduceBlockOf(const DeviceRank& device, uint32_t owne
   return shape.node_size - 1 + other * shape.node_size + local;
 }
 
-// A partial of a token, or of all from there on, in a block of the reduce area of `rank`.
+// Where a round has its places: the first block of its set, and its first token.
+struct ReduceRound {
+  uint64_t first_block = 0;
+  uint64_t begin = 0;
+};
+__device__ inline ReduceRound ReduceRoundOf(const DeviceRank& device, const TokenSlice& slice) {
+  const uint64_t set =
+      (NetStateOf(device)->sum_rounds + slice.round()) % device.layout.rounds.num_reduce_sets();
+  return {set * (device.shape.num_ranks - 1), slice.round_begin()};
+}
+
+// A partial of a token in a block of the reduce area of `rank`.
 struct ReducePlace {
   const DeviceRank& device;
   uint32_t rank;
   uint64_t number;  // of all tokens of all blocks
 
-  __device__ ReducePlace(const DeviceRank& own, uint32_t at, uint64_t block, uint64_t token)
-      : device(own), rank(at), number(block * own.shape.max_tokens + token) {}
+  __device__ ReducePlace(const DeviceRank& own, uint32_t at, const ReduceRound& round,
+                         uint64_t block, uint64_t token)
+      : device(own),
+        rank(at),
+        number((round.first_block + block) * own.layout.rounds.tokens + token - round.begin) {}
 
   __device__ std::byte* Row() const {
     return HeapAt<std::byte>(device, rank,
@@ -38,35 +52,44 @@ struct ReducePlace {
   __device__ float* Scalars() const {
     return HeapAt<float>(device, rank, device.layout.reduce_scalars) + number * device.shape.top_k;
   }
-  // The tag of the operation that has written it, for owners in other nodes.
+  // The tag of the step that has written it (StepTag), for owners in other nodes.
   __device__ uint32_t* Presence() const {
     return HeapAt<uint32_t>(device, rank, device.layout.reduce_presence) + number;
   }
 };
+
+__device__ inline uint32_t StepTag(const DeviceRank& device, const TokenSlice& slice) {
+  return TagOf(StepOf(device, slice));
+}
 
 template <typename T>
 __device__ inline WordRange RowWords(const CombineKernelParams& params) {
   return {0, static_cast<uint32_t>(params.row_bytes / sizeof(typename T::Word))};
 }
 
-// One warp: this rank's partial of a token of `owner`, to the owner or to the mate on its rail.
+// One warp: those words of this rank's partial of a token of `owner`, to the owner or to the mate
+// on its rail. With the first goes what else there is.
 template <typename T>
 __device__ void SendPartial(const CombineKernelParams& params, const RowIndex& index,
-                            uint32_t owner, uint64_t token, RowList& list) {
+                            const ReduceRound& round, uint32_t owner, uint64_t token, RowList& list,
+                            const WordRange& range) {
   const DeviceRank& device = params.device;
   const TokenRows<> rows = FindRows(params, index, owner, token, list);
   if (rows.count == 0) return;
   const uint32_t target = device.node_begin + owner % device.shape.node_size;
-  const ReducePlace place(device, target, ReduceBlockOf(device, owner, device.rank), token);
-  if (!IsMate(device, owner) && LaneId() == 0) *place.Presence() = TagOf(SequenceOf(device));
-  if (params.pair_scalars != nullptr) WriteScalars(params, rows, place.Scalars());
+  const ReducePlace place(device, target, round, ReduceBlockOf(device, owner, device.rank), token);
+  if (range.begin == 0) {
+    if (!IsMate(device, owner) && LaneId() == 0) *place.Presence() = StepTag(device, params.slice);
+    if (params.pair_scalars != nullptr) WriteScalars(params, rows, place.Scalars());
+  }
   if (params.y == nullptr) return;
-  WritePartial<T>(params, list, rows.count, RowWords<T>(params), place.Row());
+  WritePartial<T>(params, list, rows.count, range, place.Row());
 }
 
 // Of a token of this rank, inside its node.
 struct MatePartials {
   const DeviceRank& device;
+  ReduceRound round = {};
 
   __device__ RankLeaves Leaves() const { return RankLeaves(device.shape.num_ranks); }
   __device__ uint32_t RankAt(uint32_t holder) const { return holder; }
@@ -82,7 +105,7 @@ struct MatePartials {
   __device__ ReducePlace PlaceOf(uint32_t mate, uint64_t token) const {
     const uint32_t above = mate - device.rank - 1;
     const uint32_t block = mate > device.rank ? above : above + device.shape.node_size;
-    return {device, device.rank, block, token};
+    return {device, device.rank, round, block, token};
   }
 };
 

@@ -1,18 +1,19 @@
 // An HT combine over several nodes, after EnterOperation (enter_operation.cu):
 //
-//   SumRows      this rank's partial of every token: to the owner's reduce area inside the node, to
-//                that of the mate on the owner's rail for owners elsewhere; then tail flags to the
-//                mates.
+//   SumRows      this rank's partial of every token of a slice: to the owner's reduce area inside
+//                the node, to that of the mate on the owner's rail for owners elsewhere; then a
+//                filled flag to the mates.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
 //                go to its stage, one row per token that has any; a signal follows each slice, and
-//                says with the first which call this is.
+//                says with the first which call this is. The next slice's rows are summed
+//                meanwhile.
 //   AwaitSums    waits for a slice's signals of the rail; fails if they are of another program's
 //                call.
 //   AddNodes     this rank's tokens of that slice: the partials of the node and the sums of the
 //                others, while the next slice is on its way.
 //
-// Reduce areas: mates write after the entry flags, hence after this rank's last combine. Stages: as
-// in dispatch.cu.
+// Reduce areas: mates write after the entry flags, hence after this rank's last combine; in rounds
+// that use a set again after the left flags. Stages: as in dispatch.cu.
 #include <algorithm>
 
 #include "kernels/gpu/lanes/reduce_area.cuh"
@@ -25,12 +26,13 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
-constexpr uint32_t kFinishPieces = 4;  // of a token's row, each a warp's: a slice has few tokens
+constexpr uint32_t kRowPieces = 4;  // of a token's row, each a warp's: a slice has few tokens
 
 // Partials of a token of this rank: of mates, and the sums of other nodes in this rank's stage.
 struct NodePartials {
   const DeviceRank& device;
-  uint32_t parity;
+  uint32_t set;
+  ReduceRound round;
 
   __device__ RankLeaves Leaves() const { return RankLeaves(device.shape); }
   // A node's sum is at its first rank.
@@ -39,15 +41,15 @@ struct NodePartials {
                                   : holder / device.shape.node_size * device.shape.node_size;
   }
   __device__ const std::byte* PartialOf(uint32_t rank, uint64_t token) const {
-    if (IsMate(device, rank)) return MatePartials{device}.PartialOf(rank, token);
-    return SumsOf(rank) + token * device.network->layout.sums_pitch;
+    if (IsMate(device, rank)) return MatePartials{device, round}.PartialOf(rank, token);
+    return SumsOf(rank) + (token - round.begin) * device.network->layout.sums_pitch;
   }
   __device__ const float* ScalarsOf(uint32_t holder, uint64_t token) const {
-    if (IsMate(device, holder)) return MatePartials{device}.ScalarsOf(holder, token);
+    if (IsMate(device, holder)) return MatePartials{device, round}.ScalarsOf(holder, token);
     const GroupShape& shape = device.shape;
     const auto* scalars = SumsOf(holder) + device.network->layout.sums_scalars;
     return reinterpret_cast<const float*>(scalars) +
-           (token * shape.node_size + holder % shape.node_size) * shape.top_k;
+           ((token - round.begin) * shape.node_size + holder % shape.node_size) * shape.top_k;
   }
 
  private:
@@ -55,9 +57,13 @@ struct NodePartials {
   __device__ const std::byte* SumsOf(uint32_t rank) const {
     const uint32_t num_nodes = device.shape.num_nodes();
     const uint32_t other = OtherNode(num_nodes, NodeOf(device), rank / device.shape.node_size);
-    return OwnStage(device) + device.network->layout.sums_recv.At(parity, other);
+    return OwnStage(device) + device.network->layout.sums_recv.At(set, other);
   }
 };
+
+__host__ __device__ constexpr Pieces PiecesOf(uint32_t num_words) {
+  return {kRowPieces, (num_words + kRowPieces - 1) / kRowPieces};
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -65,32 +71,50 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ uint32_t shared_flag;
   __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
+  const TokenSlice& slice = params.slice;
+  constexpr Operation kOperation = Operation::kCombine;
   const uint64_t sequence = SequenceOf(device);
-  if (BlockWaitMates(device, device.layout.entry_flags, Operation::kCombine,
-                     FlagValue(sequence, Operation::kCombine, device.program), &shared_flag)) {
+  // A slice that nothing is waited for has places that were free when the one before began.
+  bool is_free = false;
+  if (slice.IsFirst()) {
+    is_free = BlockWaitMates(device, device.layout.entry_flags, kOperation,
+                             FlagValue(sequence, kOperation, device.program), &shared_flag);
+  } else if (slice.BeginsRound() && slice.num_left() > 0) {
+    is_free = BlockWaitMates(device, device.layout.left_flags, kOperation,
+                             FreeFlag(device, kOperation, slice), &shared_flag);
+  } else {
+    is_free = !SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
+  }
+  if (is_free) {
     const RowIndex index(device, sequence, params.num_tokens);
+    const ReduceRound round = ReduceRoundOf(device, slice);
     const uint32_t num_owners = device.shape.num_ranks - 1;
-    const uint64_t num_items = static_cast<uint64_t>(params.num_tokens) * num_owners;
-    for (uint64_t item = blockIdx.x * kWarps + WarpId(); item < num_items;
-         item += gridDim.x * kWarps) {
+    const uint32_t num_words = RowWords<T>(params).end;
+    const Pieces pieces = PiecesOf(num_words);
+    const uint64_t num_units = slice.num_tokens() * num_owners * pieces.count;
+    for (uint64_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
+         unit += gridDim.x * kWarps) {
+      const uint64_t item = unit / pieces.count;
       const auto step = static_cast<uint32_t>(item % num_owners);
       const uint32_t owner = (device.rank + 1 + step) % device.shape.num_ranks;
-      SendPartial<T>(params, index, owner, item / num_owners, lists[WarpId()]);
+      SendPartial<T>(params, index, round, owner, slice.begin + item / num_owners, lists[WarpId()],
+                     WordsOf(pieces, static_cast<uint32_t>(unit % pieces.count), num_words));
     }
     // Own partials for other nodes' tokens are among these: the last owner is not this rank.
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
-  BlockSignalMates(device, device.layout.tail_flags,
-                   FlagValue(sequence, Operation::kCombine, device.program));
+  BlockSignalMates(device, device.layout.filled_flags, StepFlag(device, kOperation, slice));
 }
 
 // One warp: the mates that have a partial of a token of `owner`, by local rank.
-__device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uint64_t token) {
-  const uint32_t tag = TagOf(SequenceOf(device));
+__device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uint64_t token,
+                                   const TokenSlice& slice) {
+  const uint32_t tag = StepTag(device, slice);
+  const ReduceRound round = ReduceRoundOf(device, slice);
   uint64_t parts = 0;
   for (uint32_t local = LaneId(); local < device.shape.node_size; local += kWarpSize) {
     const uint64_t block = ReduceBlockOf(device, owner, device.node_begin + local);
-    const ReducePlace place(device, device.rank, block, token);
+    const ReducePlace place(device, device.rank, round, block, token);
     if (*place.Presence() == tag) parts |= uint64_t{1} << local;
   }
   return WarpOr(parts);
@@ -104,12 +128,14 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
   const uint64_t first_block = ReduceBlockOf(device, owner, device.node_begin);
+  const ReduceRound round = ReduceRoundOf(device, params.slice);
   const auto place_of = [&](uint32_t local) {
-    return ReducePlace(device, device.rank, first_block + local, token);
+    return ReducePlace(device, device.rank, round, first_block + local, token);
   };
+  const uint64_t at = token - round.begin;  // in the stage
   if (params.pair_scalars != nullptr) {
     auto* scalars =
-        reinterpret_cast<float*>(to + layout.sums_scalars) + token * shape.node_size * shape.top_k;
+        reinterpret_cast<float*>(to + layout.sums_scalars) + at * shape.node_size * shape.top_k;
     for (uint32_t i = LaneId(); i < shape.node_size * shape.top_k; i += kWarpSize) {
       const uint32_t local = i / shape.top_k;
       if ((parts >> local & 1) == 0) continue;
@@ -120,11 +146,11 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
   const WordRange range = RowWords<T>(params);
   if ((parts & (parts - 1)) == 0) {  // one part is the sum
     const auto local = static_cast<uint32_t>(__ffsll(static_cast<long long>(parts))) - 1;
-    WarpCopyBytes(to + token * layout.sums_pitch, place_of(local).Row(),
+    WarpCopyBytes(to + at * layout.sums_pitch, place_of(local).Row(),
                   range.end * sizeof(typename T::PartialWord));
     return;
   }
-  auto* out = reinterpret_cast<typename T::PartialWord*>(to + token * layout.sums_pitch);
+  auto* out = reinterpret_cast<typename T::PartialWord*>(to + at * layout.sums_pitch);
   constexpr uint32_t kWords = 1;
   WriteSumOfRanks<T, typename T::Partial, kWords, /*kIsUnrolled=*/false>(
       RankLeaves(shape.node_size), /*has_any=*/true, range, out,
@@ -145,23 +171,24 @@ __global__ void __launch_bounds__(kThreads, 1)
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint32_t parity = NextSet(NetStateOf(device)->combines);
+  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + params.slice.round());
   const uint64_t epoch = NetStateOf(device)->sum_slices + params.slice.number + 1;
   const uint32_t num_others = shape.num_nodes() - 1;
   const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
   const uint64_t scalars_bytes =
       static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
-  const bool is_ok = BlockWaitMates(
-      device, device.layout.tail_flags, Operation::kCombine,
-      FlagValue(SequenceOf(device), Operation::kCombine, device.program), &shared_flag);
+  const bool is_ok =
+      BlockWaitMates(device, device.layout.filled_flags, Operation::kCombine,
+                     StepFlag(device, Operation::kCombine, params.slice), &shared_flag);
   for (uint32_t item = blockIdx.x; is_ok && item < num_items; item += gridDim.x) {
     const uint32_t other = item % num_others;
     const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
     const uint32_t owner = RailRank(device, node);
-    const uint64_t send = layout.sums_send.At(parity, other);
+    const uint64_t send = layout.sums_send.At(set, other);
     const uint64_t first = params.slice.begin + uint64_t{item / num_others} * kNetChunkTokens;
     for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
-      const uint64_t parts = first + i < params.slice.end ? PartsOf(device, owner, first + i) : 0;
+      const uint64_t parts =
+          first + i < params.slice.end ? PartsOf(device, owner, first + i, params.slice) : 0;
       if (parts != 0) {
         WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
       }
@@ -175,26 +202,27 @@ __global__ void __launch_bounds__(kThreads, 1)
                       .dst_rank = owner,
                       .local_offset = send,
                       .remote_offset = layout.sums_recv.At(
-                          parity, OtherNode(shape.num_nodes(), node, NodeOf(device))),
+                          set, OtherNode(shape.num_nodes(), node, NodeOf(device))),
                       .channel = Channel::kCombine,
                       .epoch = epoch};
       bool is_pushed = AllLanes(!HasFailed(device));
       if (params.y != nullptr && is_pushed) {
-        is_pushed = WarpPushRuns(device, Operation::kCombine, node, wanted, first,
-                                 layout.sums_pitch, command);
+        is_pushed = WarpPushRuns(device, Operation::kCombine, node, wanted,
+                                 first - params.slice.round_begin(), layout.sums_pitch, command);
       }
       if (params.pair_scalars != nullptr && is_pushed) {
         command.local_offset += layout.sums_scalars;
         command.remote_offset += layout.sums_scalars;
-        WarpPushRuns(device, Operation::kCombine, node, wanted, first, scalars_bytes, command);
+        WarpPushRuns(device, Operation::kCombine, node, wanted, first - params.slice.round_begin(),
+                     scalars_bytes, command);
       }
     }
     SyncBlock();  // is_wanted is free
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
-  const bool is_first = params.slice.number == 0;
+  const bool is_first = params.slice.IsFirst();
   for (uint32_t other = LaneId(); is_first && other < num_others; other += kWarpSize) {
-    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(parity, other) +
+    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(set, other) +
                                    layout.sums_call) = {
         FlagValue(SequenceOf(device), Operation::kCombine, device.program)};
   }
@@ -206,8 +234,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     return Command{.op = is_first ? Op::kWriteSignal : Op::kSignal,
                    .dst_rank = peer,
                    .length_bytes = is_first ? sizeof(CallRecord) : 0,
-                   .local_offset = layout.sums_send.At(parity, other) + layout.sums_call,
-                   .remote_offset = layout.sums_recv.At(parity, back) + layout.sums_call,
+                   .local_offset = layout.sums_send.At(set, other) + layout.sums_call,
+                   .remote_offset = layout.sums_recv.At(set, back) + layout.sums_call,
                    .channel = Channel::kCombine,
                    .epoch = epoch};
   });
@@ -217,7 +245,7 @@ __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
                           const __grid_constant__ TokenSlice slice) {
   if (HasFailed(device)) return;
   const NetLayout& layout = device.network->layout;
-  const uint32_t parity = NextSet(NetStateOf(device)->combines);
+  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
   const uint64_t epoch = NetStateOf(device)->sum_slices + slice.number + 1;
   const uint64_t value = FlagValue(SequenceOf(device), Operation::kCombine, device.program);
   for (uint32_t other = threadIdx.x; other + 1 < device.shape.num_nodes(); other += blockDim.x) {
@@ -225,11 +253,11 @@ __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
         RailRank(device, NodeOfOther(device.shape.num_nodes(), NodeOf(device), other));
     if (!WaitSignals(device, LocalRankOf(device), Channel::kCombine, source, Operation::kCombine,
                      epoch) ||
-        slice.number > 0) {
+        !slice.IsFirst()) {
       continue;
     }
     const auto* said = reinterpret_cast<const CallRecord*>(
-        OwnStage(device) + layout.sums_recv.At(parity, other) + layout.sums_call);
+        OwnStage(device) + layout.sums_recv.At(set, other) + layout.sums_call);
     if (said->call == value) continue;
     Fail(device, FailureKind::kWrongOrder, Operation::kCombine, source, value, said->call);
   }
@@ -243,21 +271,29 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const uint64_t sequence = SequenceOf(device);
   if (!HasFailed(device)) {
-    const NodePartials partials{device, NextSet(NetStateOf(device)->combines)};
+    const NodePartials partials{
+        device, RoundSet(device, NetStateOf(device)->sum_rounds + params.slice.round()),
+        ReduceRoundOf(device, params.slice)};
     const RowIndex index(device, sequence, params.num_tokens);
     const uint32_t num_words = RowWords<T>(params).end;
-    const Pieces pieces{kFinishPieces, (num_words + kFinishPieces - 1) / kFinishPieces};
-    const auto num_units = static_cast<uint32_t>(params.slice.num_tokens()) * kFinishPieces;
+    const Pieces pieces = PiecesOf(num_words);
+    const auto num_units = static_cast<uint32_t>(params.slice.num_tokens()) * kRowPieces;
     for (uint32_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
          unit += gridDim.x * kWarps) {
-      FinishToken<T>(params, index, params.slice.begin + unit / kFinishPieces, lists[WarpId()],
-                     partials, WordsOf(pieces, unit % kFinishPieces, num_words));
+      FinishToken<T>(params, index, params.slice.begin + unit / kRowPieces, lists[WarpId()],
+                     partials, WordsOf(pieces, unit % kRowPieces, num_words));
     }
   }
-  if (!params.slice.IsLast() || !FinishCombine(params, sequence, &shared_flag)) return;
-  if (threadIdx.x != 0) return;
+  if (!params.slice.EndsRound()) return;
+  if (!params.slice.IsLast()) {
+    if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+    BlockSignalMates(device, device.layout.left_flags,
+                     StepFlag(device, Operation::kCombine, params.slice));
+    return;
+  }
+  if (!FinishCombine(params, sequence, &shared_flag) || threadIdx.x != 0) return;
   NetState* state = NetStateOf(device);
-  state->combines += 1;
+  state->sum_rounds += params.slice.round() + 1;
   state->sum_slices += params.slice.count;
 }
 
@@ -299,26 +335,26 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   const bool is_by_need = rank.has_budget && rank.has_fast_wire;
   const uint32_t most = is_by_need ? rank.ll_blocks : rank.max_blocks;
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
-  const uint64_t tokens = params.num_tokens;
-  const uint32_t num_slices = NumTokenSlices(tokens, shape.num_nodes(), rank.has_fast_wire);
-  kernels.sum_rows<<<blocks_for(tokens * (shape.num_ranks - 1)), kThreads, 0, stream>>>(params);
-  if (const char* error = LaunchResult("SumRows")) return error;
-  for (uint32_t number = 0; number < num_slices; ++number) {
-    params.slice = TokenSliceOf(tokens, number, num_slices);
-    const uint64_t num_sends = params.slice.num_chunks() * (shape.num_nodes() - 1);
+  const TokenCut cut(params.num_tokens, rank.device.layout.rounds, shape.num_nodes(),
+                     rank.has_fast_wire);
+  const auto send = [&](const TokenSlice& slice) {
+    params.slice = slice;
+    const uint64_t num_units = slice.num_tokens() * (shape.num_ranks - 1) * kRowPieces;
+    kernels.sum_rows<<<blocks_for(num_units), kThreads, 0, stream>>>(params);
+    if (const char* error = LaunchResult("SumRows")) return error;
+    const uint64_t num_sends = slice.num_chunks() * (shape.num_nodes() - 1);
     kernels.send_node_sums<<<BlocksFor(num_sends, 1, most), kThreads, 0, stream>>>(params);
-    if (const char* error = LaunchResult("SendNodeSums")) return error;
-  }
-  for (uint32_t number = 0; number < num_slices; ++number) {
-    params.slice = TokenSliceOf(tokens, number, num_slices);
-    AwaitSums<<<1, kWarpSize, 0, stream>>>(rank.device, params.slice);
+    return LaunchResult("SendNodeSums");
+  };
+  const auto use = [&](const TokenSlice& slice) {
+    params.slice = slice;
+    AwaitSums<<<1, kWarpSize, 0, stream>>>(rank.device, slice);
     if (const char* error = LaunchResult("AwaitSums")) return error;
-    kernels
-        .add_nodes<<<blocks_for(params.slice.num_tokens() * kFinishPieces), kThreads, 0, stream>>>(
-            params);
-    if (const char* error = LaunchResult("AddNodes")) return error;
-  }
-  return nullptr;
+    const uint64_t num_units = slice.num_tokens() * kRowPieces;
+    kernels.add_nodes<<<blocks_for(num_units), kThreads, 0, stream>>>(params);
+    return LaunchResult("AddNodes");
+  };
+  return cut.ForEachSlice(send, use);
 }
 
 }  // namespace jax_ep::gpu

@@ -11,10 +11,10 @@ namespace jax_ep::gpu {
 __device__ inline NetState* NetStateOf(const DeviceRank& device) {
   return OwnHeapAt<NetState>(device, device.layout.net_state);
 }
-// Of the two sets that dispatches, and combines, have in a stage, the next one's; `num_before`: how
-// many were exchanged.
-__device__ inline uint32_t NextSet(uint64_t num_before) {
-  return static_cast<uint32_t>((num_before + 1) % 2);
+// Of the sets that rounds of dispatches, and of combines, take in turn in a stage; `num_before`:
+// rounds before it.
+__device__ inline uint32_t RoundSet(const DeviceRank& device, uint64_t num_before) {
+  return static_cast<uint32_t>(num_before % device.network->layout.num_round_sets);
 }
 __device__ inline uint32_t NodeOf(const DeviceRank& device) {
   return device.node_begin / device.shape.node_size;

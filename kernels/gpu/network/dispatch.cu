@@ -9,9 +9,10 @@
 //              entry flag. It fails if the rows are of another program's call.
 //
 // PullRows then reads the slice from the mates' stages like rows of node-mates, while the next one
-// is on its way: all slices are sent before the first is awaited. Two sets are enough: a
-// rank sends rows of dispatch e + 2 after it has met those of e + 1 from all of its rail, which
-// were sent after their nodes had left e (tail flags).
+// is on its way: all slices of the only round, or two rounds, are sent before the first is awaited.
+// Four sets for rounds are enough: a rank sends rows of round e after it has met those of e - 2
+// from all of its rail, which were sent after their nodes had left e - 4 (left flags). Two are
+// enough where calls are one round: then e - 1 and e - 2 (tail flags).
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"
@@ -46,12 +47,12 @@ __global__ void __launch_bounds__(kThreads)
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint32_t parity = NextSet(NetStateOf(device)->dispatches);
+  const uint32_t set = RoundSet(device, NetStateOf(device)->row_rounds + params.slice.round());
   const uint64_t epoch = NetStateOf(device)->row_slices + params.slice.number + 1;
-  const uint64_t send = layout.rows_send.At(parity);
+  const uint64_t send = layout.rows_send.At(set);
   std::byte* stage = OwnStage(device) + send;
   const auto remote_of = [&](uint32_t node) {
-    return layout.rows_recv.At(parity, OtherNode(shape.num_nodes(), node, NodeOf(device)));
+    return layout.rows_recv.At(set, OtherNode(shape.num_nodes(), node, NodeOf(device)));
   };
   // Of a rank that has failed the stage may be gone.
   if (threadIdx.x == 0) shared_flag = params.has_rows && !HasFailed(device) ? 1 : 0;
@@ -66,8 +67,9 @@ __global__ void __launch_bounds__(kThreads)
                                 [&](uint32_t rank) { return rank / shape.node_size; });
       }
       if (!nodes.IsEmpty()) {
-        const uint64_t at = (first + i) * params.row_bytes;
-        WarpCopyBytes(stage + at, params.x + at, params.row_bytes);
+        const uint64_t token = first + i;
+        WarpCopyBytes(stage + (token - params.slice.round_begin()) * params.row_bytes,
+                      params.x + token * params.row_bytes, params.row_bytes);
       }
       nodes.Store(nodes_of[i], kMaxRanks);
     }
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
       const bool is_wanted = LaneId() < kNetChunkTokens && WarpSet::Has(nodes_of[LaneId()], node);
       const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
-      is_ok = WarpPushRuns(device, Operation::kDispatch, node, wanted, first, params.row_bytes,
+      is_ok = WarpPushRuns(device, Operation::kDispatch, node, wanted,
+                           first - params.slice.round_begin(), params.row_bytes,
                            {.op = Op::kWrite,
                             .dst_rank = RailRank(device, node),
                             .local_offset = send,
@@ -92,7 +95,7 @@ __global__ void __launch_bounds__(kThreads)
                   params.weights_bytes);
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
-  const bool is_first = params.slice.number == 0;
+  const bool is_first = params.slice.IsFirst();
   if (is_first && LaneId() == 0) {
     *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
         FlagValue(SequenceOf(device), Operation::kDispatch, device.program)};
@@ -116,31 +119,36 @@ __global__ void __launch_bounds__(kThreads)
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
   NetState* state = NetStateOf(device);
-  const uint32_t parity = NextSet(state->dispatches);
+  const uint32_t set = RoundSet(device, state->row_rounds + slice.round());
+  const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const uint64_t value = FlagValue(SequenceOf(device), Operation::kDispatch, device.program);
   auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
+  // The pull of the round before has ended.
+  if (threadIdx.x == 0) ControlOf(device)->items_taken[slice.number_in_round()] = 0;
   for (uint32_t number = threadIdx.x; number < NumRemotes(device); number += kThreads) {
     const uint32_t source = RemoteRank(device, number);
     const uint32_t local = source % shape.node_size;
     if (!WaitSignals(device, local, Channel::kDispatch, source, Operation::kDispatch,
                      state->row_slices + slice.number + 1) ||
-        slice.number > 0) {
+        !slice.BeginsRound()) {
       continue;
     }
     const uint64_t rows = layout.rows_recv.At(
-        parity, OtherNode(shape.num_nodes(), NodeOf(device), source / shape.node_size));
+        set, OtherNode(shape.num_nodes(), NodeOf(device), source / shape.node_size));
+    records[source].x = (rows - slice.round_begin() * row_bytes) << 1;
+    if (!slice.IsFirst()) continue;
     const auto said = *reinterpret_cast<const CallRecord*>(device.network->stages[local] + rows +
                                                            layout.rows_call);
     if (said.call != value) {
       Fail(device, FailureKind::kWrongOrder, Operation::kDispatch, source, value, said.call);
       continue;
     }
-    records[source] = {rows << 1, (rows + layout.rows_weights) << 1};
+    records[source].weights = (rows + layout.rows_weights) << 1;
     OwnHeapAt<uint64_t>(device, device.layout.entry_flags)[source] = value;
   }
   SyncBlock();
   if (!slice.IsLast() || threadIdx.x != 0) return;
-  state->dispatches += 1;
+  state->row_rounds += slice.round() + 1;
   state->row_slices += slice.count;
 }
 
@@ -150,28 +158,24 @@ const char* PrepareNetDispatchKernels(const RankHandle&) {
   return PrepareKernels(0, &SendRows, &AwaitRows);
 }
 
-const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, uint32_t num_slices,
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const TokenSlice& slice,
                            cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_weights = !call.recv_weights.empty();
-  SendRowsParams params{
+  const auto num_pairs = static_cast<uint64_t>(call.num_tokens) * shape.top_k;
+  const SendRowsParams params{
       .device = rank.device,
+      .slice = slice,
       .recv_rows = static_cast<uint32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
-      .weights_bytes =
-          has_weights ? static_cast<uint64_t>(call.num_tokens) * shape.top_k * sizeof(float) : 0,
+      .weights_bytes = has_weights && slice.IsFirst() ? num_pairs * sizeof(float) : 0,
       .has_rows = call.recv_x != nullptr,
       .x = call.x,
       .weights = has_weights ? call.weights.data() : nullptr,
       .send_slot = call.send_slot.data()};
-  for (uint32_t number = 0; number < num_slices; ++number) {
-    params.slice = TokenSliceOf(static_cast<uint64_t>(call.num_tokens), number, num_slices);
-    if (number > 0) params.weights_bytes = 0;
-    const uint32_t blocks = BlocksFor(params.slice.num_chunks(), 1, rank.max_blocks);
-    SendRows<<<blocks, kThreads, 0, stream>>>(params);
-    if (const char* error = LaunchResult("SendRows")) return error;
-  }
-  return nullptr;
+  const uint32_t blocks = BlocksFor(slice.num_chunks(), 1, rank.max_blocks);
+  SendRows<<<blocks, kThreads, 0, stream>>>(params);
+  return LaunchResult("SendRows");
 }
 
 const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream) {

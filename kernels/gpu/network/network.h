@@ -45,8 +45,9 @@ struct NetSets {
 
 // In the rank's heap, zero-initialised, changed by its own kernels alone.
 struct NetState {
-  uint64_t plans, dispatches, combines;  // exchanged
-  uint64_t row_slices, sum_slices;       // of those dispatches and combines: their signals
+  uint64_t plans;                   // exchanged
+  uint64_t row_rounds, sum_rounds;  // of dispatches and combines that were exchanged
+  uint64_t row_slices, sum_slices;  // of those: their signals
   NetSets kinds[kNumSetKinds];
   uint32_t sent[kMaxRanks];  // records of the running operation, by destination
   int32_t whole_epoch;       // from the start to the done of a whole LL call

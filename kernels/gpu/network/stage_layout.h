@@ -16,11 +16,6 @@
 
 namespace jax_ep::gpu {
 
-// Tokens that one block sends together, as few commands as their rows allow. A multiple of 8, so
-// that rows of any size and scalars of any K begin a chunk at a multiple of kWireUnitBytes; at most
-// as many as the lanes of a warp.
-inline constexpr uint64_t kNetChunkTokens = 32;
-
 // What a source says of its HT call, with its first signal: ranks of other nodes see no flags of it
 // (protocol/control.cuh), and take nothing from a call of another program.
 struct alignas(kWireUnitBytes) CallRecord {
@@ -37,13 +32,15 @@ struct NetLayout {
   HeapArea list_recv;    // [2][O]: the part of it that names rows of this node, at the same place
   uint64_t counts_bytes = 0;
   uint64_t list_bytes = 0;
-  // HT dispatch, by parity.
-  HeapArea rows_send;  // [2]: rows [T, H] without padding, CallRecord, weights [T * K]
-  HeapArea rows_recv;  // [2][O]: the same, of the rail's rank there; only rows with a pair here
+  // // HT dispatch, in the sets [S] that rounds take in turn: S = num_round_sets, T' =
+  // HtRounds.tokens. Weights are those of the whole call, in the set of its first round.
+  uint64_t num_round_sets = 0;
+  HeapArea rows_send;  // [S]: rows [T', H] without padding, CallRecord, weights [T * K]
+  HeapArea rows_recv;  // [S][O]: the same, of the rail's rank there; only rows with a pair here
   uint64_t rows_call = 0, rows_weights = 0;
-  // HT combine, by parity: rows [T] of kind Partial, scalars [T][node_size][K], CallRecord.
-  HeapArea sums_send;  // [2][O]
-  HeapArea sums_recv;  // [2][O]
+  // HT combine, likewise: rows [T'] of kind Partial, scalars [T'][node_size][K], CallRecord.
+  HeapArea sums_send;  // [S][O]
+  HeapArea sums_recv;  // [S][O]
   uint64_t sums_pitch = 0;
   uint64_t sums_scalars = 0, sums_call = 0;
   // LL, by slot set. "[R]": by RemoteIndex of the other rank. A record is followed by a u64 tag,
@@ -90,16 +87,20 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   layout.list_send = take(kParities, 1, layout.list_bytes);
   layout.list_recv = take(kParities, num_others, layout.list_bytes);
 
-  layout.rows_call = AlignUp(tokens * row_bytes, kRowAlignBytes);
+  const HtRounds rounds = HtRoundsOf(shape);
+  const uint64_t sets = layout.num_round_sets = rounds.num_stage_sets();
+  layout.rows_call = AlignUp(rounds.tokens * row_bytes, kRowAlignBytes);
   layout.rows_weights = layout.rows_call + sizeof(CallRecord);
-  layout.rows_send = take(kParities, 1, layout.rows_weights + cells_bytes);
-  layout.rows_recv = take(kParities, num_others, layout.rows_weights + cells_bytes);
+  layout.rows_send = take(sets, 1, layout.rows_weights + cells_bytes);
+  layout.rows_recv = take(sets, num_others, layout.rows_weights + cells_bytes);
   layout.sums_pitch = RowBytes(shape.hidden, partial_type);
-  layout.sums_scalars = AlignUp(tokens * layout.sums_pitch, kRowAlignBytes);
-  layout.sums_call = layout.sums_scalars + cells_bytes * shape.node_size + kRowAlignBytes;
+  layout.sums_scalars = AlignUp(rounds.tokens * layout.sums_pitch, kRowAlignBytes);
+  const uint64_t sum_cells = rounds.tokens * shape.node_size * shape.top_k;
+  layout.sums_call =
+      layout.sums_scalars + AlignUp(sum_cells * sizeof(float), kWireUnitBytes) + kRowAlignBytes;
   const uint64_t sums_bytes = layout.sums_call + sizeof(CallRecord);
-  layout.sums_send = take(kParities, num_others, sums_bytes);
-  layout.sums_recv = take(kParities, num_others, sums_bytes);
+  layout.sums_send = take(sets, num_others, sums_bytes);
+  layout.sums_recv = take(sets, num_others, sums_bytes);
 
   if (shape.ll_tokens > 0) {
     const uint64_t ll_cells_bytes =

@@ -1,6 +1,11 @@
-// The tokens of an HT call that cross nodes together. What has come of one slice is used while the
-// next one is on its way. The number of slices follows from the number of tokens and from
-// NetworkConfig.has_fast_wire, so all ranks cut alike.
+// How an HT call between nodes is cut.
+//
+// A round is so many tokens of every rank as areas between nodes have room for (ht_rounds.h). Calls
+// of few ranks are one round, whose tokens cross in slices: what has come of one is used while the
+// next one is on its way. Of other calls each round is a slice: two are on their way, and the next
+// one takes the places of the first when the ranks of this node have left it. How a call is cut
+// follows from the group's shape, the number of tokens and NetworkConfig.has_fast_wire, so all
+// ranks cut alike.
 #pragma once
 
 #include <algorithm>
@@ -19,33 +24,77 @@ static_assert(kMostSlicesOfFastWire <= kMostTokenSlices);
 struct TokenSlice {
   uint64_t begin = 0;  // a multiple of kNetChunkTokens
   uint64_t end = 0;
-  uint32_t number = 0;
-  uint32_t count = 1;
+  uint32_t number = 0;    // in the call
+  uint32_t count = 1;     // of the call
+  bool is_round = false;  // else a part of the call's only round
 
   constexpr bool IsFirst() const { return number == 0; }
   constexpr bool IsLast() const { return number + 1 == count; }
   constexpr uint64_t num_tokens() const { return end - begin; }
-  constexpr uint64_t num_chunks() const {
-    return (num_tokens() + kNetChunkTokens - 1) / kNetChunkTokens;
+  constexpr uint64_t num_chunks() const { return DivideUp(num_tokens(), kNetChunkTokens); }
+
+  // Number of the round in the call, its first token, and where this slice is in it.
+  constexpr uint32_t round() const { return is_round ? number : 0; }
+  constexpr uint64_t round_begin() const { return is_round ? begin : 0; }
+  constexpr uint32_t number_in_round() const { return is_round ? 0 : number; }
+  constexpr bool BeginsRound() const { return is_round || IsFirst(); }
+  constexpr bool EndsRound() const { return is_round || IsLast(); }
+  // Slices of the call, from its first on, that the ranks of this node must have left before this
+  // one has places in their reduce areas. 0: none.
+  constexpr uint32_t num_left() const {
+    return is_round && number >= kRoundsAhead ? number - kRoundsAhead + 1 : 0;
   }
 };
 
-constexpr TokenSlice AllTokens(uint64_t num_tokens) { return {.begin = 0, .end = num_tokens}; }
+// The slices of a call. Each ends with a signal and is used by kernels of its own. Calls of one
+// node have one.
+class TokenCut {
+ public:
+  // `rounds`: GpuHeapLayout::rounds.
+  constexpr TokenCut(uint64_t num_tokens, const HtRounds& rounds, uint32_t num_nodes,
+                     bool has_fast_wire)
+      : num_tokens_(num_tokens), rounds_(rounds) {
+    const uint64_t num_chunks = DivideUp(num_tokens, kNetChunkTokens);
+    if (rounds.are_several) {
+      count_ = DivideUp(num_tokens, rounds.tokens);
+    } else if (num_nodes > 1) {
+      count_ = std::min(num_chunks, has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
+    }
+    count_ = std::max(count_, uint64_t{1});
+  }
 
-// Calls of one node have one slice. Each slice ends with a signal and is used by kernels of its
-// own.
-constexpr uint32_t NumTokenSlices(uint64_t num_tokens, uint32_t num_nodes, bool has_fast_wire) {
-  if (num_nodes == 1) return 1;
-  const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  const uint64_t most = has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices;
-  return static_cast<uint32_t>(std::clamp<uint64_t>(num_chunks, 1, most));
-}
-constexpr TokenSlice TokenSliceOf(uint64_t num_tokens, uint32_t number, uint32_t count) {
-  const uint64_t num_chunks = AllTokens(num_tokens).num_chunks();
-  const auto begin_of = [&](uint64_t slice) {
-    return std::min(slice * num_chunks / count * kNetChunkTokens, num_tokens);
-  };
-  return {.begin = begin_of(number), .end = begin_of(number + 1), .number = number, .count = count};
-}
+  constexpr uint32_t num_slices() const { return static_cast<uint32_t>(count_); }
+  constexpr TokenSlice SliceOf(uint32_t number) const {
+    return {.begin = BeginOf(number),
+            .end = BeginOf(number + 1),
+            .number = number,
+            .count = num_slices(),
+            .is_round = rounds_.are_several};
+  }
+  // send(slice) and use(slice) for each of them, in the order of their kernels: so many are sent
+  // before the first is used. Either returns an error, or null.
+  template <typename Send, typename Use>
+  const char* ForEachSlice(Send&& send, Use&& use) const {
+    const uint32_t ahead = rounds_.are_several ? kRoundsAhead : num_slices();
+    for (uint32_t sent = 0, used = 0; used < num_slices();) {
+      const bool is_use = sent == num_slices() || sent == used + ahead;
+      const char* error = is_use ? use(SliceOf(used++)) : send(SliceOf(sent++));
+      if (error != nullptr) return error;
+    }
+    return nullptr;
+  }
+
+ private:
+  constexpr uint64_t BeginOf(uint64_t number) const {
+    const uint64_t num_chunks = DivideUp(num_tokens_, kNetChunkTokens);
+    const uint64_t begin = rounds_.are_several ? number * rounds_.tokens
+                                               : number * num_chunks / count_ * kNetChunkTokens;
+    return std::min(begin, num_tokens_);
+  }
+
+  uint64_t num_tokens_;
+  HtRounds rounds_;
+  uint64_t count_ = 1;
+};
 
 }  // namespace jax_ep::gpu

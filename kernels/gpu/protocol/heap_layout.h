@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "kernels/gpu/protocol/ht_rounds.h"
 #include "kernels/gpu/protocol/plan_slices.h"
 #include "kernels/layout.h"
 
@@ -22,7 +23,7 @@ inline constexpr uint64_t kMaxPlanBlocks = 64;
 // Slices of recv_src that blocks index, at most.
 inline constexpr uint32_t kMostRowSlices = 63;
 
-// Slices of the tokens in which an HT call crosses nodes, at most (token_slices.h).
+// Slices of the tokens in which a round of an HT call crosses nodes, at most (token_slices.h).
 inline constexpr uint64_t kMostTokenSlices = 8;
 
 // Blocks of rows and arrays begin at multiples of this.
@@ -47,8 +48,8 @@ struct alignas(64) Control {
   // the first word); 0 between combines.
   uint32_t partials_taken;
   uint32_t sums_taken;
-  // Items of each slice of the running dispatch that have been taken, besides the first of each
-  // warp; 0 between dispatches.
+  // Items of each slice of the running dispatch's round that have been taken, besides the first of
+  // each warp; 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
   uint32_t records_taken;   // of the running dispatch whose rows are quantised; 0 between such
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines
@@ -157,6 +158,9 @@ struct GpuHeapLayout {
   // Groups of several nodes only.
   uint64_t net_state = 0;       // NetState (network.h)
   uint64_t device_network = 0;  // DeviceNetwork, written when the rank is created
+  // u64 [N]: of the newest step whose partials are there, and that was the last of a round which is
+  // through (network/steps.cuh).
+  uint64_t filled_flags = 0, left_flags = 0;
   // Written by peers, by source rank.
   uint64_t entry_flags = 0;  // u64 [N]: FlagValue of the newest operation that it entered
   uint64_t tail_flags = 0;   // u64 [N]: of the newest call whose reads, or scalars, are done with
@@ -178,9 +182,12 @@ struct GpuHeapLayout {
   HeapArea plan_counts;  // [2][N]: PlanHeader, i32 [E]
   HeapArea plan_slices;  // [2][N][MostPlanSlices]: PlanHeader, u16 [E]; groups of one node
   uint64_t plan_slice_stride = 0;
-  uint64_t reduce_rows = 0;  // [N - 1][T] partials, see ReduceBlock
+  // Partials of a round of a combine, in the sets [A] that rounds take in turn: blocks [N - 1], see
+  // ReduceBlock, of its tokens [T']; A = rounds.num_reduce_sets(), T' = rounds.tokens.
+  HtRounds rounds;
+  uint64_t reduce_rows = 0;  // [A][N - 1][T'] partials
   uint64_t reduce_pitch = 0;
-  uint64_t reduce_scalars = 0;  // f32 [N - 1][T][K]
+  uint64_t reduce_scalars = 0;  // f32 [A][N - 1][T'][K]
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
   // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
   PushArea ll_dispatch, ll_combine;
@@ -204,7 +211,7 @@ struct GpuHeapLayout {
   uint64_t row_index = 0;      // u64 [N][T][K]: (tag << 32) | row
   // Groups of several nodes only.
   HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
-  uint64_t reduce_presence = 0;  // u32 [N - 1][T]: tag of the newest combine with a partial
+  uint64_t reduce_presence = 0;  // u32 [A][N - 1][T']: tag of the newest step with a partial
 
   // Block of the reduce area of `owner` that `holder` writes.
   static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
@@ -248,6 +255,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
   if (shape.num_nodes() > 1) {
     layout.net_state = take(kNetStateBytes);
     layout.device_network = take(kDeviceNetworkBytes);
+    layout.filled_flags = take(num_ranks * sizeof(uint64_t));
+    layout.left_flags = take(num_ranks * sizeof(uint64_t));
   }
   layout.kept_bytes = end;
   layout.num_chunks = (ht_tokens + kChunkTokens - 1) / kChunkTokens;
@@ -275,8 +284,11 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
 
   const ElemType partial_type = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
   layout.reduce_pitch = SpreadPitch(shape.hidden * ElemBytes(partial_type));
-  layout.reduce_rows = take((num_ranks - 1) * ht_tokens * layout.reduce_pitch);
-  layout.reduce_scalars = take((num_ranks - 1) * ht_tokens * shape.top_k * sizeof(float));
+  layout.rounds = HtRoundsOf(shape);
+  const uint64_t num_partials =
+      layout.rounds.num_reduce_sets() * (num_ranks - 1) * layout.rounds.tokens;
+  layout.reduce_rows = take(num_partials * layout.reduce_pitch);
+  layout.reduce_scalars = take(num_partials * shape.top_k * sizeof(float));
 
   layout.plan_list = take(pairs * sizeof(int32_t));
   layout.stage_rows = take(ht_tokens * RecordPitch(shape.hidden * ElemBytes(shape.elem_type)));
@@ -338,7 +350,7 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
     layout.remote_lists.peer_stride = AlignUp(pairs * sizeof(int32_t), kRowAlignBytes);
     layout.remote_lists.offset =
         take((num_ranks - shape.node_size) * layout.remote_lists.peer_stride);
-    layout.reduce_presence = take((num_ranks - 1) * ht_tokens * sizeof(uint32_t));
+    layout.reduce_presence = take(num_partials * sizeof(uint32_t));
   }
   layout.total_bytes = end;
   return layout;

@@ -45,7 +45,7 @@ __device__ inline float* ScalarsAt(const DeviceRank& device, uint32_t owner, uin
                                    uint64_t token) {
   const uint64_t block = GpuHeapLayout::ReduceBlock(device.shape.num_ranks, owner, holder);
   return HeapAt<float>(device, owner, device.layout.reduce_scalars) +
-         (block * device.shape.max_tokens + token) * device.shape.top_k;
+         (block * device.layout.rounds.tokens + token) * device.shape.top_k;
 }
 
 // All threads of the block, as the last thing of the combine `sequence`; `shared_flag` is in shared

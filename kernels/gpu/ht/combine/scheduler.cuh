@@ -245,7 +245,7 @@ class Scheduler {
   __device__ std::byte* PlaceOfPartial(uint32_t owner, uint32_t holder, uint64_t token) const {
     const GpuHeapLayout& layout = device_.layout;
     const uint64_t block = GpuHeapLayout::ReduceBlock(device_.shape.num_ranks, owner, holder);
-    const uint64_t place = block * device_.shape.max_tokens + token;
+    const uint64_t place = block * layout.rounds.tokens + token;
     return HeapAt<std::byte>(device_, owner, layout.reduce_rows + place * layout.reduce_pitch);
   }
   __device__ Source SourceOfPartial(const Work& work, const Pair& pair, uint32_t i,

@@ -6,7 +6,7 @@
 //   peers, indexes the rows and waits for all entry flags (protocol/entry.h); each warp takes
 //   (source, token) pairs, reads the row once and writes it to all its places; the last warps of a
 //   block zero padding and fetch weights; the last block exchanges the tail flags. Over several
-//   nodes it runs once per slice of the tokens (network/dispatch.cu).
+//   nodes it runs once per slice of the tokens (network/dispatch.cu, network/token_slices.h).
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -94,10 +94,6 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
     return error;
   }
   const auto num_tokens = static_cast<uint64_t>(call.num_tokens);
-  const uint32_t num_slices = NumTokenSlices(num_tokens, shape.num_nodes(), rank.has_fast_wire);
-  if (shape.num_nodes() > 1) {
-    if (const char* error = LaunchSendRows(rank, call, num_slices, stream)) return error;
-  }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const bool is_weighted = !call.row_weights.empty() || !call.recv_dots.empty();
   const RowWork work = is_weighted ? RowWork::kWeight : RowWork::kStore;
@@ -121,14 +117,17 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
                     .row_weights = DataOrNull(call.row_weights),
                     .recv_dots = DataOrNull(call.recv_dots)};
   if (has_records) TakeRecords(rank, call, params);
-  for (uint32_t number = 0; number < num_slices; ++number) {
-    params.slice = TokenSliceOf(num_tokens, number, num_slices);
-    if (shape.num_nodes() > 1) {
-      if (const char* error = LaunchAwaitRows(rank, params.slice, stream)) return error;
-    }
-    if (const char* error = LaunchPull(rank, params, stream)) return error;
-  }
-  return nullptr;
+  const TokenCut cut(num_tokens, rank.device.layout.rounds, shape.num_nodes(), rank.has_fast_wire);
+  const bool is_between_nodes = shape.num_nodes() > 1;
+  const auto send = [&](const TokenSlice& slice) {
+    return is_between_nodes ? LaunchSendRows(rank, call, slice, stream) : nullptr;
+  };
+  const auto use = [&](const TokenSlice& slice) {
+    params.slice = slice;
+    const char* error = is_between_nodes ? LaunchAwaitRows(rank, slice, stream) : nullptr;
+    return error != nullptr ? error : LaunchPull(rank, params, stream);
+  };
+  return cut.ForEachSlice(send, use);
 }
 
 }  // namespace jax_ep::gpu

@@ -11,7 +11,7 @@
 #include "kernels/gpu/ht/dispatch/pull_params.h"
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/launch_state.h"
-#include "kernels/gpu/network/network.h"
+#include "kernels/gpu/network/steps.cuh"
 #include "kernels/gpu/protocol/entry.cuh"
 #include "kernels/gpu/protocol/row_index.cuh"
 
@@ -23,11 +23,12 @@ __device__ inline PeerMemory PublishedMemory(const DeviceRank& device, uint32_t 
   if (IsMate(device, peer)) return device.peers[peer - device.node_begin];
   return {.heap = device.network->stages[peer % device.shape.node_size]};
 }
-// An array that `peer` published for this operation.
+// An array that `peer` published for this operation. Of rows that come in rounds only the round's
+// are there, so that the array may begin before the memory: the offset is signed.
 __device__ inline const std::byte* PublishedArray(const DeviceRank& device, uint32_t peer,
                                                   uint64_t place) {
   const PeerMemory memory = PublishedMemory(device, peer);
-  return ((place & 1) != 0 ? memory.arena : memory.heap) + (place >> 1);
+  return ((place & 1) != 0 ? memory.arena : memory.heap) + (static_cast<int64_t>(place) >> 1);
 }
 
 // All threads of the block, when all have entered. False: a peer names memory that is not mapped.
@@ -68,7 +69,7 @@ class ItemCursor {
         end_(num_ranks_ * params.slice.end),
         first_taken_(num_ranks_ * params.slice.begin + gridDim.x * num_warps),
         position_(num_ranks_ * params.slice.begin + blockIdx.x * num_warps + WarpId()),
-        taken_(&ControlOf(params.device)->items_taken[params.slice.number]) {
+        taken_(&ControlOf(params.device)->items_taken[params.slice.number_in_round()]) {
     Load();
   }
 
@@ -290,9 +291,9 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 }
 #endif
 
-// All threads of the last block; `shared_flag` is in shared memory. Tells the mates that this rank
-// has read their arrays, and waits until they have read its own. False: this rank has failed, and
-// what it has read may be anything.
+// All threads of the last block; `shared_flag` is in shared memory. Tells the mates, in the flags
+// at `flags_offset`, that this rank has read their arrays, and waits until they have read its own.
+// False: this rank has failed, and what it has read may be anything.
 //
 // A mate that gives up waits for nobody, and XLA reuses its arrays while this rank reads them. Its
 // tail flag may have come before that, so it says nothing of it; `peer_failed` does. The mate's
@@ -303,14 +304,14 @@ __device__ inline void ZeroRowInBulk(const PullParams& params, const unsigned ch
 // LastToArrive has acquired all arrivals (acq_rel, gpu). It need not be an acquire, since nothing
 // is read because of it; nor does it matter when the tail flags come, and it travels beside the
 // first of them.
-__device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value,
-                                     uint32_t* shared_flag) {
-  if (!HasFailed(device)) BlockSignalMates(device, device.layout.tail_flags, value);
+__device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t flags_offset,
+                                     uint64_t value, uint32_t* shared_flag) {
+  if (!HasFailed(device)) BlockSignalMates(device, flags_offset, value);
   if (WarpId() == 0) {
     constexpr Operation kOperation = Operation::kDispatch;
     const uint32_t failed = LoadRelaxedSys(OwnHeapAt<uint32_t>(device, device.layout.peer_failed));
-    const bool waited = WarpWaitFlags(device, device.layout.tail_flags, device.node_begin,
-                                      MatesEnd(device), kOperation, value);
+    const bool waited =
+        WarpWaitFlags(device, flags_offset, device.node_begin, MatesEnd(device), kOperation, value);
     if (LaneId() == 0) {
       if (failed != 0) Fail(device, FailureKind::kPeerFailed, kOperation, failed - 1, value, 0);
       *shared_flag = waited && failed == 0 ? 1 : 0;
@@ -321,17 +322,22 @@ __device__ inline bool LeaveTogether(const DeviceRank& device, uint64_t value,
 }
 
 // All threads of the block, as the last thing of a kernel; `shared_flag` is in shared memory.
-// Sources may reuse their arrays when the last slice's ends, so all ranks of the node leave that
-// together.
+// Sources may reuse their arrays when the last slice's ends, and stages when a round's last one
+// does, so all ranks of the node leave these together.
 __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, uint64_t num_pulled,
                                   uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
   if (LaneId() == 0 && num_pulled > 0) {
     CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.wire_bytes);
   }
-  if (!params.slice.IsLast() || !LastToArrive(device, shared_flag)) return;
+  if (!params.slice.EndsRound() || !LastToArrive(device, shared_flag)) return;
+  if (!params.slice.IsLast()) {
+    const uint64_t left = StepFlag(device, Operation::kDispatch, params.slice);
+    LeaveTogether(device, device.layout.left_flags, left, shared_flag);
+    return;
+  }
   const uint64_t value = FlagValue(sequence, Operation::kDispatch, device.program);
-  if (!LeaveTogether(device, value, shared_flag)) {
+  if (!LeaveTogether(device, device.layout.tail_flags, value, shared_flag)) {
     const uint64_t rows = params.recv_rows;
     const uint64_t cells = params.layout == Layout::kRankMajor ? device.shape.top_k : 1;
     PoisonBytes(params.recv_x, rows * params.row_bytes);
