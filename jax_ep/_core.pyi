@@ -12,6 +12,8 @@ def registrations(
     (types, targets) to give to jax.ffi.register_ffi_type and register_ffi_target, in that order, for platform "cpu" or a GPU platform.
     """
 
+AGREEMENT: int = -2
+
 def check_environment() -> None:
     """
     ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).

@@ -11,7 +11,7 @@ import time
 import weakref
 from typing import Any
 
-from jax_ep import _config
+from jax_ep import _config, _extension
 from jax_ep._group import Group, Health, closed_message, forked_message
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
@@ -21,8 +21,6 @@ from jax_ep._runtime.topology import Layout
 # same group of the others. Strong, as a program may drop a Group that others still use.
 _open_sessions: dict[NativeSession, None] = {}
 _sessions: weakref.WeakSet[NativeSession] = weakref.WeakSet()  # open and closed
-
-_AGREEMENT = -2  # blamed_rank of a failure that says that processes agree: FailureLatch::kAgreement
 
 
 class NativeSession:
@@ -213,9 +211,13 @@ class NativeSession:
             return self._left_out
         failure = str(self._session.failure_text())
         # Others agree: that text says to call agree, which a closed group cannot.
-        if failure and self._closed and self._session.blamed_rank() == _AGREEMENT:
+        if failure and self._closed and self._blames_an_agreement():
             failure = ""
         return failure or (closed_message(self.name) if self._closed else "")
+
+    def _blames_an_agreement(self) -> bool:
+        """Whether the first failure only says that processes agree anew."""
+        return bool(self._session.blamed_rank() == _extension.load().AGREEMENT)
 
     def health(self) -> Health:
         """State of the group as this process sees it."""
