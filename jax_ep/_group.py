@@ -500,7 +500,9 @@ class Group:
         raise ValueError(takes_part_message("jax_ep.Group.readmit", rank, self.active))
 
     def _limit_of(self, what: str, timeout_s: float | None, least_s: float) -> float | None:
-        """`timeout_s` of a call of an elastic group, as Python's float."""
+        """`timeout_s` of a call of an elastic group, as Python's float; raises in a child."""
+        if self._is_forked:  # which is not to be told to create the group anew
+            raise RuntimeError(forked_message(self.name, what))
         if not self.config.elastic:
             raise ValueError(
                 f"jax_ep.Group.{what}: got a group of Config.elastic=False, expected "
@@ -586,13 +588,13 @@ class Group:
             >>> load.shape
             (8,)
         """
+        if all_processes and self._is_forked:  # it would wait for the others for ever
+            raise RuntimeError(forked_message(self.name, "expert_load(all_processes=True)"))
         if self._native is None:
             raise ValueError(
                 f'Group.expert_load: group {self.name} has implementation="xla", which counts '
                 "nothing; sum jax_ep.routing.expert_load of the ids instead"
             )
-        if all_processes and self._is_forked:  # it would wait for the others for ever
-            raise RuntimeError(forked_message(self.name, "expert_load(all_processes=True)"))
         if all_processes:  # the others may be gone
             self.check()
         if all_processes and not self.active.all():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import threading
@@ -475,11 +476,24 @@ def test_a_forked_child_takes_no_part_in_a_group_of_xla_either() -> None:
     group.check()
     group._pid = -1  # of the parent
     is_fork = "this process is a fork of the group's process"
-    for call in (group.check, group.agree, lambda: group.readmit(1)):
+    load = functools.partial(group.expert_load, all_processes=True)
+    for call in (group.check, group.agree, lambda: group.readmit(1), load):
         with pytest.raises(RuntimeError, match=is_fork):
             call()
     assert not group.health().ok
     assert is_fork in group.health().message
+
+
+def test_a_forked_child_is_told_so_of_a_group_that_is_not_elastic_too() -> None:
+    """It was told to create the group with elastic=True, which it cannot."""
+    config = jax_ep.Config(num_experts=2, top_k=1, hidden=8, max_tokens=4)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+    with jax_ep.create_group(mesh, "ep", config, implementation="xla") as group:
+        parent, group._pid = group._pid, -1
+        for call in (group.agree, lambda: group.readmit(1), lambda: group.agree("soon")):
+            with pytest.raises(RuntimeError, match="is a fork of the group's process"):
+                call()
+        group._pid = parent
 
 
 def test_who_was_left_out_says_so_everywhere() -> None:
