@@ -8,17 +8,17 @@
 namespace jax_ep {
 
 Departed PeerHasLeft(const std::string& group_name, const TeamId& team, uint32_t rank,
-                     Departure departure) {
+                     Departure departure, uint32_t user) {
   const std::string who = "group " + group_name + ": " + RankName(team, rank);
   if (departure == Departure::kAgrees) {
     return {.blamed = FailureLatch::kAgreement,
             .status = FailedPrecondition(who + std::string(kAgreesAnew))};
   }
   return {.blamed = RankOfTeam(team.index, rank),
-          .status =
-              FailedPrecondition(departure == Departure::kProgramEnded
-                                     ? who + " closed it: its program ended"
-                                     : who + " closed the group while this process still used it")};
+          .status = FailedPrecondition(departure == Departure::kProgramEnded
+                                           ? who + " closed it: its program ended"
+                                           : who + " closed the group while " +
+                                                 RankName(team, user) + " still used it")};
 }
 
 const MonitorOptions::Peer* FindDeparted(std::span<const MonitorOptions::Peer> mates) {

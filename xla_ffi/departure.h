@@ -14,10 +14,12 @@ namespace jax_ep {
 struct Departed {
   int64_t blamed;  // RankOfTeam, or kAgreement
   Status status;   // "group NAME: rank 3 closed it: its program ended", or "... closed the group
-                   // while ...", or kAgreesAnew
+                   // while rank 0 still used it", or kAgreesAnew
 };
+// `user`: the rank of the same team that needs `rank`. By name, as the text reaches processes that
+// host neither of them.
 Departed PeerHasLeft(const std::string& group_name, const TeamId& team, uint32_t rank,
-                     Departure departure);
+                     Departure departure, uint32_t user);
 
 // The first of `mates`, node-mates of other processes, that has closed the group; null if none has.
 // Allocates nothing.

@@ -220,7 +220,8 @@ std::optional<Departed> GpuSession::DepartedMateOf(const Member& member) const {
   const MonitorOptions::Peer* const mate = FindDeparted(member.watched);
   if (mate == nullptr) return std::nullopt;
   return PeerHasLeft(options().name, options().IdOf(mate->team), mate->rank,
-                     mate->control->departure.load(std::memory_order_relaxed));
+                     mate->control->departure.load(std::memory_order_relaxed),
+                     /*user=*/member.id.rank);
 }
 
 std::optional<Departed> GpuSession::FindDepartedMate(int64_t device) const {

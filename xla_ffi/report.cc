@@ -11,6 +11,9 @@ namespace {
 // A monitor shows a heartbeat ten times a second or more often: after this its process stands.
 constexpr uint64_t kSilenceNs = 2'000'000'000;
 
+// Of shorter waits "0.0 s" would be said: they keep nobody.
+constexpr uint64_t kShortestWaitNs = 50'000'000;
+
 std::string Seconds(uint64_t ns) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(ns) * 1e-9);
@@ -135,7 +138,7 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
   uint64_t longest = 0;
   for (uint32_t rank = 0; rank < team.ranks.size(); ++rank) {
     const uint64_t waited = WaitedNs(team.ranks[rank], now_ns);
-    if (waited <= longest) continue;
+    if (waited <= longest || waited < kShortestWaitNs) continue;
     longest = waited;
     victim = rank;
   }
@@ -144,8 +147,9 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
     for (uint32_t rank = 0; rank < team.ranks.size(); ++rank) {
       const RankView& view = team.ranks[rank];
       if (!view.is_visible || view.phase != Phase::kWorking) continue;
-      if (Since(view.since_ns, now_ns) <= longest) continue;
-      longest = Since(view.since_ns, now_ns);
+      const uint64_t worked = Since(view.since_ns, now_ns);
+      if (worked <= longest || worked < kShortestWaitNs) continue;
+      longest = worked;
       victim = rank;
     }
   }

@@ -41,7 +41,8 @@ void Session::CheckFarewells() const {
       }
       const auto misses = [&](uint64_t num_calls, Departure departure) {
         if (needed <= num_calls) return false;
-        Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure);
+        Departed left = PeerHasLeft(options_.name, options_.IdOf(member->id.team), peer, departure,
+                                    /*user=*/member->id.rank);
         failure_->Set(std::move(left.status), left.blamed);
         return true;
       };
@@ -65,7 +66,8 @@ void Session::CheckFarewells() const {
 Status Session::EndCalls() {
   const auto unbalanced = [this] {
     std::string text = "group " + options_.name +
-                       " was closed while a call had reached some ranks of this process only (";
+                       " was closed while a call had reached some ranks of process " +
+                       std::to_string(options_.process_index) + " only (";
     for (const auto& member : members_) {
       text += options_.NameOf(member->id) + ": " +
               std::to_string(member->executor->num_enqueued()) + " calls; ";

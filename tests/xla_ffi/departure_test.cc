@@ -28,14 +28,14 @@ TEST(FindDeparted, a_mate_that_has_failed_has_not_left) {
 
 TEST(PeerHasLeft, blames_and_names_the_rank_with_its_team) {
   const Departed ended =
-      PeerHasLeft("g", {.index = 1, .num_teams = 2}, 3, Departure::kProgramEnded);
+      PeerHasLeft("g", {.index = 1, .num_teams = 2}, 3, Departure::kProgramEnded, /*user=*/0);
   EXPECT_EQ(ended.blamed, RankOfTeam(1, 3));
   EXPECT_EQ(ended.status.message(), "group g: rank 3 of team 1 closed it: its program ended");
-  const Departed closed = PeerHasLeft("g", {}, 3, Departure::kClosed);
+  const Departed closed = PeerHasLeft("g", {}, 3, Departure::kClosed, /*user=*/0);
   EXPECT_EQ(closed.blamed, 3);
-  EXPECT_EQ(closed.status.message(),
-            "group g: rank 3 closed the group while this process still used it");
-  const Departed agrees = PeerHasLeft("g", {}, 3, Departure::kAgrees);
+  // It said "this process" also in the log of the one that had closed it, whom it reaches.
+  EXPECT_EQ(closed.status.message(), "group g: rank 3 closed the group while rank 0 still used it");
+  const Departed agrees = PeerHasLeft("g", {}, 3, Departure::kAgrees, /*user=*/0);
   EXPECT_EQ(agrees.blamed, FailureLatch::kAgreement);
   EXPECT_TRUE(agrees.status.message().starts_with("group g: rank 3 says that the processes"))
       << agrees.status.message();

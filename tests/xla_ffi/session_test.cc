@@ -276,7 +276,7 @@ TEST(Session, a_call_that_needs_a_rank_which_has_left_is_told_so_at_once) {
       const Status status = CallOnce(*group.sessions[0]);
       const std::string expected = departure == Departure::kProgramEnded
                                        ? "group test: rank 1 closed it: its program ended"
-                                       : "group test: rank 1 closed the group while this process";
+                                       : "group test: rank 1 closed the group while rank 0 still";
       EXPECT_TRUE(Contains(status.message(), expected)) << status.message();
       EXPECT_TRUE(group.sessions[0]->FailureText().starts_with(expected));
       EXPECT_EQ(group.sessions[0]->failure().blamed_rank(), 1);
