@@ -65,7 +65,9 @@ TeamView GpuSession::ViewTeam(uint32_t team) const {
     }
     for (const auto& member : members_) {
       for (const MonitorOptions::Peer& peer : member->watched) {
-        if (peer.team == team && peer.rank == rank) seen = see(*peer.control, peer.pid);
+        if (peer.team != team || peer.rank != rank) continue;
+        seen = see(*peer.control, peer.pid);
+        seen.is_gone = monitor_ != nullptr && monitor_->HasEnded(peer.pid);
       }
     }
     seen.process = options().team_processes[team][rank];
@@ -83,7 +85,7 @@ std::string GpuSession::Report() const {
     if (!views.contains(member->id.team)) views[member->id.team] = ViewTeam(member->id.team);
   }
   const Page page = PageOf(views, MonotonicNs(), LineOfCall);
-  std::string out = StateLine(name, page.culprit, failure) + page.lines;
+  std::string out = StateLine(name, failure.empty() ? page.culprit : "", failure) + page.lines;
   if (network_ == nullptr) return out;
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel) {
     const auto it = views.find(team);

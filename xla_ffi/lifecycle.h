@@ -14,6 +14,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -33,11 +34,17 @@ inline Status GroupIsClosed(const std::string& name) {
 inline constexpr std::string_view kIsFork =
     "this process is a fork of the group's process, and takes no part in it";
 
-// The first line of a session's DumpState. `failure` may be "".
+// The first line of a session's page. Of a group that has failed: what failed first, so that the
+// culprit stands in front; then the state, where there is one. `failure` may be "".
 inline std::string StateLine(const std::string& group, std::string_view state,
                              std::string_view failure) {
-  std::string line = "group " + group + ": " + std::string(state);
-  if (!failure.empty()) line += ", FAILED: " + std::string(failure);
+  std::string line = "group " + group + ": ";
+  if (failure.empty()) return line + std::string(state) + "\n";
+  // Messages begin with the group's name; that of a group has no colon.
+  if (failure.starts_with("group "))
+    failure.remove_prefix(std::min(failure.find(": ") + 2, failure.size()));
+  line += "FAILED: " + std::string(failure);
+  if (!state.empty()) line += " (" + std::string(state) + ")";
   return line + "\n";
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "proxy/abi/command.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/doorbell.h"
 #include "proxy/base/rank_name.h"
 #include "proxy/base/thread.h"
@@ -51,8 +52,13 @@ std::string FailedFirst(const std::string& group_name, const std::string& rank_n
 }
 
 struct Monitor::Watched {
-  MonitorOptions::Peer peer;
-  int pidfd = -1;  // -1: the kernel or the namespace does not give one; heartbeats still work
+  MonitorOptions::Peer peer;  // constant, as is pidfd
+  Descriptor pidfd;  // -1: the kernel or the namespace does not give one; heartbeats still work
+
+  bool HasEnded() const {
+    pollfd exited{.fd = pidfd.fd(), .events = POLLIN, .revents = 0};
+    return pidfd.fd() >= 0 && poll(&exited, 1, 0) == 1 && (exited.revents & POLLIN) != 0;
+  }
   uint64_t last_beat = 0;
   std::chrono::steady_clock::time_point last_change;
 };
@@ -62,7 +68,10 @@ Monitor::Monitor(MonitorOptions options, FailureLatch* failure)
       failure_(failure),
       exception_(Internal("group " + options_.group_name +
                           ": the monitor met an exception (out of memory?)")) {
-  for (const MonitorOptions::Peer& peer : options_.peers) watched_.push_back({.peer = peer});
+  for (const MonitorOptions::Peer& peer : options_.peers) {
+    const long pidfd = syscall(SYS_pidfd_open, static_cast<pid_t>(peer.pid), 0);
+    watched_.push_back({.peer = peer, .pidfd = Descriptor(static_cast<int>(pidfd))});
+  }
 }
 
 Result<std::unique_ptr<Monitor>> Monitor::Create(MonitorOptions options, FailureLatch* failure) {
@@ -106,6 +115,12 @@ void Monitor::Stop() {
   thread_.join();
   Publish();
   if (!has_left_.load(std::memory_order_relaxed)) Leave(Departure::kClosed);
+}
+
+bool Monitor::HasEnded(uint64_t pid) const {
+  const auto it = std::find_if(watched_.begin(), watched_.end(),
+                               [&](const Watched& each) { return each.peer.pid == pid; });
+  return it != watched_.end() && it->HasEnded();
 }
 
 void Monitor::Publish() {
@@ -159,12 +174,7 @@ void Monitor::Check(Watched& watched, std::chrono::steady_clock::time_point now)
     case MemberState::kClosed:
       return;
   }
-  if (watched.pidfd >= 0) {
-    pollfd exited{.fd = watched.pidfd, .events = POLLIN, .revents = 0};
-    if (poll(&exited, 1, 0) == 1 && (exited.revents & POLLIN) != 0) {
-      return fail("is gone: its process has ended without closing the group");
-    }
-  }
+  if (watched.HasEnded()) return fail("is gone: its process has ended without closing the group");
   const uint64_t beat = peer.control->heartbeat.load(std::memory_order_relaxed);
   if (beat != watched.last_beat) {
     watched.last_beat = beat;
@@ -185,10 +195,7 @@ void Monitor::Round(std::chrono::steady_clock::time_point now) {
 
 void Monitor::Loop() noexcept {
   const auto start = std::chrono::steady_clock::now();
-  for (Watched& entry : watched_) {
-    entry.last_change = start;
-    entry.pidfd = static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(entry.peer.pid), 0));
-  }
+  for (Watched& entry : watched_) entry.last_change = start;
   const auto period =
       std::min<std::chrono::nanoseconds>(options_.peer_timeout / kBeatsPerTimeout, kMaxBeatPeriod);
   const FailureLatch never_failed;
@@ -216,9 +223,6 @@ void Monitor::Loop() noexcept {
     if (after - before > options_.peer_timeout / 2) {
       for (Watched& entry : watched_) entry.last_change = after;
     }
-  }
-  for (const Watched& entry : watched_) {
-    if (entry.pidfd >= 0) close(entry.pidfd);
   }
 }
 

@@ -61,6 +61,8 @@ class Monitor {
   bool ShowAgreement();
   // Leave, or shows the failure, and joins. Idempotent.
   void Stop();
+  // Whether that process of a mate has ended, as far as the kernel tells; on any thread.
+  bool HasEnded(uint64_t pid) const;
 
  private:
   struct Watched;
@@ -73,7 +75,7 @@ class Monitor {
   const MonitorOptions options_;
   FailureLatch* const failure_;
   Status exception_;              // made while there was memory
-  std::vector<Watched> watched_;  // of the thread, from its start on
+  std::vector<Watched> watched_;  // of the thread, from its start on, but for what is constant
   std::atomic<bool> stopping_{false};
   Doorbell wake_{};
   std::atomic<bool> has_left_{false};

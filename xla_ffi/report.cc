@@ -53,6 +53,20 @@ bool HasLeft(const RankView& rank) {
   return rank.state == MemberState::kClosed && !rank.agrees && rank.phase != Phase::kAwaitsBarrier;
 }
 
+// It has ended without a good-bye.
+bool IsGone(const RankView& rank) { return rank.is_gone && !HasLeft(rank); }
+
+// The last that it has shown; since when is of no interest any more.
+std::string Gone(const RankView& rank, const LineOf& line_of) {
+  const std::string text = "gone, its process has ended";
+  if (rank.on_gpu) {
+    if (rank.num_enqueued == 0) return text;
+    return text + "; the newest call that its host had enqueued: " + rank.enqueued_operation +
+           AtLine(rank.enqueued_site, line_of);
+  }
+  return rank.num_calls == 0 ? text : text + "; its newest: " + CallText(rank, line_of);
+}
+
 bool IsSilent(const RankView& rank, uint64_t now_ns) {
   return rank.state == MemberState::kRunning && rank.beat_ns != 0 &&
          Since(rank.beat_ns, now_ns) > kSilenceNs;
@@ -171,6 +185,7 @@ std::optional<Culprit> FindCulprit(const TeamView& team, uint64_t now_ns, const 
       }
       return found(why);
     }
+    if (IsGone(rank)) return found("it is " + Gone(rank, line_of));
     if (rank.state == MemberState::kFailed) return found("its process has failed");
     if (HasLeft(rank)) return found("it has closed the group");
     if (IsSilent(rank, now_ns)) {
@@ -236,6 +251,10 @@ std::string RankLines(const TeamView& team, uint64_t now_ns, const LineOf& line_
     }
     if (!rank.is_visible) {
       out += "in another node; this one knows only the flows below\n";
+      continue;
+    }
+    if (IsGone(rank)) {
+      out += Gone(rank, line_of) + "\n";
       continue;
     }
     if (rank.state == MemberState::kFailed) out += "FAILED, ";

@@ -26,7 +26,8 @@ struct RankView {
   // not what a graph replays.
   bool on_gpu = false;
   MemberState state = MemberState::kRunning;
-  bool agrees = false;  // its process has called Group.agree
+  bool is_gone = false;  // its process has ended
+  bool agrees = false;   // its process has called Group.agree
   // Copies of what its Activity said.
   uint64_t num_calls = 0, num_enqueued = 0;
   Phase phase = Phase::kBetweenCalls;

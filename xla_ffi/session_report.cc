@@ -33,7 +33,9 @@ TeamView Session::ViewTeam(uint32_t team) const {
           reinterpret_cast<const ControlBlock*>(viewer.heaps[viewer.leader()]);
       seen.next_is_announced = order->order_count.load(std::memory_order_acquire) > seen.num_calls;
       for (const MonitorOptions::Peer& peer : member->watched) {
-        if (peer.rank == rank) seen.pid = peer.pid;
+        if (peer.rank != rank) continue;
+        seen.pid = peer.pid;
+        seen.is_gone = monitor_ != nullptr && monitor_->HasEnded(peer.pid);
       }
       if (member->id.rank == rank) {
         seen.pid = static_cast<uint64_t>(getpid());
@@ -60,7 +62,12 @@ std::string Session::Report() const {
     if (!views.contains(member->id.team)) views[member->id.team] = ViewTeam(member->id.team);
   }
   Page page = PageOf(views, now_ns, LineOfCall);
-  if (is_leaving_.load(std::memory_order_relaxed)) page.culprit = "closing; " + page.culprit;
+  const bool is_leaving = is_leaving_.load(std::memory_order_relaxed);
+  if (!failure.empty()) {
+    page.culprit = is_leaving ? "closing" : "";  // nobody waits for anybody any more
+  } else if (is_leaving) {
+    page.culprit = "closing; " + page.culprit;
+  }
   std::string out = StateLine(options_.name, page.culprit, failure) + page.lines;
   if (proxy_ == nullptr) return out;
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel channel) {

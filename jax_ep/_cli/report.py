@@ -37,6 +37,11 @@ class Page:
         return float(found[1]) if found else 0.0
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the group has, as this process sees it."""
+        return ": FAILED: " in self.text.partition("\n")[0]
+
+    @property
     def pids(self) -> frozenset[int]:
         """The processes that it sees: those of its node. It may see itself alone."""
         return frozenset({self.pid, *map(int, _PID.findall(self.text))})
@@ -126,9 +131,9 @@ def ask(pid: int, request: bytes = b"") -> str:
 
 
 def newest_of_each(pages: Iterable[Page]) -> list[Page]:
-    """Of pages about one group and node, the one that tells of the longest wait."""
+    """Of pages about one group and node: one with a failure, else that of the longest wait."""
     kept: list[Page] = []
-    for page in sorted(pages, key=lambda page: -page.wait_s):
+    for page in sorted(pages, key=lambda page: (not page.has_failed, -page.wait_s)):
         if not any(page.group == seen.group and page.pids & seen.pids for seen in kept):
             kept.append(page)
     return kept

@@ -1,6 +1,7 @@
 """Death, stop and lateness of a rank: an error that names it within the limit, and a way on."""
 
 import pathlib
+import re
 import time
 
 import pytest
@@ -51,6 +52,12 @@ def test_every_survivor_names_the_lost_rank_and_goes_on(how, mode, node_size):
         assert float(done.value(survivor, "seconds")) < PEER_TIMEOUT_S + SLACK_S, done.text[-6000:]
         assert "rank 2" in done.value(survivor, "error"), done.text[-6000:]
         assert "rank 2" in done.value(survivor, "check")
+        # The page named the survivor that wrote it, and had the culprit behind that.
+        page = done.value(survivor, "page")
+        assert re.match(r"group \S+: FAILED: rank 2 ", page), page
+        if how == "kill" and node_size is None:
+            line = done.value(survivor, "line")
+            assert "rank 2, process 2, pid" in line and ": gone, its process has ended" in line
         later = [done.value(survivor, f"later{call}").partition(" ") for call in range(5)]
         assert all("rank 2" in text for _, _, text in later), later
         # The quickest: any one of them may have met a busy machine.

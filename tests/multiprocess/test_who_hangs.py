@@ -270,5 +270,7 @@ def test_pages_of_one_node_are_shown_once_the_longest_wait_first():
         page(12, "ep[4]#1", f"{waits} 2.5 s: in no call", 11, 12),
         page(21, "ep[4]#1", f"{waits} 9.0 s: in no call", 21, 22),  # of another job or node
         page(12, "ep[4]#2", "nobody is waiting", 11, 12),
+        page(12, "ep[4]#3", f"{waits} 3.5 s: in no call", 11, 12),
+        page(11, "ep[4]#3", "FAILED: rank 1 (pid 12) is gone: its process has ended", 11, 12),
     ]
-    assert report.newest_of_each(pages) == [pages[2], pages[1], pages[3]]
+    assert report.newest_of_each(pages) == [pages[5], pages[2], pages[1], pages[3]]

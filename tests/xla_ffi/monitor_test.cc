@@ -2,6 +2,8 @@
 #include "xla_ffi/monitor.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -55,6 +57,29 @@ TEST(Monitor, tells_its_mates_that_the_processes_agree_anew) {
   EXPECT_FALSE(monitor_of_mate->ShowAgreement());
   monitor_of_mate->Leave(Departure::kClosed);
   EXPECT_EQ(control->departure.load(std::memory_order_relaxed), Departure::kAgrees);
+}
+
+TEST(Monitor, knows_whose_process_has_ended) {
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  SharedMemory mate = std::move(*SharedMemory::Create(sizeof(ControlBlock), /*shareable=*/false));
+  auto* const control = reinterpret_cast<ControlBlock*>(mate.bytes().data());
+  MonitorOptions options{.group_name = "test", .peer_timeout = kTimeout};
+  for (const pid_t pid : {child, getpid()}) {
+    options.peers.push_back({.rank = 1, .pid = static_cast<uint64_t>(pid), .control = control});
+  }
+  FailureLatch failure;
+  const std::unique_ptr<Monitor> monitor = std::move(*Monitor::Create(options, &failure));
+  EXPECT_FALSE(monitor->HasEnded(static_cast<uint64_t>(child)));
+  ASSERT_EQ(kill(child, SIGKILL), 0);
+  WaitFor([&] { return monitor->HasEnded(static_cast<uint64_t>(child)); });  // not reaped yet
+  EXPECT_FALSE(monitor->HasEnded(static_cast<uint64_t>(getpid())));
+  ASSERT_EQ(waitpid(child, nullptr, 0), child);
+  EXPECT_TRUE(monitor->HasEnded(static_cast<uint64_t>(child)));
 }
 
 // It said "rank 1 failed first: rank 2 closed it".

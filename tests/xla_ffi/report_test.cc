@@ -7,6 +7,8 @@
 #include <atomic>
 #include <map>
 
+#include "xla_ffi/lifecycle.h"
+
 namespace jax_ep {
 namespace {
 
@@ -248,6 +250,46 @@ TEST(FindCulprit, is_who_works_longest_where_nobody_waits) {
   for (RankView& rank : team.ranks) rank.phase = Phase::kBetweenCalls;
   EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
   EXPECT_EQ(CulpritText(team, std::nullopt), "nobody is waiting");
+}
+
+// The dead rank's line did not say that it was gone, and its last call went on for ever.
+TEST(RankLines, say_of_a_process_that_has_ended_that_it_is_gone) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 3);
+  team.ranks[1].is_gone = true;
+  team.ranks[1].beat_ns = kNow - 5 * kSecond;
+  EXPECT_EQ(MustFind(team).rank, 1u);
+  EXPECT_EQ(MustFind(team).why, "it is gone, its process has ended; its newest: call 5, dispatch");
+  const std::string line =
+      "  rank 1, process 1, pid 1001: gone, its process has ended; its newest: call 5, dispatch\n";
+  EXPECT_NE(RankLines(team, kNow, NoLine).find(line), std::string::npos);
+  team.ranks[1].state = MemberState::kClosed;  // in peace
+  EXPECT_EQ(RankLines(team, kNow, NoLine).find("gone"), std::string::npos);
+}
+
+// The rank that printed the page stood in front, and who had failed behind it.
+TEST(StateLine, has_what_failed_first_in_front) {
+  const std::string failure = "group ep[2]#1: rank 1 (pid 7) is gone: its process has ended";
+  EXPECT_EQ(StateLine("ep[2]#1", "nobody is waiting", ""), "group ep[2]#1: nobody is waiting\n");
+  EXPECT_EQ(StateLine("ep[2]#1 on GPUs", "", failure),
+            "group ep[2]#1 on GPUs: FAILED: rank 1 (pid 7) is gone: its process has ended\n");
+  EXPECT_EQ(StateLine("ep[2]#1", "closed", "process 1 failed"),
+            "group ep[2]#1: FAILED: process 1 failed (closed)\n");
+}
+
+// Somebody was said to have kept another one waiting for 0.0 s.
+TEST(FindCulprit, is_nobody_after_moments) {
+  TeamView team = FourRanks();
+  for (RankView& rank : team.ranks) rank.since_ns = kNow - kSecond / 25;
+  EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
+  LetWait(team, 0, 1, 0);
+  team.ranks[0].since_ns = kNow - kSecond / 25;
+  EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
+  team.ranks[0].since_ns = kNow - kSecond / 20;
+  EXPECT_EQ(CulpritText(team, MustFind(team))
+                .find("rank 1 (process 1) has kept rank 0 waiting for "
+                      "0.1 s"),
+            0u);
 }
 
 TEST(RankLines, say_what_each_rank_does_and_where) {

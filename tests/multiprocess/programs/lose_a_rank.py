@@ -131,6 +131,10 @@ try:
     print("check said nothing", flush=True)
 except RuntimeError as latched:
     print(f"check {' '.join(str(latched).split())}", flush=True)
+first, *lines = group.report().splitlines()
+print(f"page {first}", flush=True)
+(line,) = (line for line in lines if f", process {victim}" in line)
+print(f"line {line}", flush=True)
 for call in range(LATER_CALLS):  # they fail at once, with the first cause
     start = time.monotonic()
     try:
