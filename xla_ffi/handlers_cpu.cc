@@ -97,7 +97,9 @@ struct CpuPlatform {
     if (!session.ok()) return Failed(session.status());
     const SessionOptions& options = (*session)->options();
     const Lifecycle::Lease lease = (*session)->Enter();
-    if (!lease) return Failed((*session)->lifecycle().Refusal(options.name));
+    if (!lease) {
+      return Failed((*session)->lifecycle().Refusal(options.name, (*session)->FailureText()));
+    }
     // For what only some ranks of a program may meet: the others would wait for this one.
     const auto fail_group = [&](const Status& status) {
       (*session)->failure().Set(status);

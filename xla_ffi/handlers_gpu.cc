@@ -54,7 +54,7 @@ struct GpuPlatform {
     GpuSession& group = **session;
     const std::string& name = group.options().name;
     const Lifecycle::Lease lease = group.Enter();  // until the launcher has returned
-    if (!lease) return ToFfiError(group.lifecycle().Refusal(name));
+    if (!lease) return ToFfiError(group.lifecycle().Refusal(name, group.FailureText()));
     if (!std::string_view(operation).starts_with("dispatch_done") &&
         !std::string_view(operation).starts_with("combine_done")) {
       if (auto left = group.FindDepartedMate(context.device)) {

@@ -30,6 +30,13 @@ inline Status GroupIsClosed(const std::string& name) {
                             " is closed; create a new one with jax_ep.create_group");
 }
 
+// To a call that comes while the session closes: its execution was enqueued before, or beside it.
+inline Status GroupWasClosed(const std::string& name) {
+  return FailedPrecondition("group " + name +
+                            " was closed by this process while this step ran; wait for the "
+                            "results of its steps before close");
+}
+
 // What a child of the process that made it is to its parent's group; so says Python, too.
 inline constexpr std::string_view kIsFork =
     "this process is a fork of the group's process, and takes no part in it";
@@ -107,11 +114,15 @@ class Lifecycle {
     stage_.notify_all();
   }
 
-  // To a handler that Enter has given no lease.
-  Status Refusal(const std::string& name) const {
-    if (!is_forked()) return GroupIsClosed(name);
-    return FailedPrecondition("group " + name + ": " + std::string(kIsFork) +
-                              "; run the group's programs in the parent");
+  // To a handler that Enter has given no lease. `failure`: what the session had failed with when it
+  // was closed, or "".
+  Status Refusal(const std::string& name, const std::string& failure) const {
+    if (is_forked()) {
+      return FailedPrecondition("group " + name + ": " + std::string(kIsFork) +
+                                "; run the group's programs in the parent");
+    }
+    if (stage_.load(std::memory_order_acquire) == Stage::kClosed) return GroupIsClosed(name);
+    return failure.empty() ? GroupWasClosed(name) : FailedPrecondition(failure);
   }
   // The same for StateLine.
   std::string_view Refused() const { return is_forked() ? kIsFork : "closed"; }

@@ -80,7 +80,8 @@ Status Session::EndCalls() {
     if (balance.expired()) return unbalanced();
     std::this_thread::sleep_for(kDrainPeriod);
   }
-  for (const auto& member : members_) member->executor->Refuse(GroupIsClosed(options_.name));
+  const Status refusal = failure_->failed() ? failure_->status() : GroupWasClosed(options_.name);
+  for (const auto& member : members_) member->executor->Refuse(refusal);
   // A call that came in between was taken on some ranks and refused on others: it cannot end.
   if (!IsBalanced()) return unbalanced();
   const Deadline deadline = Deadline::After(options_.timeout);

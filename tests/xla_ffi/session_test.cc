@@ -119,7 +119,7 @@ struct PlanCall {
   // As a handler does it.
   void Enqueue(Session& session, int64_t device) {
     const Lifecycle::Lease lease = session.Enter();
-    if (!lease) return End(GroupIsClosed("test"));
+    if (!lease) return End(session.lifecycle().Refusal("test", session.FailureText()));
     session.FindExecutor(device)->Enqueue(
         Call{.key = {.run_id = 1, .site = 1},
              .operation = "plan",
@@ -331,6 +331,22 @@ TEST(Session, a_call_on_some_ranks_of_a_process_ends_with_its_close) {
   EXPECT_TRUE(Contains(group.sessions[0]->FailureText(), "rank 1: 1 calls"));
 }
 
+// It was told to create a new group, as if it had come after the close.
+TEST(Session, a_call_that_its_own_process_cuts_is_told_so) {
+  Group group({.num_processes = 2});
+  group.OnAll([](Session& session) { Group::Expect(CallOnce(session)); });
+  std::thread closer([&] { group.sessions[0]->Close(); });  // waits for the other process
+  while (!Contains(group.sessions[0]->Report(), "closing")) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const Status status = CallOnce(*group.sessions[0]);
+  EXPECT_EQ(status.message().find("group test was closed by this process while this step ran"), 0u)
+      << status.message();
+  group.sessions[1]->Close();
+  closer.join();
+  EXPECT_TRUE(Contains(CallOnce(*group.sessions[0]).message(), "is closed; create a new one"));
+}
+
 // What comes between the last look and the refusal is taken by some ranks only, and cannot end.
 TEST(Session, a_call_that_races_with_close_does_not_hold_it_up) {
   for (int round = 0; round < 10; ++round) {
@@ -457,7 +473,7 @@ TEST(Session, a_forked_child_touches_nothing) {
   if (child == 0) {
     Session& session = *group.sessions[0];
     // It was told that the group is closed and to create a new one, which a child cannot.
-    const Status told = session.lifecycle().Refusal("test");
+    const Status told = session.lifecycle().Refusal("test", "");
     const bool is_refused =
         !session.Enter() && Contains(told.message(), "is a fork of the group's");
     const bool is_dumped = Contains(session.DumpState(), "group test: this process is a fork of");
