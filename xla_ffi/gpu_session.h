@@ -26,6 +26,7 @@
 #include "xla_ffi/monitor.h"
 #include "xla_ffi/report.h"
 #include "xla_ffi/session_options.h"
+#include "xla_ffi/session_table.h"
 #include "xla_ffi/totals.h"
 
 namespace jax_ep {
@@ -90,6 +91,8 @@ class GpuSession {
   std::optional<Departed> FindDepartedMate(int64_t device) const;
   const gpu::GpuApi& api() const { return *api_; }
   const SessionOptions& options() const { return options_.session; }
+  // Kernels are launched ahead of the work that they wait for: a close cuts none of them.
+  int64_t newest_run() const { return kNoRun; }
   FailureLatch& failure() { return *failure_; }
   // From here on any thread, at any time: after Close what was true at its begin.
   // With what a kernel has found whose results can be read: the watch may look later. If that is

@@ -93,7 +93,8 @@ struct CpuPlatform {
   static Outcome Submit(const Context& context, int64_t session_id, Sizes sizes,
                         const Arg& position, const char* operation, Make make, Run run) {
     const CallSite& site = context.state->site;
-    Result<std::shared_ptr<Session>> session = SessionTable<Session>::Instance().Find(session_id);
+    Result<std::shared_ptr<Session>> session =
+        SessionTable<Session>::Instance().Find(session_id, context.run_id.run_id);
     if (!session.ok()) return Failed(session.status());
     const SessionOptions& options = (*session)->options();
     const Lifecycle::Lease lease = (*session)->Enter();
@@ -128,6 +129,7 @@ struct CpuPlatform {
     const Result<int64_t> name =
         (*session)->runs().Name(site.shared, context.run_id.run_id, is_local);
     if (!name.ok()) return fail_group(name.status());
+    (*session)->NoteRun(context.run_id.run_id);
     ffi::Promise promise;
     ffi::Future future(promise);
     executor->Enqueue(Call{

@@ -118,7 +118,7 @@ class PySessionOf {
   void Close(bool program_ended) {
     if (session_->lifecycle().is_forked()) return;
     CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed,
-             GroupIsClosed(session_->options().name));
+             GroupIsClosed(session_->options().name), GroupWasClosed(session_->options().name));
   }
 
   // Close without the others' consent: what they wait for ends with `reason`, which late executions
@@ -127,7 +127,7 @@ class PySessionOf {
     if (session_->lifecycle().is_forked()) return;
     const Status why = FailedPrecondition(reason);
     session_->failure().Set(why);
-    CloseFor(Departure::kClosed, why);
+    CloseFor(Departure::kClosed, why, why);
   }
 
   void BeginToAgree() { session_->BeginToAgree(); }
@@ -140,7 +140,7 @@ class PySessionOf {
         ": this process called agree, which has not ended well yet; if it has raised, call it "
         "again");
     session_->failure().Set(why, FailureLatch::kAgreement);
-    CloseFor(Departure::kClosed, why);
+    CloseFor(Departure::kClosed, why, why);
   }
 
   // The first failure's message, or "" while the group works, or worked when it was closed.
@@ -203,12 +203,12 @@ class PySessionOf {
   }
 
  private:
-  // `why`: what executions are told from then on.
-  void CloseFor(Departure departure, const Status& why) {
+  // `why`: what executions are told from then on; `cut`: one that had begun.
+  void CloseFor(Departure departure, const Status& why, const Status& cut) {
     AwaitPeers([&] {
       session_->Close(departure);
       reported_.reset();
-      SessionTable<S>::Instance().Remove(*session_, why);
+      SessionTable<S>::Instance().Remove(*session_, why, cut);
       return Status::Ok();
     });
   }

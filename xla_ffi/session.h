@@ -76,6 +76,9 @@ class Session {
 
   const SessionOptions& options() const { return options_; }
   RunNames& runs() { return runs_; }
+  // Execution `run_id` has a call here; which was the newest to have one (SessionTable).
+  void NoteRun(int64_t run_id) { newest_run_.store(run_id, std::memory_order_relaxed); }
+  int64_t newest_run() const { return newest_run_.load(std::memory_order_relaxed); }
   FailureLatch& failure() { return *failure_; }
   // The first failure, or "". What happens to others while this process leaves is none of its own.
   std::string FailureText() const;
@@ -143,6 +146,7 @@ class Session {
   std::atomic<uint64_t> barrier_epoch_{0};
   bool started_ = false;
   RunNames runs_;
+  std::atomic<int64_t> newest_run_{kNoRun};
   PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
   std::string last_failure_;

@@ -12,7 +12,10 @@
 
 namespace jax_ep {
 
-// S has `options()` with session_id and name. Thread rule: any thread.
+inline constexpr int64_t kNoRun = -1;
+
+// S has `options()` with session_id and name, and `newest_run()`: the execution whose call it has
+// had last, or kNoRun. Thread rule: any thread.
 template <typename S>
 class SessionTable {
  public:
@@ -34,9 +37,10 @@ class SessionTable {
     return Status::Ok();
   }
 
-  // From here on a late execution gets `why`, in place of an older one, too. Nothing, if `session`
-  // was not added, whoever else has its id.
-  void Remove(const S& session, Status why) {
+  // From here on a late execution gets `why`, in place of an older one, too; `cut`, if it is the
+  // one that the session has had last. Nothing, if `session` was not added, whoever else has its
+  // id.
+  void Remove(const S& session, Status why, Status cut) {
     std::lock_guard lock(mutex_);
     const int64_t id = session.options().session_id;
     if (const auto it = sessions_.find(id); it != sessions_.end()) {
@@ -45,15 +49,20 @@ class SessionTable {
     } else if (!closed_.contains(id)) {
       return;
     }
-    closed_.insert_or_assign(id, std::move(why));
+    closed_.insert_or_assign(
+        id, Closed{.why = std::move(why), .run = session.newest_run(), .cut = std::move(cut)});
   }
 
-  Result<std::shared_ptr<S>> Find(int64_t session_id) const {
+  // For execution `run_id`, XLA's number of it.
+  Result<std::shared_ptr<S>> Find(int64_t session_id, int64_t run_id = kNoRun) const {
     std::lock_guard lock(mutex_);
     const auto it = sessions_.find(session_id);
     if (it != sessions_.end()) return it->second;
     const auto closed = closed_.find(session_id);
-    if (closed != closed_.end()) return closed->second;
+    if (closed != closed_.end()) {
+      const bool is_cut = run_id != kNoRun && run_id == closed->second.run;
+      return is_cut ? closed->second.cut : closed->second.why;
+    }
     return FailedPrecondition(
         "got a program of group id " + std::to_string(session_id) +
         ", expected one of those that this process has: " + Names() +
@@ -62,6 +71,12 @@ class SessionTable {
   }
 
  private:
+  struct Closed {
+    Status why;
+    int64_t run = kNoRun;  // the newest that came while it was open
+    Status cut;
+  };
+
   std::string Names() const {
     std::string names;
     for (const auto& [id, session] : sessions_) {
@@ -72,7 +87,7 @@ class SessionTable {
 
   mutable std::mutex mutex_;
   std::map<int64_t, std::shared_ptr<S>> sessions_;
-  std::map<int64_t, Status> closed_;
+  std::map<int64_t, Closed> closed_;
 };
 
 }  // namespace jax_ep
