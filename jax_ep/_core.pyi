@@ -19,6 +19,14 @@ def check_environment() -> None:
     ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).
     """
 
+def begin_stay(what: str, number: int) -> int:
+    """
+    This process enters "close", "create_group" or "agree" of group #number: for reports.
+    """
+
+def end_stay(place: int) -> None:
+    """It leaves what begin_stay returned this for."""
+
 def set_call_lines(lines: list[tuple[int, str]]) -> None:
     """Takes [(name of a call, where it stands in the program)], for reports."""
 

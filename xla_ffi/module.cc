@@ -15,6 +15,7 @@
 #include "proxy/base/topology.h"
 #include "proxy/transport/registry.h"
 #include "xla_ffi/call_lines.h"
+#include "xla_ffi/elsewhere.h"
 #include "xla_ffi/handlers_cpu.h"
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/quantize.h"
@@ -283,6 +284,20 @@ NB_MODULE(_core, m) {
   m.def(
       "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
       "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
+  m.def(
+      "begin_stay",
+      [](const std::string& what, uint32_t number) {
+        const jax_ep::Stay stay = what == "close"          ? jax_ep::Stay::kClose
+                                  : what == "create_group" ? jax_ep::Stay::kCreateGroup
+                                                           : jax_ep::Stay::kAgree;
+        return jax_ep::Elsewhere::Instance().Begin(stay, number);
+      },
+      nb::arg("what"), nb::arg("number"),
+      "This process enters \"close\", \"create_group\" or \"agree\" of group #number: for "
+      "reports.");
+  m.def(
+      "end_stay", [](size_t place) { jax_ep::Elsewhere::Instance().End(place); }, nb::arg("place"),
+      "It leaves what begin_stay returned this for.");
   m.def(
       "set_call_lines",
       [](const std::vector<std::pair<uint64_t, std::string>>& lines) {

@@ -13,6 +13,7 @@
 #include "proxy/base/rank_name.h"
 #include "proxy/base/thread.h"
 #include "proxy/blame.h"
+#include "xla_ffi/elsewhere.h"
 
 namespace jax_ep {
 namespace {
@@ -202,6 +203,7 @@ void Monitor::Loop() noexcept {
   while (!stopping_.load(std::memory_order_acquire)) {
     for (ControlBlock* const control : options_.own) {
       control->heartbeat.fetch_add(1, std::memory_order_relaxed);
+      control->activity.elsewhere.store(Elsewhere::Instance().Get(), std::memory_order_relaxed);
       control->activity.beat_ns.store(MonotonicNs(), std::memory_order_relaxed);
     }
     const auto before = std::chrono::steady_clock::now();

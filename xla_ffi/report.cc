@@ -5,6 +5,8 @@
 #include <set>
 #include <utility>
 
+#include "xla_ffi/elsewhere.h"
+
 namespace jax_ep {
 namespace {
 
@@ -72,6 +74,12 @@ bool IsSilent(const RankView& rank, uint64_t now_ns) {
          Since(rank.beat_ns, now_ns) > kSilenceNs;
 }
 
+// Of a rank that is in no call.
+std::string Beside(const RankView& rank) {
+  const std::string stay = StayText(rank.elsewhere);
+  return stay.empty() ? stay : "; its process is in " + stay;
+}
+
 // What the rank does, whoever waits for it.
 std::string Doing(const TeamView& team, const RankView& rank, uint64_t now_ns,
                   const LineOf& line_of) {
@@ -79,7 +87,7 @@ std::string Doing(const TeamView& team, const RankView& rank, uint64_t now_ns,
   const auto awaited = [&] { return RankName(team.id, rank.awaited); };
   switch (rank.phase) {
     case Phase::kBetweenCalls:
-      if (rank.on_gpu) return Enqueued(rank, now_ns, line_of);
+      if (rank.on_gpu) return Enqueued(rank, now_ns, line_of) + Beside(rank);
       break;
     case Phase::kWorking:
       return CallText(rank, line_of) + ": has worked" + for_long + " and waits for nobody";
@@ -108,7 +116,7 @@ std::string Doing(const TeamView& team, const RankView& rank, uint64_t now_ns,
     text += rank.next_is_announced ? "the one that the team executes next is not among them"
                                    : "rank 0 has not said which is next";
   }
-  return text;
+  return text + Beside(rank);
 }
 
 }  // namespace
@@ -128,6 +136,7 @@ RankView ViewOf(const ControlBlock& control,
   view.signal = of(seen.signal);
   view.since_ns = of(seen.since_ns);
   view.beat_ns = of(seen.beat_ns);
+  view.elsewhere = of(seen.elsewhere);
   view.turn_since_ns = of(seen.enqueued_ns);
   view.epoch = of(seen.epoch);
   view.site = of(seen.call.site);

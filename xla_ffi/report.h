@@ -35,6 +35,7 @@ struct RankView {
   Channel channel = Channel::kOrder;
   uint64_t signal = 0, arrived = 0;
   uint64_t since_ns = 0, beat_ns = 0;
+  uint64_t elsewhere = 0;      // PackStay
   uint64_t turn_since_ns = 0;  // when the call came that has waited longest for its turn
   uint64_t epoch = 0, site = 0;
   std::string operation;

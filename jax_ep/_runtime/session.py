@@ -13,6 +13,7 @@ from typing import Any
 
 from jax_ep import _config, _extension
 from jax_ep._group import Group, Health, closed_message, forked_message
+from jax_ep._runtime import elsewhere
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
 from jax_ep._runtime.topology import Layout
@@ -76,7 +77,8 @@ class NativeSession:
         """
         if self._is_forked:
             return
-        with self._close_lock:  # who comes second must not cut off what the first waits for
+        # Who comes second must not cut off what the first waits for.
+        with self._close_lock, elsewhere.shown("close", self.name):
             if not self._closed:
                 self._closed = True
                 self._drain_or_abort()
@@ -124,7 +126,7 @@ class NativeSession:
         self._refuse_in_child("agree")  # before the lock, which may have been held at the fork
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        with self._close_lock:
+        with self._close_lock, elsewhere.shown("agree", self.name):
             if self._closed or self._left_out:
                 raise RuntimeError(self._trouble())
             self._await_executions(deadline)

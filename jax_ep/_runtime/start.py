@@ -13,7 +13,7 @@ from typing import Any
 
 from jax_ep import _config, _extension, _mesh
 from jax_ep._group import Group
-from jax_ep._runtime import bootstrap, cpu, gpu, topology
+from jax_ep._runtime import bootstrap, cpu, elsewhere, gpu, topology
 from jax_ep._runtime.agreement import Member
 from jax_ep._runtime.blueprint import Blueprint
 from jax_ep._runtime.elastic import Elastic, refuse_if_ended
@@ -31,11 +31,16 @@ def start(group: Group, exchange: bootstrap.Exchange) -> NativeSession:
         MemoryError: too little shared memory; says how much was asked for.
         jax_ep.BootstrapError: another process failed, is gone, or did not take part.
     """
+    name = f"{group._label}#{exchange.number}"
+    with elsewhere.shown("create_group", name):
+        return _start(group, exchange, name)
+
+
+def _start(group: Group, exchange: bootstrap.Exchange, name: str) -> NativeSession:
     core = _extension.load()
     close_at_exit()
     if group.platform == "cpu":
         cpu.warn_about_small_pool()
-    name = f"{group._label}#{exchange.number}"
     exchange.label = f"group {name}"  # as _core quotes it
     exchange.timeout_s = group.config.timeout_s
     exchange.peer_timeout_s = _config.peer_timeout_s(group.config)

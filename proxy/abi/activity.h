@@ -58,7 +58,7 @@ struct CallName {
 // two moments: it is read by people, about ranks that have not moved for seconds.
 // On CPUs written by the thread that runs the rank's calls; on GPUs by the one that watches the
 // device, which knows of a call only when it waits for long (gpu::WaitNote). The second half is
-// written by whoever enqueues, and by the monitor.
+// written by whoever enqueues, and by the monitor (beat_ns, elsewhere).
 struct Activity {
   std::atomic<uint64_t> num_calls;  // begun; the newest runs or has ended
   std::atomic<Phase> phase;
@@ -72,7 +72,8 @@ struct Activity {
   alignas(64) std::atomic<uint64_t> num_enqueued;  // calls that XLA has handed over
   std::atomic<uint64_t> enqueued_ns;               // time of the newest
   std::atomic<uint64_t> beat_ns;                   // time of the newest heartbeat
-  CallName enqueued;                               // the newest, on GPUs
+  std::atomic<uint64_t> elsewhere;  // what the process is in beside calls (xla_ffi/elsewhere.h)
+  CallName enqueued;                // the newest, on GPUs
 
   void BeginCall(uint64_t number, std::string_view name, uint64_t call_site) {
     call.Set(name, call_site);

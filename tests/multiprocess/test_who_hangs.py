@@ -12,7 +12,7 @@ import time
 
 import children
 import pytest
-from launching import PROGRAMS
+from launching import PROGRAMS, launch
 
 from jax_ep._cli import report
 
@@ -176,6 +176,16 @@ def test_the_one_that_stands_is_named_wherever_one_asks(tmp_path):
         assert job.end() == 0, job.text[-4000:]
     finally:
         job.process.kill()
+
+
+def test_a_process_that_waits_in_another_groups_close_says_so():
+    """Each blamed the other one, "in no call"."""
+    done = launch("close_in_opposite_orders.py", processes=2)
+    assert done.returncode == 0, done.text[-4000:]
+    for me in range(2):
+        page = done.value(me, "page")
+        assert f"rank {1 - me} (process {1 - me}) has kept rank {me} waiting for" in page
+        assert f"; its process is in close of group #{2 - me}" in page
 
 
 ONE_PROCESS = """

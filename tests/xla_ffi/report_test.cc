@@ -7,6 +7,7 @@
 #include <atomic>
 #include <map>
 
+#include "xla_ffi/elsewhere.h"
 #include "xla_ffi/lifecycle.h"
 
 namespace jax_ep {
@@ -250,6 +251,35 @@ TEST(FindCulprit, is_who_works_longest_where_nobody_waits) {
   for (RankView& rank : team.ranks) rank.phase = Phase::kBetweenCalls;
   EXPECT_FALSE(FindCulprit(team, kNow, NoLine).has_value());
   EXPECT_EQ(CulpritText(team, std::nullopt), "nobody is waiting");
+}
+
+// Groups that are closed in opposite orders blamed each other "in no call".
+TEST(FindCulprit, says_what_the_process_is_in_beside_calls) {
+  TeamView team = FourRanks();
+  LetWait(team, 0, 1, 3);
+  team.ranks[0].phase = Phase::kAwaitsBarrier;
+  LetSit(team, 1);
+  team.ranks[1].elsewhere = PackStay(Stay::kClose, 2);
+  EXPECT_EQ(MustFind(team).why,
+            "it has not come to that point of create_group or close; in no call for 1.0 s since "
+            "call 4, dispatch; its process is in close of group #2");
+  team.ranks[1].on_gpu = true;
+  team.ranks[1].elsewhere = PackStay(Stay::kAgree, 7);
+  EXPECT_NE(MustFind(team).why.find("; its process is in agree of group #7"), std::string::npos);
+  EXPECT_EQ(StayText(PackStay(Stay::kCreateGroup, 3)), "create_group of group #3");
+  EXPECT_EQ(StayText(uint64_t{9} << 32), "");
+}
+
+TEST(Elsewhere, has_room_for_some_and_shows_one) {
+  Elsewhere elsewhere;
+  EXPECT_EQ(elsewhere.Get(), 0u);
+  const size_t first = elsewhere.Begin(Stay::kClose, 1);
+  for (size_t i = 1; i < Elsewhere::kPlaces; ++i) elsewhere.Begin(Stay::kAgree, 2);
+  const size_t none = elsewhere.Begin(Stay::kClose, 3);
+  EXPECT_EQ(elsewhere.Get(), PackStay(Stay::kClose, 1));
+  elsewhere.End(none);
+  elsewhere.End(first);
+  EXPECT_EQ(elsewhere.Get(), PackStay(Stay::kAgree, 2));
 }
 
 // The dead rank's line did not say that it was gone, and its last call went on for ever.
