@@ -38,6 +38,22 @@ def gpu_distances(sysfs: str, rdma_devices: Sequence[str]) -> list[tuple[str, li
     [(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).
     """
 
+class WaitPage:
+    """What Python waits for (wait_page.h)."""
+
+    def __init__(self, who: str, why: str) -> None: ...
+    def set(self, who: str, why: str) -> None:
+        """Replaces both."""
+
+    def text(self) -> str:
+        """The page."""
+
+    def warn(self) -> None:
+        """Writes the page to the log."""
+
+    def end(self) -> None:
+        """Nobody who asks this process gets it any more."""
+
 class GroupShape:
     """Sizes of a group (kernels/layout.h)."""
 

@@ -20,6 +20,7 @@
 #include "xla_ffi/handlers_gpu.h"
 #include "xla_ffi/quantize.h"
 #include "xla_ffi/session.h"
+#include "xla_ffi/wait_page.h"
 
 namespace nb = nanobind;
 
@@ -310,6 +311,13 @@ NB_MODULE(_core, m) {
         "[(name, available, reason)] of every transport.");
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");
+  nb::class_<jax_ep::WaitPage>(m, "WaitPage", "What Python waits for (wait_page.h).")
+      .def(nb::init<std::string, std::string>(), nb::arg("who"), nb::arg("why"))
+      .def("set", &jax_ep::WaitPage::Set, nb::arg("who"), nb::arg("why"), "Replaces both.")
+      .def("text", &jax_ep::WaitPage::Text, "The page.")
+      .def("warn", &jax_ep::WaitPage::Warn, "Writes the page to the log.")
+      .def("end", &jax_ep::WaitPage::End, nb::call_guard<nb::gil_scoped_release>(),
+           "Nobody who asks this process gets it any more.");
   jax_ep::BindOptions(m);
   auto session = nb::class_<PySession>(m, "Session", "One group in this process (session.h).");
   session.def(nb::init<const jax_ep::SessionOptions&>(), nb::arg("options"))

@@ -205,6 +205,7 @@ class Reporter {
     std::string all;
     int num_uncounted = 0;
     ForEachGroup([&](const GroupAnswers& group) {
+      if (group.counters == nullptr) return;
       const std::string counters = group.counters();
       num_uncounted += counters.empty();
       if (!all.empty() && !counters.empty()) all += ", ";

@@ -28,7 +28,8 @@ inline constexpr std::string_view kCountersRequest = R"({"version": 1, "want": "
 // for a copy from the device, and so does the end of this group's entry, but no other group's.
 struct GroupAnswers {
   std::function<std::string()> page;
-  std::function<std::string()> counters;  // JSON, "" where they cannot be had
+  // JSON, "" where they cannot be had; no function: it is no group that could have any.
+  std::function<std::string()> counters;
 };
 
 // Keeps a group listed. Thread rule: made and destroyed on any thread; in a forked child nothing

@@ -38,8 +38,9 @@ class Page:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the group has, as this process sees it."""
-        return ": FAILED: " in self.text.partition("\n")[0]
+        """Whether the group has, as this process sees it, or its processes agree anew."""
+        first = self.text.partition("\n")[0]
+        return ": FAILED: " in first or "group.agree" in first
 
     @property
     def pids(self) -> frozenset[int]:

@@ -132,6 +132,7 @@ def decide(
     is_gone: Callable[[Member], bool],
     is_silent: Callable[[int], bool],
     usable: Callable[[Collection[int]], Collection[int]],
+    waits_for: Callable[[Collection[int]], None],
 ) -> Decision:
     """Joins the round after `last`, and returns its decision.
 
@@ -145,6 +146,7 @@ def decide(
         is_gone: whether a process of this host has ended.
         is_silent: whether a process has given no sign of life (pulse.py).
         usable: of processes that live, those that the group can go on with.
+        waits_for: told again and again which processes have to come first; none: it is decided.
 
     Returns:
         The round's `Decision`, or a later one if the others are beyond it.
@@ -157,6 +159,7 @@ def decide(
     while True:
         rounds = store.folder("decided")
         if number in rounds:
+            waits_for(())
             return _as_decision(number, rounds[number])
         if rounds and max(rounds) > number:  # this process stood still, and its round is forgotten
             return _as_decision(max(rounds), rounds[max(rounds)])
@@ -185,6 +188,7 @@ def decide(
             proposal = {p: m for p, m in living.items() if p in chosen}
             store.put(f"decided/{number}", _as_record(Decision(number, proposal)))
             continue
+        waits_for(missing - lost)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
 

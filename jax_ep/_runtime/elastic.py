@@ -105,13 +105,20 @@ class Elastic:
                 self._store.put("group", record)
         self._begin_pulse()
 
-    def agree(self, deadline: float, suspects: Collection[int], before: Callable[[], None]) -> Any:
+    def agree(
+        self,
+        deadline: float,
+        suspects: Collection[int],
+        before: Callable[[], None],
+        waits_for: Callable[[Collection[int]], None] = lambda _: None,
+    ) -> Any:
         """Decides with the other living processes who goes on; a started session of them.
 
         Args:
             deadline: by time.monotonic().
             suspects: ranks that this process has seen dying or silent.
             before: called once it is decided: ends the old session, if it has not ended.
+            waits_for: as in `agreement.decide`.
 
         Raises:
             LeftOutError: this process was left out.
@@ -136,6 +143,7 @@ class Elastic:
                 is_gone=self._is_gone,
                 is_silent=self._is_silent,
                 usable=self._usable,
+                waits_for=waits_for,
             )
             self._refuse_if_left_out(decision)
             before()

@@ -9,11 +9,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from jax_ep import _config, _extension
 from jax_ep._group import Group, Health, closed_message, forked_message
 from jax_ep._runtime import elsewhere
+from jax_ep._runtime.agree_page import AgreePage
 from jax_ep._runtime.drain import Drain
 from jax_ep._runtime.elastic import Elastic, LeftOutError, losses
 from jax_ep._runtime.topology import Layout
@@ -39,6 +41,7 @@ class NativeSession:
         """Wraps a started `_core.Session` of that name; `elastic` is for groups that are."""
         self._session = session
         self._elastic = elastic
+        self._agreeing: AgreePage | None = None  # while inside agree
         self._left_out = ""  # why this process takes part no more
         self.name = name
         self._pid = os.getpid()
@@ -129,33 +132,50 @@ class NativeSession:
         with self._close_lock, elsewhere.shown("agree", self.name):
             if self._closed or self._left_out:
                 raise RuntimeError(self._trouble())
-            self._await_executions(deadline)
-            session = self._session
-            failure = str(session.failure_text())
-            ended_early = None
-            if failure:  # nobody needs it any more, and a proxy may take seconds to stop
-                ended_early = threading.Thread(target=session.end_to_agree, name="jax_ep-agree")
-                ended_early.start()
+            with self._agree_page() as page:
+                return self._agree(deadline, page)
 
-            def end_session() -> None:
-                if ended_early is not None:
-                    ended_early.join()
-                # Again, if a session that could not be built has left its own reason.
-                session.end_to_agree()
+    @contextlib.contextmanager
+    def _agree_page(self) -> Iterator[AgreePage]:
+        """What reports say meanwhile: the session knows nothing of it, and may have ended."""
+        page = AgreePage(self.name, self._devices[0].process_index, self._timeout_s)
+        self._agreeing = page
+        try:
+            yield page
+        finally:
+            self._agreeing = None
+            page.end()
 
-            try:
-                if not failure:
-                    session.begin_to_agree()
-                lost = losses(failure, int(session.blamed_rank()))
-                self._session = self._elastic.agree(deadline, lost, end_session)
-            except BaseException as error:
-                if isinstance(error, LeftOutError):
-                    self._left_out = str(error)
-                end_session()  # the others may have been told
-                if self._left_out:  # what executions are told, too
-                    session.abort(self._left_out)
-                raise
-            return self.active
+    def _agree(self, deadline: float, page: AgreePage) -> Any:
+        """`agree` under its lock."""
+        assert self._elastic is not None
+        self._await_executions(deadline)
+        session = self._session
+        failure = str(session.failure_text())
+        ended_early = None
+        if failure:  # nobody needs it any more, and a proxy may take seconds to stop
+            ended_early = threading.Thread(target=session.end_to_agree, name="jax_ep-agree")
+            ended_early.start()
+
+        def end_session() -> None:
+            if ended_early is not None:
+                ended_early.join()
+            # Again, if a session that could not be built has left its own reason.
+            session.end_to_agree()
+
+        try:
+            if not failure:
+                session.begin_to_agree()
+            lost = losses(failure, int(session.blamed_rank()))
+            self._session = self._elastic.agree(deadline, lost, end_session, page.waits_for)
+        except BaseException as error:
+            if isinstance(error, LeftOutError):
+                self._left_out = str(error)
+            end_session()  # the others may have been told
+            if self._left_out:  # what executions are told, too
+                session.abort(self._left_out)
+            raise
+        return self.active
 
     def readmit(self, rank: int, timeout_s: float | None) -> None:
         """As `Group.readmit`."""
@@ -246,13 +266,17 @@ class NativeSession:
 
     def report(self) -> str:
         """As `Group.report`."""
+        page = self._agreeing
+        if page is not None:
+            return page.text + str(self._session.report())
         # Its session says why it ended, which is not why this process takes part no more.
         return f"{self._left_out}\n" if self._left_out else str(self._session.report())
 
     def dump_state(self) -> str:
         """The report and more, for a bug report."""
-        left_out = f"{self._left_out}\n" if self._left_out else ""
-        return left_out + str(self._session.dump_state())
+        page = self._agreeing
+        first = page.text if page is not None else f"{self._left_out}\n" if self._left_out else ""
+        return first + str(self._session.dump_state())
 
 
 class _Released:

@@ -72,6 +72,7 @@ class World:
         self.gone: set[int] = set()  # pids
         self.silent: set[int] = set()
         self.decided: dict[int, Decision] = {}
+        self.awaited: list[Collection[int]] = []
         agreement.begin(self.store, self.members)
 
     def decide(
@@ -93,6 +94,7 @@ class World:
             is_gone=lambda member: member.pid in self.gone,
             is_silent=lambda process: process in self.silent,
             usable=usable,
+            waits_for=self.awaited.append,
         )
         return self.decided[process]
 
@@ -292,6 +294,7 @@ def test_who_has_closed_the_group_is_not_waited_for() -> None:
             is_gone=lambda _: _raise(RuntimeError("gives up")),
             is_silent=lambda _: False,
             usable=lambda living: living,
+            waits_for=lambda _: None,
         )
     members[0].leave()  # its session may take long to end: it waits for the others
     begun = time.monotonic()
@@ -406,6 +409,20 @@ def test_who_is_silent_is_waited_for_a_moment_only() -> None:
     assert set(world.together([0, 2]).members) == {0, 2}
 
 
+def test_who_waits_is_told_for_whom() -> None:
+    """Reports and the log said that nobody waits."""
+    world = World(3)
+    last = agreement.newest(world.store)
+    assert last is not None
+    world.gone = {1001}
+    late = threading.Timer(0.3, world.decide, (2, last))
+    late.start()
+    world.decide(0, last)
+    late.join()
+    assert world.awaited[0] == {2}
+    assert world.awaited[-1] == ()
+
+
 def test_records_are_under_the_jobs_secret() -> None:
     world = World(2)
     stranger = GroupStore(world.store.store, "group", b"another")
@@ -421,6 +438,9 @@ def _session(native: Any = None) -> Any:
     session._pid, session._closed, session._left_out = os.getpid(), False, ""
     session._timeout_s, session._close_lock = 60.0, threading.RLock()
     session._await_executions = lambda deadline: None
+    session._agreeing = None
+    page = types.SimpleNamespace(waits_for=lambda _: None)
+    session._agree_page = lambda: contextlib.nullcontext(page)
     return session
 
 

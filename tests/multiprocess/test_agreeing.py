@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jobs
 import launching
 import pytest
@@ -51,6 +53,20 @@ def test_a_forked_child_is_told_what_it_is_and_its_parent_goes_on(native):
     told = done.value(1, "create")
     assert "was forked after its parent had joined the job" in told, told
     assert "call it in the parent, or start the child by" in told, told
+
+
+def test_who_waits_in_agree_says_for_whom(native):
+    """Reports said "nobody is waiting", after a failure "closed", and the log nothing."""
+    done = launching.launch("agree_late.py", processes=2)
+    assert done.returncode == 0, done.text
+    for what in ("page", "asked"):
+        assert re.match(
+            r"group ep\[2\]#1: process 1 has kept process 0 waiting for [23]\.\d s: it has not "
+            r"called group\.agree$",
+            done.value(0, what),
+        ), done.text
+    assert "nobody is waiting" in done.value(0, "after"), done.text
+    assert done.text.count("a rank has waited longer than a tenth of timeout_s") == 1, done.text
 
 
 def test_who_has_closed_the_group_is_not_waited_for(native):
