@@ -173,7 +173,7 @@ void GpuManyRanks::RunHt() {
 
 TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) { RunHt(); }
 
-// Of more tokens than a chunk, in groups of more than two nodes.
+// Of more tokens than a chunk, in groups that have no room for them at once.
 TEST_P(GpuManyRanks, HtInRoundsGivesTheBitsOfTheCpu) {
   options_.shape.max_tokens = shape_.max_tokens = 100;
   if (!gpu::HtRoundsOf(shape_).are_several) GTEST_SKIP() << "one round holds all";

@@ -7,6 +7,7 @@ HOST_TESTS = [
     "divisor_test.cc",
     "heap_layout_test.cc",
     "plan_slices_test.cc",
+    "round_reuse_test.cc",
     "sm_budget_test.cc",
     "token_slices_test.cc",
 ]

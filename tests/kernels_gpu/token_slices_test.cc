@@ -52,11 +52,10 @@ TEST(TokenSlices, AreRoundsWhereThereAreSeveral) {
   constexpr uint64_t kRoundTokens = 96;
   for (const bool has_fast_wire : {false, true}) {
     const std::vector<TokenSlice> slices = SlicesOf(TokenCut(
-        4 * kRoundTokens + 33, {.tokens = kRoundTokens, .are_several = true}, 2, has_fast_wire));
-    ASSERT_EQ(slices.size(), 5u);
+        9 * kRoundTokens + 33, {.tokens = kRoundTokens, .are_several = true}, 2, has_fast_wire));
+    ASSERT_EQ(slices.size(), 10u);
     for (const TokenSlice& slice : slices) {
       EXPECT_EQ(slice.round(), slice.number);
-      EXPECT_EQ(slice.begin, slice.number * kRoundTokens);
       EXPECT_EQ(slice.round_begin(), slice.begin);
       EXPECT_EQ(slice.number_in_round(), 0u);
       EXPECT_TRUE(slice.BeginsRound() && slice.EndsRound());
@@ -65,6 +64,24 @@ TEST(TokenSlices, AreRoundsWhereThereAreSeveral) {
       EXPECT_EQ(slice.num_left(), slice.number < 2 ? 0 : slice.number - 1);
     }
   }
+}
+
+// What fits a round is cut all the same, so that kernels and wire overlap, and evenly.
+TEST(TokenSlices, OfSeveralRoundsAreNoFewerThanOfOne) {
+  constexpr HtRounds kRounds{.tokens = 1024, .are_several = true};
+  for (const bool has_fast_wire : {false, true}) {
+    for (const uint64_t num_tokens :
+         {uint64_t{32}, uint64_t{100}, uint64_t{1024}, uint64_t{1100}}) {
+      const TokenCut cut(num_tokens, kRounds, 4, has_fast_wire);
+      const TokenCut of_one(num_tokens, {.tokens = 4096}, 4, has_fast_wire);
+      EXPECT_EQ(cut.num_slices(), of_one.num_slices());
+    }
+  }
+  EXPECT_EQ(TokenCut(16384, kRounds, 4, /*has_fast_wire=*/true).num_slices(), 16u);
+  const std::vector<TokenSlice> slices =
+      SlicesOf(TokenCut(4096, {.tokens = 1344, .are_several = true}, 3, /*has_fast_wire=*/true));
+  ASSERT_EQ(slices.size(), 4u);
+  for (const TokenSlice& slice : slices) EXPECT_EQ(slice.num_tokens(), 1024u);
 }
 
 TEST(TokenSlices, AreOneRoundElse) {
@@ -141,6 +158,11 @@ TEST(HtRounds, FollowFromTheShape) {
   expect(64, 64, 4096, 32, 4096, false);
   expect(16, 8, 4096, 0, 4096, false);
   expect(2, 1, 4095, 0, 4095, false);
+  expect(16, 4, 4096, 0, 4096, false);
+  expect(4, 1, 4096, 0, 4096, false);
+  expect(8, 1, 4096, 0, 1024, true);
+  expect(32, 16, 4096, 0, 1024, true);
+  expect(128, 64, 4096, 0, 256, true);
   expect(24, 8, 4096, 0, 1344, true);
   expect(64, 8, 4096, 0, 512, true);
   expect(256, 8, 4096, 0, 128, true);

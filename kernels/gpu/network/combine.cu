@@ -13,7 +13,8 @@
 //                others, while the next slice is on its way.
 //
 // Reduce areas: mates write after the entry flags, hence after this rank's last combine; in rounds
-// that use a set again after the left flags. Stages: as in dispatch.cu.
+// that use a set again after the left flags. Stages: as in dispatch.cu, but that each rank reads
+// its own alone: it has left e - 4 when it sends e - 2.
 #include <algorithm>
 
 #include "kernels/gpu/lanes/reduce_area.cuh"
@@ -61,8 +62,8 @@ struct NodePartials {
   }
 };
 
-__host__ __device__ constexpr Pieces PiecesOf(uint32_t num_words) {
-  return {kRowPieces, (num_words + kRowPieces - 1) / kRowPieces};
+constexpr __device__ Pieces PiecesOf(uint32_t num_words, uint32_t count = kRowPieces) {
+  return {count, (num_words + count - 1) / count};
 }
 
 template <typename T>
@@ -74,12 +75,12 @@ __global__ void __launch_bounds__(kThreads)
   const TokenSlice& slice = params.slice;
   constexpr Operation kOperation = Operation::kCombine;
   const uint64_t sequence = SequenceOf(device);
-  // A slice that nothing is waited for has places that were free when the one before began.
+  // Slices that wait for nothing have had their places since the call began.
   bool is_free = false;
   if (slice.IsFirst()) {
     is_free = BlockWaitMates(device, device.layout.entry_flags, kOperation,
                              FlagValue(sequence, kOperation, device.program), &shared_flag);
-  } else if (slice.BeginsRound() && slice.num_left() > 0) {
+  } else if (slice.num_left() > 0) {
     is_free = BlockWaitMates(device, device.layout.left_flags, kOperation,
                              FreeFlag(device, kOperation, slice), &shared_flag);
   } else {
@@ -90,8 +91,11 @@ __global__ void __launch_bounds__(kThreads)
     const ReduceRound round = ReduceRoundOf(device, slice);
     const uint32_t num_owners = device.shape.num_ranks - 1;
     const uint32_t num_words = RowWords<T>(params).end;
-    const Pieces pieces = PiecesOf(num_words);
-    const uint64_t num_units = slice.num_tokens() * num_owners * pieces.count;
+    const uint64_t num_items = slice.num_tokens() * num_owners;
+    // Of many ranks there are enough of them, most without rows here, which cost a look each.
+    const bool is_whole = params.y == nullptr || num_items >= gridDim.x * kWarps;
+    const Pieces pieces = PiecesOf(num_words, is_whole ? 1 : kRowPieces);
+    const uint64_t num_units = num_items * pieces.count;
     for (uint64_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
          unit += gridDim.x * kWarps) {
       const uint64_t item = unit / pieces.count;

@@ -10,9 +10,11 @@
 //
 // PullRows then reads the slice from the mates' stages like rows of node-mates, while the next one
 // is on its way: all slices of the only round, or two rounds, are sent before the first is awaited.
-// Four sets for rounds are enough: a rank sends rows of round e after it has met those of e - 2
-// from all of its rail, which were sent after their nodes had left e - 4 (left flags). Two are
-// enough where calls are one round: then e - 1 and e - 2 (tail flags).
+//
+// Four sets for rounds are enough. A rank sends rows of round e after it has met those of e - 2
+// from its rail. They were sent after that node had left e - 4 (left flags), and after that rank
+// had met what this one had sent in e - 4, which its proxy had read by then. Two sets are enough
+// where calls are one round: the same with e - 1 and e - 2 (tail flags).
 #include <algorithm>
 
 #include "kernels/gpu/device/stage_copy.cuh"

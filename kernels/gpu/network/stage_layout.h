@@ -32,7 +32,7 @@ struct NetLayout {
   HeapArea list_recv;    // [2][O]: the part of it that names rows of this node, at the same place
   uint64_t counts_bytes = 0;
   uint64_t list_bytes = 0;
-  // // HT dispatch, in the sets [S] that rounds take in turn: S = num_round_sets, T' =
+  // HT dispatch, in the sets [S] that rounds take in turn: S = num_round_sets, T' =
   // HtRounds.tokens. Weights are those of the whole call, in the set of its first round.
   uint64_t num_round_sets = 0;
   HeapArea rows_send;  // [S]: rows [T', H] without padding, CallRecord, weights [T * K]

@@ -2,7 +2,7 @@
 //
 // A round is so many tokens of every rank as areas between nodes have room for (ht_rounds.h). Calls
 // of few ranks are one round, whose tokens cross in slices: what has come of one is used while the
-// next one is on its way. Of other calls each round is a slice: two are on their way, and the next
+// next one is on its way. Of other calls each slice is a round: two are on their way, and the next
 // one takes the places of the first when the ranks of this node have left it. How a call is cut
 // follows from the group's shape, the number of tokens and NetworkConfig.has_fast_wire, so all
 // ranks cut alike.
@@ -53,13 +53,12 @@ class TokenCut {
   // `rounds`: GpuHeapLayout::rounds.
   constexpr TokenCut(uint64_t num_tokens, const HtRounds& rounds, uint32_t num_nodes,
                      bool has_fast_wire)
-      : num_tokens_(num_tokens), rounds_(rounds) {
-    const uint64_t num_chunks = DivideUp(num_tokens, kNetChunkTokens);
-    if (rounds.are_several) {
-      count_ = DivideUp(num_tokens, rounds.tokens);
-    } else if (num_nodes > 1) {
-      count_ = std::min(num_chunks, has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
+      : num_tokens_(num_tokens), are_rounds_(rounds.are_several) {
+    if (num_nodes > 1) {
+      count_ = std::min(num_chunks(), has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
     }
+    // Of whole chunks: none that is cut evenly is longer than a round.
+    if (are_rounds_) count_ = std::max(count_, DivideUp(num_tokens, rounds.tokens));
     count_ = std::max(count_, uint64_t{1});
   }
 
@@ -69,13 +68,13 @@ class TokenCut {
             .end = BeginOf(number + 1),
             .number = number,
             .count = num_slices(),
-            .is_round = rounds_.are_several};
+            .is_round = are_rounds_};
   }
   // send(slice) and use(slice) for each of them, in the order of their kernels: so many are sent
   // before the first is used. Either returns an error, or null.
   template <typename Send, typename Use>
   const char* ForEachSlice(Send&& send, Use&& use) const {
-    const uint32_t ahead = rounds_.are_several ? kRoundsAhead : num_slices();
+    const uint32_t ahead = are_rounds_ ? kRoundsAhead : num_slices();
     for (uint32_t sent = 0, used = 0; used < num_slices();) {
       const bool is_use = sent == num_slices() || sent == used + ahead;
       const char* error = is_use ? use(SliceOf(used++)) : send(SliceOf(sent++));
@@ -85,15 +84,13 @@ class TokenCut {
   }
 
  private:
+  constexpr uint64_t num_chunks() const { return DivideUp(num_tokens_, kNetChunkTokens); }
   constexpr uint64_t BeginOf(uint64_t number) const {
-    const uint64_t num_chunks = DivideUp(num_tokens_, kNetChunkTokens);
-    const uint64_t begin = rounds_.are_several ? number * rounds_.tokens
-                                               : number * num_chunks / count_ * kNetChunkTokens;
-    return std::min(begin, num_tokens_);
+    return std::min(number * num_chunks() / count_ * kNetChunkTokens, num_tokens_);
   }
 
   uint64_t num_tokens_;
-  HtRounds rounds_;
+  bool are_rounds_;
   uint64_t count_ = 1;
 };
 

@@ -8,7 +8,8 @@
 // Operations of a rank run one after the other on its stream and are numbered alike on all ranks.
 // A flag carries the number of the operation that wrote it, its kind, and a fingerprint of the
 // program that it is a call of (FlagValue): a peer in the same operation of another program has a
-// flag that is neither older nor newer nor equal, and the wait ends with kWrongOrder.
+// flag that is neither older nor newer nor equal, and the wait ends with kWrongOrder. Between nodes
+// two kinds of flags count steps in place of operations (network/steps.cuh).
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Rounds of HT calls between nodes: how many tokens of every rank cross together, so that heap and
-// stage are bounded in the number of ranks. Pure arithmetic.
+// Rounds of HT calls between nodes: how many tokens of every rank cross together, so that a heap is
+// bounded in the number of ranks, and a stage in that of nodes. Pure arithmetic.
 #pragma once
 
 #include <algorithm>
@@ -15,9 +15,9 @@ namespace jax_ep::gpu {
 inline constexpr uint64_t kNetChunkTokens = 32;
 
 // All blocks [rank] of a reduce area have the partials, and all blocks [node] of a stage area the
-// rows, of so many whole calls: 16 ranks, or 2 nodes, of any size lose nothing.
+// rows, of so many whole calls: 16 ranks in at most 4 nodes lose nothing.
 inline constexpr uint64_t kReduceBlocks = 16;
-inline constexpr uint64_t kStageBlocks = 2;
+inline constexpr uint64_t kStageBlocks = 4;
 
 // Where a call has several rounds: so many are sent before the first of them is awaited.
 inline constexpr uint32_t kRoundsAhead = 2;
@@ -26,7 +26,8 @@ struct HtRounds {
   uint64_t tokens = 0;       // of a rank's round: max_tokens, or a multiple of kNetChunkTokens
   bool are_several = false;  // the largest call has more than one
 
-  // Sets of places that rounds take in turn, in reduce areas and in stages (network/dispatch.cu).
+  // Sets of places that rounds take in turn, in reduce areas and in stages (network/dispatch.cu):
+  // tests/kernels_gpu/round_reuse_test.cc.
   constexpr uint32_t num_reduce_sets() const { return are_several ? kRoundsAhead : 1; }
   constexpr uint32_t num_stage_sets() const { return 2 * num_reduce_sets(); }
 };

@@ -1,5 +1,5 @@
-// 32 bits that name an operation in cells which nobody clears. Cells begin as zeroes, so no
-// operation has the tag 0: that of a cell which was never written.
+// 32 bits that name an operation, or a step (network/steps.cuh), in cells which nobody clears.
+// Cells begin as zeroes, so no operation has the tag 0: that of a cell which was never written.
 //
 // Tags are compared for equality only, and return after 2^31 operations. A cell would be taken for
 // the running operation's only if the last operation to write it was the one exactly so long ago:

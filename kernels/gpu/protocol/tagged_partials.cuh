@@ -71,11 +71,9 @@ struct WideSource {
   template <uint32_t kUnits>
   __device__ bool Load(uint32_t first, uint32_t stride, uint32_t end,
                        uint4 (&units)[kUnits]) const {
-    // Most are here soon: then a look at all of them is also the load, without another trip.
-    constexpr uint32_t kEagerLooks = 64;
-    for (uint32_t look = 1;; ++look) {
-      const uint64_t* missing =
-          nullptr;  // the upper half of a word, which is such a word of 8 bytes
+    return LookUntilHere(device, sequence, peer, operation, [&] {
+      // The upper half of a word, which is such a word of 8 bytes.
+      const uint64_t* missing = nullptr;
 #pragma unroll
       for (uint32_t i = 0; i < kUnits; ++i) {
         const uint32_t unit = first + i * stride;
@@ -91,10 +89,8 @@ struct WideSource {
                    : skipped == 1 ? uint4{low.y, low.z, high.x, high.y}
                                   : uint4{low.z, high.x, high.y, high.z};
       }
-      if (missing == nullptr) return true;
-      if (look % kEagerLooks == 0 && !AwaitTagged(device, missing, sequence, peer, operation))
-        return false;
-    }
+      return missing;
+    });
   }
 };
 

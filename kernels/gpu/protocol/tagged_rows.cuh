@@ -92,9 +92,7 @@ struct TaggedSource {
   // here. False: this rank has failed.
   template <uint32_t kPairs>
   __device__ bool Load(uint32_t first, uint32_t stride, uint32_t end, uint2 (&data)[kPairs]) const {
-    // Most are here soon: then a look at all of them is also the load, without another trip.
-    constexpr uint32_t kEagerLooks = 64;
-    for (uint32_t look = 1;; ++look) {
+    return LookUntilHere(device, sequence, peer, operation, [&] {
       const uint64_t* missing = nullptr;
 #pragma unroll
       for (uint32_t i = 0; i < kPairs; ++i) {
@@ -107,10 +105,8 @@ struct TaggedSource {
         if (!IsOf(high, sequence)) missing = at + 1;
         data[i] = {static_cast<uint32_t>(low), static_cast<uint32_t>(high)};
       }
-      if (missing == nullptr) return true;
-      if (look % kEagerLooks == 0 && !AwaitTagged(device, missing, sequence, peer, operation))
-        return false;
-    }
+      return missing;
+    });
   }
 };
 

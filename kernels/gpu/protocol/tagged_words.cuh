@@ -25,6 +25,22 @@ __device__ __noinline__ inline bool AwaitTagged(const DeviceRank& rank, const ui
                 });
 }
 
+// One thread, until look() finds all of its words here; it returns null then, else one that is
+// missing. Most are here soon: then a look at all of them is also the load, without another trip.
+// False: this rank has failed.
+template <typename Look>
+__device__ inline bool LookUntilHere(const DeviceRank& rank, uint64_t sequence, uint32_t peer,
+                                     Operation operation, Look&& look) {
+  constexpr uint32_t kEagerLooks = 64;
+  for (uint32_t looks = 1;; ++looks) {
+    const uint64_t* missing = look();
+    if (missing == nullptr) return true;
+    if (looks % kEagerLooks == 0 && !AwaitTagged(rank, missing, sequence, peer, operation)) {
+      return false;
+    }
+  }
+}
+
 // One thread. After a failure all bits are set: no expert, not a number.
 __device__ __noinline__ inline uint32_t WaitTagged(const DeviceRank& rank, const uint64_t* word,
                                                    uint64_t sequence, uint32_t peer,

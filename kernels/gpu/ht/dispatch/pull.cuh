@@ -378,8 +378,10 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 // Blocks of `num_warps` pulling warps that a call is worth.
 inline uint32_t PullBlocks(const PullParams& params, uint32_t num_warps) {
   const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
+  // Weights and padding go with the first slice.
+  const uint64_t num_filled = params.slice.IsFirst() ? params.recv_rows : 0;
   return std::max(BlocksFor(num_items, num_warps, params.max_blocks),
-                  BlocksFor(params.recv_rows, kWarpSize, params.max_blocks));
+                  BlocksFor(num_filled, kWarpSize, params.max_blocks));
 }
 
 }  // namespace jax_ep::gpu
