@@ -2,6 +2,8 @@
 // all its groups show it to node-mates, whose pages would say "in no call" and no more.
 #pragma once
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -37,7 +39,8 @@ inline std::string StayText(uint64_t packed) {
   return std::string(what) + " of group #" + std::to_string(static_cast<uint32_t>(packed));
 }
 
-// Thread rule: any thread. No lock, which a forked child could find held.
+// Thread rule: any thread. No lock, which a forked child could find held. A child has none of its
+// parent's stays: the threads that would end them are not there.
 class Elsewhere {
  public:
   // More at once, of as many threads, are not shown.
@@ -51,6 +54,7 @@ class Elsewhere {
 
   // Returns the place to give to End.
   size_t Begin(Stay stay, uint32_t number) {
+    ForgetParent();
     const uint64_t packed = PackStay(stay, number);
     for (size_t place = 0; place < kPlaces; ++place) {
       uint64_t free = 0;
@@ -65,7 +69,8 @@ class Elsewhere {
   }
 
   // One of them, packed; 0: there is none.
-  uint64_t Get() const {
+  uint64_t Get() {
+    ForgetParent();
     for (const auto& stay : stays_) {
       if (const uint64_t packed = stay.load(std::memory_order_relaxed); packed != 0) return packed;
     }
@@ -73,6 +78,13 @@ class Elsewhere {
   }
 
  private:
+  void ForgetParent() {
+    const pid_t own = getpid();
+    if (process_.exchange(own, std::memory_order_relaxed) == own) return;
+    for (auto& stay : stays_) stay.store(0, std::memory_order_relaxed);
+  }
+
+  std::atomic<pid_t> process_{getpid()};
   std::array<std::atomic<uint64_t>, kPlaces> stays_{};
 };
 

@@ -78,14 +78,16 @@ TeamView GpuSession::ViewTeam(uint32_t team) const {
 std::string GpuSession::Report() const {
   const Lifecycle::Lease lease = lifecycle_.Enter();
   const std::string failure = NewestFailureText();
-  const std::string name = options().name + " on GPUs";
-  if (!lease) return StateLine(name, lifecycle_.Refused(), failure);
+  const std::string& name = options().name;
+  constexpr std::string_view kWhere = " on GPUs";
+  if (!lease) return StateLine(name, lifecycle_.Refused(), failure, kWhere);
   std::map<uint32_t, TeamView> views;  // by team
   for (const auto& member : members_) {
     if (!views.contains(member->id.team)) views[member->id.team] = ViewTeam(member->id.team);
   }
   const Page page = PageOf(views, MonotonicNs(), LineOfCall);
-  std::string out = StateLine(name, failure.empty() ? page.culprit : "", failure) + page.lines;
+  std::string out =
+      StateLine(name, failure.empty() ? page.culprit : "", failure, kWhere) + page.lines;
   if (network_ == nullptr) return out;
   const auto is_awaited = [&](uint32_t team, uint32_t rank, uint32_t peer, Channel) {
     const auto it = views.find(team);

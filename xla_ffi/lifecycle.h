@@ -14,7 +14,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <string>
@@ -42,14 +41,14 @@ inline constexpr std::string_view kIsFork =
     "this process is a fork of the group's process, and takes no part in it";
 
 // The first line of a session's page. Of a group that has failed: what failed first, so that the
-// culprit stands in front; then the state, where there is one. `failure` may be "".
+// culprit stands in front; then the state, where there is one. `failure` may be "". `where` stands
+// behind the group's name.
 inline std::string StateLine(const std::string& group, std::string_view state,
-                             std::string_view failure) {
-  std::string line = "group " + group + ": ";
+                             std::string_view failure, std::string_view where = "") {
+  std::string line = "group " + group + std::string(where) + ": ";
   if (failure.empty()) return line + std::string(state) + "\n";
-  // Messages begin with the group's name; that of a group has no colon.
-  if (failure.starts_with("group "))
-    failure.remove_prefix(std::min(failure.find(": ") + 2, failure.size()));
+  const std::string prefix = "group " + group + ": ";
+  if (failure.starts_with(prefix)) failure.remove_prefix(prefix.size());
   line += "FAILED: " + std::string(failure);
   if (!state.empty()) line += " (" + std::string(state) + ")";
   return line + "\n";
@@ -121,8 +120,9 @@ class Lifecycle {
       return FailedPrecondition("group " + name + ": " + std::string(kIsFork) +
                                 "; run the group's programs in the parent");
     }
-    if (stage_.load(std::memory_order_acquire) == Stage::kClosed) return GroupIsClosed(name);
-    return failure.empty() ? GroupWasClosed(name) : FailedPrecondition(failure);
+    if (!failure.empty()) return FailedPrecondition(failure);
+    const bool is_over = stage_.load(std::memory_order_acquire) == Stage::kClosed;
+    return is_over ? GroupIsClosed(name) : GroupWasClosed(name);
   }
   // The same for StateLine.
   std::string_view Refused() const { return is_forked() ? kIsFork : "closed"; }

@@ -312,7 +312,8 @@ NB_MODULE(_core, m) {
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");
   nb::class_<jax_ep::WaitPage>(m, "WaitPage", "What Python waits for (wait_page.h).")
-      .def(nb::init<std::string, std::string>(), nb::arg("who"), nb::arg("why"))
+      .def(nb::init<std::string, std::string>(), nb::arg("who"), nb::arg("why"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("set", &jax_ep::WaitPage::Set, nb::arg("who"), nb::arg("why"), "Replaces both.")
       .def("text", &jax_ep::WaitPage::Text, "The page.")
       .def("warn", &jax_ep::WaitPage::Warn, "Writes the page to the log.")

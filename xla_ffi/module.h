@@ -117,8 +117,12 @@ class PySessionOf {
   // until it is sealed: those that XLA has enqueued are still to end well.
   void Close(bool program_ended) {
     if (session_->lifecycle().is_forked()) return;
-    CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed,
-             GroupIsClosed(session_->options().name), GroupWasClosed(session_->options().name));
+    const std::string& name = session_->options().name;
+    CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed, GroupIsClosed(name),
+             [&] {
+               const std::string failure = session_->FailureText();
+               return failure.empty() ? GroupWasClosed(name) : FailedPrecondition(failure);
+             });
   }
 
   // Close without the others' consent: what they wait for ends with `reason`, which late executions
@@ -127,7 +131,7 @@ class PySessionOf {
     if (session_->lifecycle().is_forked()) return;
     const Status why = FailedPrecondition(reason);
     session_->failure().Set(why);
-    CloseFor(Departure::kClosed, why, why);
+    CloseFor(Departure::kClosed, why, [&] { return why; });
   }
 
   void BeginToAgree() { session_->BeginToAgree(); }
@@ -140,7 +144,7 @@ class PySessionOf {
         ": this process called agree, which has not ended well yet; if it has raised, call it "
         "again");
     session_->failure().Set(why, FailureLatch::kAgreement);
-    CloseFor(Departure::kClosed, why, why);
+    CloseFor(Departure::kClosed, why, [&] { return why; });
   }
 
   // The first failure's message, or "" while the group works, or worked when it was closed.
@@ -203,12 +207,14 @@ class PySessionOf {
   }
 
  private:
-  // `why`: what executions are told from then on; `cut`: one that had begun.
-  void CloseFor(Departure departure, const Status& why, const Status& cut) {
+  // `why`: what executions are told from then on; cut(), asked when all has ended: one that had
+  // begun.
+  template <typename Cut>
+  void CloseFor(Departure departure, const Status& why, Cut&& cut) {
     AwaitPeers([&] {
       session_->Close(departure);
-      reported_.reset();
-      SessionTable<S>::Instance().Remove(*session_, why, cut);
+      SessionTable<S>::Instance().Remove(*session_, why, cut());
+      reported_.reset();  // may wait for an answer
       return Status::Ok();
     });
   }

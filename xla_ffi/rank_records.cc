@@ -5,7 +5,7 @@
 namespace jax_ep {
 namespace {
 
-constexpr uint64_t kVersion = 2;
+constexpr uint64_t kVersion = 3;
 
 }  // namespace
 

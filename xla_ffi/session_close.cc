@@ -186,8 +186,10 @@ void Session::Close(Departure departure) {
     last_flows_ = flow_stats();
   }
   lifecycle_.Seal();
+  // What a call is told that has not begun.
+  const Status late = failure_->failed() ? failure_->status() : GroupWasClosed(options_.name);
   for (const auto& member : members_) {
-    if (member->executor != nullptr) member->executor->Stop(GroupIsClosed(options_.name));
+    if (member->executor != nullptr) member->executor->Stop(late);
   }
   if (proxy_ != nullptr) proxy_->Stop();
   if (monitor_ != nullptr) monitor_->Stop();

@@ -48,6 +48,19 @@ class Page:
         return frozenset({self.pid, *map(int, _PID.findall(self.text))})
 
     @property
+    def is_wait(self) -> bool:
+        """Whether it says no more than for whom a process waits inside agree (AgreePage)."""
+        return "group.agree" in self.text.partition("\n")[0] and not _PID.search(self.text)
+
+    def repeats(self, other: Page) -> bool:
+        """Whether it says what `other` says: of one group, and of one node or one wait."""
+        if self.group != other.group or self.is_wait != other.is_wait:
+            return False
+        if self.is_wait:
+            return self.text.partition(" kept ")[0] == other.text.partition(" kept ")[0]
+        return not self.pids.isdisjoint(other.pids)
+
+    @property
     def group(self) -> str:
         """The group's name, as in "group ep[4]#1: rank 2 ..."."""
         return self.text.partition(": ")[0]
@@ -132,10 +145,13 @@ def ask(pid: int, request: bytes = b"") -> str:
 
 
 def newest_of_each(pages: Iterable[Page]) -> list[Page]:
-    """Of pages about one group and node: one with a failure, else that of the longest wait."""
+    """Of pages about one group and node: one with a failure, else that of the longest wait.
+
+    Who waits inside agree has a page of its own for that, one for all who wait for the same.
+    """
     kept: list[Page] = []
     for page in sorted(pages, key=lambda page: (not page.has_failed, -page.wait_s)):
-        if not any(page.group == seen.group and page.pids & seen.pids for seen in kept):
+        if not any(map(page.repeats, kept)):
             kept.append(page)
     return kept
 

@@ -23,6 +23,10 @@ class AgreePage:
             self._alone, "in group.agree: it waits for its own executions to end"
         )
 
+    def asks(self) -> None:
+        """Its executions have ended."""
+        self._page.set(self._alone, "in group.agree: it asks who takes part")
+
     def waits_for(self, processes: Collection[int]) -> None:
         """Others have to come first; nobody: it is decided, and a session is made."""
         if not processes:

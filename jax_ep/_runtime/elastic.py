@@ -125,6 +125,7 @@ class Elastic:
             TimeoutError: no session could be made before the deadline.
         """
         if self._store is None:
+            waits_for(())
             before()
             return self._build(Decision(self._decision.number + 1, self._decision.members))
         store = self._store
@@ -146,6 +147,7 @@ class Elastic:
                 waits_for=waits_for,
             )
             self._refuse_if_left_out(decision)
+            waits_for(())
             before()
             try:
                 return self._build(decision)

@@ -21,8 +21,10 @@ def shown(what: str, name: str) -> Iterator[None]:
         return
     core = _extension.load()
     number = name.rpartition("#")[2]
-    place = core.begin_stay(what, int(number) if number.isdecimal() else 0)
+    place = None
     try:
+        place = core.begin_stay(what, int(number) if number.isdecimal() else 0)
         yield
     finally:
-        core.end_stay(place)
+        if place is not None:
+            core.end_stay(place)

@@ -139,8 +139,8 @@ class NativeSession:
     def _agree_page(self) -> Iterator[AgreePage]:
         """What reports say meanwhile: the session knows nothing of it, and may have ended."""
         page = AgreePage(self.name, self._devices[0].process_index, self._timeout_s)
-        self._agreeing = page
         try:
+            self._agreeing = page
             yield page
         finally:
             self._agreeing = None
@@ -150,6 +150,7 @@ class NativeSession:
         """`agree` under its lock."""
         assert self._elastic is not None
         self._await_executions(deadline)
+        page.asks()
         session = self._session
         failure = str(session.failure_text())
         ended_early = None
@@ -266,15 +267,19 @@ class NativeSession:
 
     def report(self) -> str:
         """As `Group.report`."""
-        page = self._agreeing
+        page = self._page_of_agree()
         if page is not None:
             return page.text + str(self._session.report())
         # Its session says why it ended, which is not why this process takes part no more.
         return f"{self._left_out}\n" if self._left_out else str(self._session.report())
 
+    def _page_of_agree(self) -> AgreePage | None:
+        """That of an agree that runs; not a parent's, whose lock may have been held at the fork."""
+        return None if self._is_forked else self._agreeing
+
     def dump_state(self) -> str:
         """The report and more, for a bug report."""
-        page = self._agreeing
+        page = self._page_of_agree()
         first = page.text if page is not None else f"{self._left_out}\n" if self._left_out else ""
         return first + str(self._session.dump_state())
 

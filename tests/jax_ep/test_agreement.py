@@ -439,7 +439,7 @@ def _session(native: Any = None) -> Any:
     session._timeout_s, session._close_lock = 60.0, threading.RLock()
     session._await_executions = lambda deadline: None
     session._agreeing = None
-    page = types.SimpleNamespace(waits_for=lambda _: None)
+    page = types.SimpleNamespace(asks=lambda: None, waits_for=lambda _: None)
     session._agree_page = lambda: contextlib.nullcontext(page)
     return session
 

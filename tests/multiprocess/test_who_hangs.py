@@ -284,3 +284,18 @@ def test_pages_of_one_node_are_shown_once_the_longest_wait_first():
         page(11, "ep[4]#3", "FAILED: rank 1 (pid 12) is gone: its process has ended", 11, 12),
     ]
     assert report.newest_of_each(pages) == [pages[5], pages[2], pages[1], pages[3]]
+
+
+def test_who_waits_in_agree_hides_no_page_with_ranks():
+    """It stood in for the pages that say where the process is that all wait for."""
+    wait = "group ep[3]#1: process 2 has kept process {} waiting for {} s: it has not called "
+    full = "group ep[3]#1: nobody is waiting\n" + "".join(
+        f"  rank {rank}, process {rank}, pid {10 + rank}: in no call\n" for rank in range(3)
+    )
+    pages = [
+        report.Page(10, wait.format(0, 1.5) + "group.agree\n"),
+        report.Page(11, wait.format(1, 2.5) + "group.agree\n"),
+        report.Page(12, full),
+        report.Page(11, full),
+    ]
+    assert report.newest_of_each(pages) == [pages[1], pages[2]]

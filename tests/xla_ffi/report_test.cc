@@ -301,8 +301,16 @@ TEST(RankLines, say_of_a_process_that_has_ended_that_it_is_gone) {
 TEST(StateLine, has_what_failed_first_in_front) {
   const std::string failure = "group ep[2]#1: rank 1 (pid 7) is gone: its process has ended";
   EXPECT_EQ(StateLine("ep[2]#1", "nobody is waiting", ""), "group ep[2]#1: nobody is waiting\n");
-  EXPECT_EQ(StateLine("ep[2]#1 on GPUs", "", failure),
+  EXPECT_EQ(StateLine("ep[2]#1", "", failure, " on GPUs"),
             "group ep[2]#1 on GPUs: FAILED: rank 1 (pid 7) is gone: its process has ended\n");
+  // Texts of a close, and of another group, are left whole.
+  for (const std::string whole :
+       {"group ep[2]#1 was closed while call 5 of rank 0 ran; it did not end within timeout_s",
+        "group ep[2]#1 was closed while a call had reached some ranks of process 0 only (rank 0: 1 "
+        "calls; rank 1: 0 calls; wait for the results before close)",
+        "group ep[2]#2: rank 1 is gone"}) {
+    EXPECT_EQ(StateLine("ep[2]#1", "", whole), "group ep[2]#1: FAILED: " + whole + "\n");
+  }
   EXPECT_EQ(StateLine("ep[2]#1", "closed", "process 1 failed"),
             "group ep[2]#1: FAILED: process 1 failed (closed)\n");
 }

@@ -30,7 +30,9 @@ def look():
     time.sleep(3.0)
     print("page", group.report().splitlines()[0], flush=True)
     pages = [report.Page(os.getpid(), text) for text in report.ask(os.getpid()).split("\f")]
-    print("asked", report.newest_of_each(pages)[0].text.splitlines()[0], flush=True)
+    kept = report.newest_of_each(pages)
+    print("asked", kept[0].text.splitlines()[0], flush=True)
+    print("others", sum("  rank " in page.text for page in kept), flush=True)
 
 
 meet("agree")
@@ -38,7 +40,7 @@ if jax.process_index() == 0:
     looker = threading.Thread(target=look)
     looker.start()
 else:
-    time.sleep(5.0)
+    time.sleep(8.0)
 group.agree()
 if jax.process_index() == 0:
     looker.join()
