@@ -52,7 +52,7 @@ TEST(RankRecords, that_are_damaged_or_of_another_version_are_errors_that_name_th
   std::string other = whole;
   other[0] = 1;
   const std::string message = Read(other, &ranks).message();
-  EXPECT_NE(message.find("group test: process 5 speaks bootstrap version 1, this one 2"),
+  EXPECT_NE(message.find("group test: process 5 speaks bootstrap version 1, this one 3"),
             std::string::npos)
       << message;
 }
