@@ -73,6 +73,9 @@ class GroupShape:
         has_ht: bool,
         depth: int,
     ) -> None: ...
+    @property
+    def gpu_ll_round_tokens(self) -> int:
+        """Tokens of every rank that a call of mode ll moves at once on GPUs."""
 
 def heap_bytes(shape: GroupShape) -> int:
     """Bytes of a CPU rank's heap."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack, cast
 
 import numpy as np
 
-from jax_ep import _config, _jax_compat, _memory, _mesh, _stats, _view_config, _warn
+from jax_ep import _config, _extension, _jax_compat, _memory, _mesh, _stats, _view_config, _warn
 from jax_ep._config import Config, Layout, Mode
 from jax_ep._memory import Memory, Platform
 from jax_ep._session_number import SessionNumber
@@ -269,6 +269,21 @@ class Group:
     def max_ll_tokens(self) -> int:
         """Tokens per rank of the largest ll call (0: none allowed)."""
         return _config.max_ll_tokens(self.config)
+
+    @property
+    def _ll_round_tokens(self) -> int:
+        """Tokens per rank that a call of mode ll moves at once on GPUs; of more it takes rounds.
+
+        0 where nobody knows, in a pure Python installation.
+        """
+        if self.node_size == self.num_ranks:
+            return self.max_ll_tokens
+        if not _extension.is_built():
+            return 0
+        config = self._whole.config
+        is_f32 = self.partials == "float32"
+        shape = _config.shape_arguments(config, self.num_ranks, self.node_size, is_f32)
+        return int(_extension.load().GroupShape(**shape).gpu_ll_round_tokens)
 
     @property
     def partials(self) -> Literal["float32", "dtype"]:

@@ -54,6 +54,16 @@ struct GroupShape {
   bool operator==(const GroupShape&) const = default;
 };
 
+// Rounds of mode ll on CPUs.
+constexpr Rounds LlRoundsOf(const GroupShape& shape) {
+  return Rounds::Make(shape.ll_tokens, kLlRows, shape.num_ranks, shape.round_tokens);
+}
+// On GPUs: tokens of every rank that a call moves at once. One of more tokens takes rounds and has
+// no halves. Calls of one node have one round.
+constexpr uint64_t GpuLlRoundTokens(const GroupShape& shape) {
+  return shape.num_nodes() == 1 ? shape.ll_tokens : LlRoundsOf(shape).tokens;
+}
+
 // One entry of the agreed order (xla_ffi/order.h): which call the team executes next.
 struct OrderEntry {
   uint64_t run_id;
@@ -301,7 +311,7 @@ constexpr HeapLayout HeapLayout::Make(const GroupShape& shape) {
     const uint64_t tokens = shape.ll_tokens;
     layout.ll_topk_bytes = AlignUp(tokens * shape.top_k * int_bytes, kWireUnitBytes);
     layout.ll_meta_bytes = kWireUnitBytes + 2 * layout.ll_topk_bytes;
-    layout.ll_rounds = Rounds::Make(tokens, kLlRows, num_ranks, shape.round_tokens);
+    layout.ll_rounds = LlRoundsOf(shape);
     const uint64_t sets = layout.ll_rounds.num_sets(depth);
     const uint64_t round_tokens = layout.ll_rounds.tokens;
     const uint64_t sum_bytes = partial_bytes + scalar_bytes;

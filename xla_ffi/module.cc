@@ -191,7 +191,9 @@ void BindOptions(nb::module_& m) {
           nb::kw_only(), nb::arg("num_ranks"), nb::arg("node_size"), nb::arg("num_experts"),
           nb::arg("top_k"), nb::arg("align"), nb::arg("hidden"), nb::arg("max_tokens"),
           nb::arg("ll_tokens"), nb::arg("elem_type"), nb::arg("f32_partials"), nb::arg("has_ht"),
-          nb::arg("depth"));
+          nb::arg("depth"))
+      .def_prop_ro("gpu_ll_round_tokens", &GpuLlRoundTokens,
+                   "Tokens of every rank that a call of mode ll moves at once on GPUs.");
   m.def(
       "heap_bytes", [](const GroupShape& shape) { return HeapLayout::Make(shape).total_bytes; },
       nb::arg("shape"), "Bytes of a CPU rank's heap.");

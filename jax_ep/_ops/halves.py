@@ -2,7 +2,8 @@
 
 That is so in `implementation="xla"`, and on GPUs in mode ht: a kernel that copied or pushed rows in
 the start would take longer than the whole call, and hold memory for each start that is open. With
-Config.overlap XLA starts the whole call as soon as its operands are there (beside.py).
+Config.overlap XLA starts the whole call as soon as its operands are there (beside.py). It is also
+so there of calls of mode ll that take rounds: their rows would not fit the room of one start.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ from jax_ep._ops.call import Call
 from jax_ep._ops.operations import OPERATIONS
 
 Run = Callable[[str, Call, Mapping[str, jax.Array | None]], dict[str, Any]]
+
+
+def has_gpu_starts(call: Call) -> bool:
+    """Whether starts of `call` move rows on GPUs."""
+    return call.mode == "ll" and call.num_tokens <= call.group._ll_round_tokens
 
 
 def all_in_done(run: Run) -> Run:

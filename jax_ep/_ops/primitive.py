@@ -120,7 +120,7 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     if not platforms or call.num_tokens == 0:
         return run_reference(arrays)
     branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, branch(ffi.run))
-    if call.mode == "ht":
+    if not halves.has_gpu_starts(call):
         for platform in _GPUS & branches.keys():
             branches[platform] = branch(halves.all_in_done(ffi.run))
     if beside.applies(call):

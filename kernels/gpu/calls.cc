@@ -14,6 +14,17 @@ namespace jax_ep::gpu {
 
 namespace {
 
+LlRound OnlyRound(int64_t num_tokens) { return {.call_tokens = static_cast<uint32_t>(num_tokens)}; }
+
+// Nothing calls halves of several rounds but a program that was lowered for another group.
+std::string CheckHalf(const RankHandle& rank, CallPart part, int64_t num_tokens) {
+  const uint64_t most = rank.device.layout.ll_round_tokens;
+  if (part == CallPart::kWhole || static_cast<uint64_t>(num_tokens) <= most) return "";
+  return "got a half of " + std::to_string(num_tokens) + " tokens, expected at most " +
+         std::to_string(most) + ": more take rounds between nodes, which whole calls alone have; " +
+         "lower the program with the group's Config.node_size";
+}
+
 const char* CheckAndLaunchLlDispatch(RankHandle& rank, const PlanParams* plan,
                                      const DispatchParams& call, CallPart part,
                                      const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
@@ -41,9 +52,15 @@ const char* CheckAndLaunchLlDispatch(RankHandle& rank, const PlanParams* plan,
       params.send_slot.size() != static_cast<uint64_t>(params.num_tokens) * shape.top_k) {
     wrong = "send_slot does not have T * K elements";
   }
+  const bool has_rows = params.x != nullptr || params.recv_x != nullptr;
+  if (wrong.empty() && has_rows) wrong = CheckHalf(rank, part, params.num_tokens);
   if (!wrong.empty()) return KeepText("ll dispatch: " + std::move(wrong));
-  return LaunchLlDispatch(rank, plan, params, part, epoch_in, epoch_out,
-                          static_cast<cudaStream_t>(stream));
+  const auto to = static_cast<cudaStream_t>(stream);
+  if (part == CallPart::kWhole && shape.num_nodes() > 1) {
+    return LaunchNetLlDispatch(rank, plan, params, to);
+  }
+  return LaunchLlDispatch(rank, plan, params, OnlyRound(params.num_tokens), part, epoch_in,
+                          epoch_out, to);
 }
 
 std::string CheckSlotCombine(const GroupShape& shape, const CombineParams& params, CallPart part) {
@@ -56,10 +73,16 @@ const char* CheckAndLaunchSlotCombine(RankHandle& rank, const CombineParams& cal
                                       const int32_t* epoch_in, int32_t* epoch_out, Stream stream) {
   CombineParams params = call;
   if (part == CallPart::kStart) params.pair_scalars_out = {};
-  std::string wrong = CheckSlotCombine(rank.device.shape, params, part);
+  const GroupShape& shape = rank.device.shape;
+  std::string wrong = CheckSlotCombine(shape, params, part);
+  if (wrong.empty()) wrong = CheckHalf(rank, part, params.num_tokens);
   if (!wrong.empty()) return KeepText("combine: " + std::move(wrong));
-  return LaunchSlotCombine(rank, params, part, epoch_in, epoch_out,
-                           static_cast<cudaStream_t>(stream));
+  const auto to = static_cast<cudaStream_t>(stream);
+  if (part == CallPart::kWhole && shape.num_nodes() > 1) {
+    return LaunchNetSlotCombine(rank, params, to);
+  }
+  return LaunchSlotCombine(rank, params, OnlyRound(params.num_tokens), part, epoch_in, epoch_out,
+                           to);
 }
 
 // Nothing calls these but a program that another version of jax_ep has lowered.

@@ -79,11 +79,25 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& params, cudaS
 // Mode ll, whole or half. `plan` is null where the caller brings one; of the epochs a start has the
 // second, a done the first.
 enum class CallPart : uint8_t { kWhole = 0, kStart = 1, kDone = 2 };
+// Which tokens of a call its parameters have: that part of every array by token. Arrays by received
+// row are the call's. Of a dispatch of several rounds that brings no plan the first makes it, and
+// moves nothing; the others follow it.
+struct LlRound {
+  uint32_t first_token = 0;
+  uint32_t call_tokens = 0;  // T of the call
+  bool is_plan_alone = false;
+  bool is_planned = false;
+};
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                             CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
-                             cudaStream_t stream);
-const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
-                              const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream);
+                             const LlRound& round, CallPart part, const int32_t* epoch_in,
+                             int32_t* epoch_out, cudaStream_t stream);
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const LlRound& round,
+                              CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
+                              cudaStream_t stream);
+// Whole calls between nodes (network/ll_calls.cc).
+const char* LaunchNetLlDispatch(RankHandle& rank, const PlanParams* plan,
+                                const DispatchParams& call, cudaStream_t stream);
+const char* LaunchNetSlotCombine(RankHandle& rank, const CombineParams& call, cudaStream_t stream);
 const char* LaunchCombine(RankHandle& rank, const CombineParams& params, cudaStream_t stream);
 
 // The beginning of a dispatch or combine (entry.h).

@@ -26,6 +26,7 @@ KERNELS_GPU = [
     "memory/device_memory.cc",
     "memory/nic_access.cc",
     "network/dispatch.cu",
+    "network/ll_calls.cc",
     "network/plan.cu",
     "network/slots.cu",
     "protocol/abandon_operation.cu",

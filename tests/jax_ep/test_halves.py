@@ -31,10 +31,12 @@ def halves(group: jax_ep.Group, x: Array, ids: Array, w: Array, layout: Any = No
     return jax_ep.combine_done(group, jax_ep.combine_start(group, 2 * recv.x, recv))
 
 
-def custom_calls(program: Any, mode: str, platform: str, layout: Any, overlap: bool) -> list[str]:
+def custom_calls(
+    program: Any, mode: str, platform: str, layout: Any, overlap: bool, ranks: int = 4, **sizes: Any
+) -> list[str]:
     """The custom calls of a layer and its gradient, as lowered: targets and types, sorted."""
-    config = dataclasses.replace(CASE.config(), mode=mode, overlap=overlap)
-    mesh = jax.sharding.AbstractMesh((4,), ("ep",))
+    config = dataclasses.replace(CASE.config(), mode=mode, overlap=overlap, **sizes)
+    mesh = jax.sharding.AbstractMesh((ranks,), ("ep",))
     group = jax_ep.create_group(mesh, "ep", config, implementation="native")
 
     def step(x: Array, ids: Array, w: Array) -> Any:
@@ -48,7 +50,7 @@ def custom_calls(program: Any, mode: str, platform: str, layout: Any, overlap: b
         in_specs=P("ep"),
         out_specs=P("ep"),
     )
-    tokens = 4 * CASE.tokens
+    tokens = ranks * config.max_tokens
     sharding = jax.sharding.NamedSharding(mesh, P("ep"))
     shapes = [((tokens, 8), jnp.float32), ((tokens, 2), jnp.int32), ((tokens, 2), jnp.float32)]
     args = [jax.ShapeDtypeStruct(s, d, sharding=sharding) for s, d in shapes]
@@ -67,6 +69,22 @@ def test_on_gpus_halves_of_mode_ht_are_the_whole_calls(
 ) -> None:
     calls = [custom_calls(program, "ht", platform, layout, overlap) for program in (whole, halves)]
     assert calls[0] == calls[1] and len(calls[0]) >= 5  # a plan, and each way forth and back
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_on_gpus_halves_in_rounds_are_the_whole_calls(platform: str, layout: str) -> None:
+    """Between nodes mode ll has room for 8,192 rows, which are 256 tokens of 32 ranks."""
+    sizes: dict[str, Any] = {"node_size": 8, "num_experts": 32, "max_tokens": 257, "ranks": 32}
+    starts = {"ll_dispatch_start", "ll_dispatch_done", "combine_start", "combine_done"}
+
+    def targets() -> set[str]:
+        found = custom_calls(halves, "ll", platform, layout, False, **sizes)
+        return {call.split()[0] for call in found}
+
+    assert {"ll_dispatch", "combine"} <= targets() and not starts & targets()
+    sizes["max_tokens"] -= 1
+    assert starts <= targets()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 // Times mode ll on all GPUs of one process, without JAX: plan and dispatch in one call, combine,
 // and both halves of each. Graphs of many calls; median over launches of the slowest rank.
 //
-//   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [nodes=N] [cuda] [tokens...]
+//   bench_ll [plain] [rank_major] [ranks=N] [sms=M] [nodes=N] [cuda] [round=C] [tokens...]
 //
 // DeepSeek-V3 shape, layout expert_batched or rank_major, padding undefined. plain: without bulk
 // copies; ranks: several per GPU, whose blocks (8/3 of M; without it all SMs but 32) must all fit
-// on it. nodes: so many virtual ones, over loopback, or with `cuda` over that transport.
+// on it. nodes: so many virtual ones, over loopback, or with `cuda` over that transport. round:
+// between nodes calls come in rounds of so many tokens, and have no halves.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -28,6 +29,7 @@ struct Machine {
   Layout layout = Layout::kExpertBatched;
   uint32_t num_nodes = 1;
   bool has_device_stages = false;
+  uint32_t round_tokens = 0;  // as many as fit
 };
 
 void Run(int64_t num_tokens, const Machine& machine) {
@@ -42,6 +44,7 @@ void Run(int64_t num_tokens, const Machine& machine) {
   s.shape.elem_type = ElemType::kBf16;
   s.shape.f32_partials = false;
   s.shape.has_ht = false;
+  s.shape.round_tokens = machine.round_tokens;
   s.layout = machine.layout;
   const bool is_rank_major = s.layout == Layout::kRankMajor;
   s.num_tokens = num_tokens;
@@ -124,7 +127,8 @@ void Run(int64_t num_tokens, const Machine& machine) {
     const char* error = dispatch(r);
     return error != nullptr ? error : combine(r);
   });
-  const double halves_us = TimeInGraphs(team, kTimes, [&](uint32_t r) {
+  const bool has_halves = GpuLlRoundTokens(s.shape) >= s.shape.ll_tokens;
+  const double halves_us = !has_halves ? 0 : TimeInGraphs(team, kTimes, [&](uint32_t r) {
     const LlDispatchParams params = dispatch_params(r);
     const char* error = Api().ll_dispatch_start(team.handle(r), &team.shape(), &params,
                                                 epochs[r].data(), team.stream(r));
@@ -132,7 +136,7 @@ void Run(int64_t num_tokens, const Machine& machine) {
                             : Api().ll_dispatch_done(team.handle(r), &team.shape(), &params,
                                                      epochs[r].data(), team.stream(r));
   });
-  const double combine_halves_us = TimeInGraphs(team, kTimes, [&](uint32_t r) {
+  const double combine_halves_us = !has_halves ? 0 : TimeInGraphs(team, kTimes, [&](uint32_t r) {
     const CombineParams params = combine_params(r);
     const char* error = Api().combine_start(team.handle(r), &team.shape(), &params,
                                             epochs[r].data(), team.stream(r));
@@ -177,6 +181,8 @@ int main(int argc, char** argv) {
       machine.num_nodes = value_of("nodes=");
     } else if (text == "cuda") {
       machine.has_device_stages = true;
+    } else if (text.starts_with("round=")) {
+      machine.round_tokens = value_of("round=");
     } else if (text.starts_with("sms=")) {
       machine.sms = value_of("sms=");
     } else {

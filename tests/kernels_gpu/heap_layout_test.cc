@@ -74,6 +74,33 @@ TEST(GpuHeap, ModeHtIsBoundedInTheNumberOfRanks) {
   }
 }
 
+// So is mode ll, between nodes.
+TEST(GpuHeap, ModeLlIsBoundedInTheNumberOfRanks) {
+  constexpr double kGiB = 1 << 30;
+  for (const uint32_t ranks : {8u, 64u, 256u, 1024u}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks");
+    GroupShape shape = ShapeOf(ranks, 128);
+    shape.ll_tokens = 128;
+    shape.has_ht = false;
+    shape.node_size = 8;
+    shape.num_experts = std::max(256u, ranks);
+    EXPECT_LE(static_cast<double>(GpuHeapLayout::Make(shape).total_bytes), 0.6 * kGiB);
+    EXPECT_LE(static_cast<double>(NetLayout::Make(shape).total_bytes), 0.7 * kGiB);
+  }
+}
+
+TEST(GpuHeap, OnlyCallsBetweenNodesTakeRoundsInModeLl) {
+  GroupShape shape = ShapeOf(64, 128);
+  shape.ll_tokens = 4096;
+  EXPECT_EQ(GpuLlRoundTokens(shape), 4096u);
+  shape.node_size = 8;
+  EXPECT_EQ(GpuLlRoundTokens(shape), 128u);
+  shape.ll_tokens = 100;
+  EXPECT_EQ(GpuLlRoundTokens(shape), 100u);
+  shape.num_ranks = 1024;
+  EXPECT_EQ(GpuLlRoundTokens(shape), 8u);
+}
+
 // Every record begins at a line, and the last one is in the stage.
 TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
   for (uint64_t hidden = 16; hidden <= 7168; hidden += 16) {

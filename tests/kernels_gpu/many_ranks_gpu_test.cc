@@ -98,16 +98,18 @@ class GpuManyRanks : public ::testing::TestWithParam<std::tuple<uint32_t, uint32
 
   // Calls of max_tokens, one after the other.
   void RunHt();
+  void RunLl();
 
   GroupShape shape_;
   GpuTeamOptions options_;
 };
 
-TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) {
+void GpuManyRanks::RunLl() {
   if (shape_.num_nodes() > 1 && !(FitsCallsOfSeveralKernels() && FitsBlocksThatAwaitRemotes())) {
     GTEST_SKIP() << shape_.num_ranks << " ranks need more GPUs";
   }
   GpuTeam team(options_);
+  std::vector<uint64_t> num_calls(team.num_ranks()), num_rows(team.num_ranks());
   for (const Layout layout : {Layout::kExpertMajor, Layout::kExpertBatched, Layout::kRankMajor}) {
     Scenario s{.shape = shape_, .mode = Mode::kLl, .layout = layout, .num_tokens = 12};
     s.recv_rows = WorstRecvRows(shape_, layout, s.num_tokens);
@@ -122,9 +124,26 @@ TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) {
       ExpectPlan(a.whole[r], a.host[r]);
       ExpectDispatch(a.whole[r], a.host[r], 0);
       for (int i = 0; i < HostArrays::kCombines; ++i) ExpectCombine(a.whole[r], a.host[r], i);
+      ++num_calls[r];
+      for (const int32_t source : a.host[r].recv_src) num_rows[r] += source >= 0 ? 1 : 0;
+      gpu::RankCountersSnapshot counters;
+      ASSERT_EQ(Api().counters(team.handle(r), &counters), nullptr);
+      EXPECT_EQ(counters.plans, num_calls[r]);
+      EXPECT_EQ(counters.dispatches, num_calls[r]);
+      EXPECT_EQ(counters.combines, num_calls[r] * HostArrays::kCombines);
+      EXPECT_EQ(counters.rows_received, num_rows[r]);
     }
     if (HasFailure()) return;
   }
+}
+
+TEST_P(GpuManyRanks, LlGivesTheBitsOfTheCpu) { RunLl(); }
+
+// As groups that have no room for their largest call.
+TEST_P(GpuManyRanks, LlInRoundsGivesTheBitsOfTheCpu) {
+  options_.shape.round_tokens = shape_.round_tokens = 5;
+  if (GpuLlRoundTokens(shape_) == shape_.ll_tokens) GTEST_SKIP() << "calls of one node";
+  RunLl();
 }
 
 TEST_P(GpuManyRanks, LlHalvesGiveTheBitsOfTheCpu) {

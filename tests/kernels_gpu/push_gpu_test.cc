@@ -38,6 +38,9 @@ TEST_F(GpuPush, RandomScenariosGiveTheBitsOfTheCpu) {
     shape.ll_tokens = shape.max_tokens;
     shape.f32_partials = random() % 2 == 0;
     shape.depth = Pick<uint32_t>(random, {1, 2, 2, 3});
+    // Between nodes; so that most calls have several rounds.
+    constexpr uint64_t kRoundTokens[] = {3, 16, 32, 70};
+    if (seed / 2 % 3 == 0) shape.round_tokens = kRoundTokens[seed / 6 % 4];
     GpuTeamOptions options{.shape = shape};
     options.in_place = random() % 4 != 0;
     options.use_tma = random() % 3 != 0;
@@ -199,6 +202,7 @@ class GpuPushFailure : public GpuPush {
     if (IsSkipped()) return;
     s_.shape = SmallShape();
     s_.shape.elem_type = ElemType::kF32;
+    Adjust(s_.shape);
     s_.layout = Layout::kExpertBatched;
     s_.num_tokens = 64;
     s_.recv_rows = WorstRecvRows(s_.shape, s_.layout, s_.num_tokens);
@@ -212,6 +216,8 @@ class GpuPushFailure : public GpuPush {
       epochs_.push_back(DeviceArray<int32_t>::Output(*team_, r, 4));
     }
   }
+
+  virtual void Adjust(GroupShape& /*shape*/) {}
 
   void Run(const std::function<void(uint32_t rank, Calls& calls)>& body) {
     const std::string error = team_->Run([&](uint32_t r) -> const char* {
@@ -368,6 +374,51 @@ TEST_F(GpuPushFailure, HalvesOfModeHtAreRefused) {
         << calls.error();
   }
   Run([&](uint32_t r, Calls& calls) { calls.Plan(arrays_[r]); });
+  ExpectNoFailure(*team_);
+}
+
+// Calls of several rounds between nodes.
+class GpuPushRoundsFailure : public GpuPushFailure {
+ protected:
+  void Adjust(GroupShape& shape) override {
+    shape.node_size = 2;
+    shape.round_tokens = 24;
+  }
+};
+
+TEST_F(GpuPushRoundsFailure, ARankThatDoesNotComePoisonsAllRounds) {
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
+  ExpectNoFailure(*team_);
+  Run([&](uint32_t r, Calls& calls) {
+    if (r == 1) return;
+    calls.Combine(arrays_[r], 0);
+    calls.LlDispatch(arrays_[r]);
+  });
+  for (const uint32_t r : {0u, 2u, 3u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectBytes(arrays_[r].out[0]);
+    ExpectPoisonedDispatch(r);
+  }
+}
+
+// What was lowered for a group of another node_size: nothing is launched, and the group goes on.
+TEST_F(GpuPushRoundsFailure, HalvesAreRefused) {
+  using Half = std::function<void(Calls & calls, DeviceArrays & arrays, int32_t* epoch)>;
+  const Half halves[] = {[](auto& calls, auto& a, auto* e) { calls.LlDispatchStart(a, e); },
+                         [](auto& calls, auto& a, auto* e) { calls.LlDispatchDone(a, e); },
+                         [](auto& calls, auto& a, auto* e) { calls.DispatchStart(a, 0, e); },
+                         [](auto& calls, auto& a, auto* e) { calls.DispatchDone(a, 0, e); },
+                         [](auto& calls, auto& a, auto* e) { calls.CombineStart(a, 0, e); },
+                         [](auto& calls, auto& a, auto* e) { calls.CombineDone(a, 0, e); }};
+  for (const Half& half : halves) {
+    Calls calls(s_, *team_, 0);
+    half(calls, arrays_[0], epochs_[0].data());
+    ASSERT_NE(calls.error(), nullptr);
+    EXPECT_NE(std::string(calls.error()).find("got a half of 64 tokens, expected at most 24"),
+              std::string::npos)
+        << calls.error();
+  }
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
   ExpectNoFailure(*team_);
 }
 

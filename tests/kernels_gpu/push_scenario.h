@@ -114,8 +114,12 @@ class Calls {
 
 // All calls of the scenario, whole. `planned` gets a plan beforehand.
 void RunWhole(const Scenario& s, Calls& calls, DeviceArrays& d, DeviceArrays& planned);
-// Mode ht has no halves on GPUs: its starts do nothing, and its dones are whole calls.
-constexpr bool HasHalves(const Scenario& s) { return s.mode == Mode::kLl && s.shape.depth > 1; }
+// Mode ht has no halves on GPUs, nor has a call of several rounds: the start does nothing, and the
+// done is a whole call.
+constexpr bool HasHalves(const Scenario& s) {
+  return s.mode == Mode::kLl && s.shape.depth > 1 &&
+         static_cast<uint64_t>(s.num_tokens) <= GpuLlRoundTokens(s.shape);
+}
 // The same in halves, if it has any: two starts are open at a time, ended in either order, and with
 // a set to spare a whole call runs between them.
 void RunHalves(const Scenario& s, Calls& calls, DeviceArrays& from, DeviceArrays& d,

@@ -6,8 +6,8 @@
 //   pieces of their tokens and add them. Senders wait for nobody but for the readers of an older
 //   use of the set (slot_sets.cuh); adders come later in the grid. start is a kernel of senders,
 //   done one of adders. A whole call sums its own rows where it adds; a start pushes that partial
-//   to its own set as well. Over several nodes a whole call is a start and a done, and
-//   network/slots.cu takes in what crosses nodes.
+//   to its own set as well. Over several nodes a whole call is a start and a done, or several
+//   (network/ll_calls.cc), and network/slots.cu takes in what crosses nodes.
 #include <algorithm>
 
 #include "kernels/gpu/lanes/slot_combine_add.cuh"
@@ -86,16 +86,11 @@ const char* PrepareSlotCombineKernels(const RankHandle& rank) {
   return nullptr;
 }
 
-const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallPart part,
-                              const int32_t* epoch_in, int32_t* epoch_out, cudaStream_t stream) {
+const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const LlRound& round,
+                              CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
+                              cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_network = shape.num_nodes() > 1;
-  if (has_network && part == CallPart::kWhole) {
-    int32_t* epoch = WholeEpochOf(rank);
-    const char* error = LaunchSlotCombine(rank, call, CallPart::kStart, nullptr, epoch, stream);
-    if (error != nullptr) return error;
-    return LaunchSlotCombine(rank, call, CallPart::kDone, epoch, nullptr, stream);
-  }
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const bool is_vectorised = HasWholeWords(row_bytes, {call.y, call.out});
   const uint64_t word_bytes = is_vectorised ? sizeof(uint4) : ElemBytes(shape.elem_type);
@@ -128,7 +123,8 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, CallP
           part == CallPart::kWhole ? Operation::kLlCombine : Operation::kLlCombineStart,
       .num_send_blocks = 0,
       .num_tokens = num_tokens,
-      .rank_rows = std::max(shape.num_ranks * num_tokens, 1u),
+      .round = round,
+      .rank_rows = std::max(shape.num_ranks * round.call_tokens, 1u),
       .pieces = has_rows ? CutRow(shape, row_bytes, piece_bytes, word_bytes) : Pieces{1, 0},
       .row_words = static_cast<uint32_t>(row_bytes / word_bytes),
       .row_bytes = row_bytes,

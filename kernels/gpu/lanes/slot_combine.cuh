@@ -27,7 +27,8 @@ struct SlotCombineParams {
   Operation operation;        // this kernel's
   Operation start_operation;  // the one whose flags are waited for
   uint32_t num_send_blocks;
-  uint32_t num_tokens;
+  uint32_t num_tokens;  // of the round
+  LlRound round;
   uint32_t rank_rows;  // slots of one rank in send_slot
   Pieces pieces;
   uint32_t row_words;
@@ -86,10 +87,18 @@ struct SlotPartials {
   }
 };
 
+// All threads of one block: the outputs of the call, not of this round alone.
 __device__ inline void Poison(const SlotCombineParams& params) {
-  PoisonBytes(params.out, params.num_tokens * params.row_bytes);
-  PoisonBytes(params.pair_scalars_out,
-              static_cast<uint64_t>(params.num_tokens) * params.device.shape.top_k * sizeof(float));
+  const LlRound& round = params.round;
+  const uint64_t top_k = params.device.shape.top_k;
+  if (params.out != nullptr) {
+    PoisonBytes(params.out - round.first_token * params.row_bytes,
+                round.call_tokens * params.row_bytes);
+  }
+  if (params.pair_scalars_out != nullptr) {
+    PoisonBytes(params.pair_scalars_out - round.first_token * top_k,
+                round.call_tokens * top_k * sizeof(float));
+  }
 }
 
 // All threads of every block, as the last thing of the operation `sequence`; `shared_flag` is
@@ -101,7 +110,7 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
   const bool is_start = params.part == CallPart::kStart;
   const auto write = [&] {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(params.device, slot.started);
-    if (!is_start) CountUp(&ControlOf(device)->combines, 1);
+    if (!is_start && params.round.first_token == 0) CountUp(&ControlOf(device)->combines, 1);
     UpdateSet(device, params.kind, params.part, slot, sequence);
   };
   if (HasOpenEnd(device, params.part)) {

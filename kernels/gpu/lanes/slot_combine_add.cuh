@@ -34,7 +34,7 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
   const bool is_whole = params.part == CallPart::kWhole;
   const RowIndex index(device, slot.sequence, params.num_tokens);
   if (is_whole) {
-    IndexRows(device, index, params.num_tokens, params.recv_src, params.recv_rows,
+    IndexRows(device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,
               [&](uint32_t source, uint32_t token) {
                 return source == device.rank && token % num_blocks == block;
               });

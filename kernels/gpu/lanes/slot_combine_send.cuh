@@ -89,7 +89,7 @@ __device__ void Send(const SlotCombineParams& params, const CallSlot& slot, RowL
   if (num_owners == 0) return;
   const uint32_t num_items = params.num_tokens * num_owners;
   const RowIndex index(device, slot.sequence, params.num_tokens);
-  IndexRows(device, index, params.num_tokens, params.recv_src, params.recv_rows,
+  IndexRows(device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,
             [&](uint32_t source, uint32_t token) {
               const uint32_t step = (source + 2 * num_ranks - device.rank - first_step) % num_ranks;
               return step < num_owners &&

@@ -31,6 +31,7 @@ struct SendRecordsParams {
   Operation operation;
   bool is_routed;
   uint32_t num_tokens;
+  uint32_t rank_ids;  // so many ids are of one rank
   PushHeader header;
   uint64_t row_bytes;
   const std::byte* x;    // [T, H] or null

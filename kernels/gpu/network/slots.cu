@@ -41,6 +41,9 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
   std::byte* head = OwnStage(device) + layout.ll_rows_send.At(slot.set);
   const uint64_t cells_bytes =
       static_cast<uint64_t>(params.num_tokens) * device.shape.top_k * sizeof(int32_t);
+  uint64_t num_bytes = layout.ll_weights;
+  if (params.weights != nullptr) num_bytes = layout.ll_weights + cells_bytes;
+  if (params.is_routed) num_bytes = layout.ll_ids + cells_bytes;
   if (LaneId() == 0) *reinterpret_cast<PushHeader*>(head) = params.header;
   if (params.is_routed) {
     WarpCopyBytes(head + layout.ll_ids, reinterpret_cast<const std::byte*>(params.ids),
@@ -53,7 +56,7 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
   SyncWarp();
   WarpPushToAllRemotes(device, params.operation, [&](uint32_t peer) {
     // The number after the rows'.
-    return RecordTo(device, peer, slot.set, epoch, 0, layout.ll_head_bytes,
+    return RecordTo(device, peer, slot.set, epoch, 0, AlignUp(num_bytes, kWireUnitBytes),
                     static_cast<uint32_t>(device.shape.ll_tokens));
   });
 }
@@ -61,12 +64,9 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
 __device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, uint64_t epoch,
                         uint32_t token) {
   const DeviceRank& device = params.device;
-  const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint32_t rank_rows =
-      params.is_routed ? shape.experts_per_rank() : shape.num_ranks * params.num_tokens;
-  const WarpSet dests =
-      RemoteHoldersOf(device, params.ids, token, rank_rows, [](uint32_t rank) { return rank; });
+  const WarpSet dests = RemoteHoldersOf(device, params.ids, token, params.rank_ids,
+                                        [](uint32_t rank) { return rank; });
   if (dests.IsEmpty()) return;
   const uint64_t offset = layout.ll_head_bytes + token * layout.ll_row_pitch;
   std::byte* record = OwnStage(device) + layout.ll_rows_send.At(slot.set) + offset;
@@ -157,7 +157,8 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
     }
   }
   const uint64_t scalars_bytes = shape.top_k * sizeof(float);
-  for (uint32_t token = part * kWarps + WarpId(); token < params.num_tokens;
+  const uint32_t num_records = is_dispatch && !params.has_rows ? 0 : params.num_tokens;
+  for (uint32_t token = part * kWarps + WarpId(); token < num_records;
        token += num_parts * kWarps) {
     const std::byte* record = from + places.head_bytes + token * places.pitch;
     // Relaxed: the count came after it.

@@ -43,13 +43,14 @@ struct NetLayout {
   HeapArea sums_recv;  // [S][O]
   uint64_t sums_pitch = 0;
   uint64_t sums_scalars = 0, sums_call = 0;
-  // LL, by slot set. "[R]": by RemoteIndex of the other rank. A record is followed by a u64 tag,
-  // the StartFlag of its call, because a count says how many records have come and not which.
-  HeapArea ll_rows_send;  // [depth]: PushHeader, ids [T * K], weights [T * K]; records [T]: a row
+  // LL, by slot set. "[R]": by RemoteIndex of the other rank; T' is GpuLlRoundTokens. A record is
+  // followed by a u64 tag, the StartFlag of its call, because a count says how many records have
+  // come and not which.
+  HeapArea ll_rows_send;  // [depth]: PushHeader, weights [T * K], ids [T * K]; records [T']: a row
   HeapArea ll_rows_recv;  // [depth][R]: the same
-  uint64_t ll_ids = 0, ll_weights = 0, ll_head_bytes = 0;
+  uint64_t ll_weights = 0, ll_ids = 0, ll_head_bytes = 0;
   uint64_t ll_row_pitch = 0, ll_row_tag = 0;
-  HeapArea ll_sums_send;  // [depth][R]: records [T]: a partial, scalars [K]
+  HeapArea ll_sums_send;  // [depth][R]: records [T']: a partial, scalars [K]
   HeapArea ll_sums_recv;  // [depth][R]
   uint64_t ll_sum_pitch = 0, ll_sum_scalars = 0, ll_sum_tag = 0;
 
@@ -105,19 +106,20 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   if (shape.ll_tokens > 0) {
     const uint64_t ll_cells_bytes =
         AlignUp(shape.ll_tokens * shape.top_k * sizeof(int32_t), kWireUnitBytes);
-    layout.ll_ids = AlignUp(sizeof(PushHeader), kWireUnitBytes);
-    layout.ll_weights = layout.ll_ids + ll_cells_bytes;
-    layout.ll_head_bytes = layout.ll_weights + ll_cells_bytes;
+    layout.ll_weights = AlignUp(sizeof(PushHeader), kWireUnitBytes);
+    layout.ll_ids = layout.ll_weights + ll_cells_bytes;
+    layout.ll_head_bytes = layout.ll_ids + ll_cells_bytes;
     layout.ll_row_tag = RowBytes(shape.hidden, shape.elem_type);
     layout.ll_row_pitch = layout.ll_row_tag + kWireUnitBytes;
-    const uint64_t rows_bytes = layout.ll_head_bytes + shape.ll_tokens * layout.ll_row_pitch;
+    const uint64_t round_tokens = GpuLlRoundTokens(shape);
+    const uint64_t rows_bytes = layout.ll_head_bytes + round_tokens * layout.ll_row_pitch;
     layout.ll_rows_send = take(shape.depth, 1, rows_bytes);
     layout.ll_rows_recv = take(shape.depth, num_remote, rows_bytes);
     layout.ll_sum_scalars = layout.sums_pitch;
     layout.ll_sum_tag = layout.ll_sum_scalars + ScalarBytes(shape.top_k);
     layout.ll_sum_pitch = layout.ll_sum_tag + kWireUnitBytes;
-    layout.ll_sums_send = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
-    layout.ll_sums_recv = take(shape.depth, num_remote, shape.ll_tokens * layout.ll_sum_pitch);
+    layout.ll_sums_send = take(shape.depth, num_remote, round_tokens * layout.ll_sum_pitch);
+    layout.ll_sums_recv = take(shape.depth, num_remote, round_tokens * layout.ll_sum_pitch);
   }
   layout.total_bytes = end;
   return layout;

@@ -91,10 +91,10 @@ inline constexpr uint64_t kMaxPieces = 16;
 
 // Rows that peers push, by set and source.
 struct PushArea {
-  HeapArea blocks;      // [depth][N]: what comes before the rows, then rows [T]
+  HeapArea blocks;      // [depth][N]: what comes before the rows, then rows [T'], those of a round
   uint64_t rows = 0;    // where they begin in a block
   uint64_t pitch = 0;   // bytes between them
-  HeapArea flags;       // u64 [depth][N][T][kMaxPieces]: newest operation that filled the piece
+  HeapArea flags;       // u64 [depth][N][T'][kMaxPieces]: newest operation that filled the piece
   HeapArea meta_flags;  // u64 [depth][N]: ... of a combine that has begun
 };
 
@@ -189,8 +189,9 @@ struct GpuHeapLayout {
   uint64_t reduce_pitch = 0;
   uint64_t reduce_scalars = 0;  // f32 [A][N - 1][T'][K]
   // Before its rows each block of ll_dispatch has a PushHeader, ids [T * K] and weights [T * K] in
-  // tagged words (tagged_words.cuh), each block of a combine scalars [T * K].
+  // tagged words (tagged_words.cuh), each block of a combine scalars [T' * K].
   PushArea ll_dispatch, ll_combine;
+  uint64_t ll_round_tokens = 0;  // T' of both: GpuLlRoundTokens
   // The rows of calls with at most so many tokens. Nothing but tagged words is ever written there,
   // of one width in each, so nothing else can look like one.
   TaggedArea ll_dispatch_tagged, ll_combine_tagged;
@@ -319,16 +320,17 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
     return area;
   };
   const uint64_t ll_tokens = shape.ll_tokens;
+  layout.ll_round_tokens = GpuLlRoundTokens(shape);
   const uint64_t ll_scalars_bytes =
-      AlignUp(ll_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
+      AlignUp(layout.ll_round_tokens * shape.top_k * sizeof(float), kRowAlignBytes);
   constexpr uint64_t kTaggedBytes = sizeof(uint64_t);
   const uint64_t ll_words_bytes = AlignUp(ll_tokens * shape.top_k * kTaggedBytes, kRowAlignBytes);
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   layout.push_ids = AlignUp(PushHeader::kNumWords * kTaggedBytes, kRowAlignBytes);
   layout.push_weights = layout.push_ids + ll_words_bytes;
-  layout.ll_dispatch =
-      take_pushed(ll_tokens, layout.push_weights + ll_words_bytes, SpreadPitch(row_bytes));
-  layout.ll_combine = take_pushed(ll_tokens, ll_scalars_bytes, layout.reduce_pitch);
+  layout.ll_dispatch = take_pushed(layout.ll_round_tokens, layout.push_weights + ll_words_bytes,
+                                   SpreadPitch(row_bytes));
+  layout.ll_combine = take_pushed(layout.ll_round_tokens, ll_scalars_bytes, layout.reduce_pitch);
   if (shape.num_nodes() == 1 && num_ranks > 1 && num_ranks <= kMostTaggedRanks) {
     layout.tagged_tokens = ll_tokens < kMostTaggedTokens ? ll_tokens : kMostTaggedTokens;
   }

@@ -76,14 +76,17 @@ __device__ inline bool PairOf(const GroupShape& shape, uint32_t num_tokens, int3
 }
 
 // All threads of the block: puts the rows of the pairs that is_mine(source, token) names into the
-// index, which only this block reads, after a SyncBlock.
+// index, which only this block reads, after a SyncBlock. Tokens count from the round's first one.
 template <typename IsMine>
-__device__ void IndexRows(const DeviceRank& device, const RowIndex& index, uint32_t num_tokens,
-                          const int32_t* recv_src, uint64_t num_rows, IsMine&& is_mine) {
+__device__ void IndexRows(const DeviceRank& device, const RowIndex& index, const LlRound& round,
+                          uint32_t num_tokens, const int32_t* recv_src, uint64_t num_rows,
+                          IsMine&& is_mine) {
   const auto put = [&](int32_t src, uint64_t row) {
     RowPair pair;
-    if (!PairOf(device.shape, num_tokens, src, &pair) || !is_mine(pair.source, pair.token)) return;
-    index.Put(pair.source, pair.token, pair.k, static_cast<int32_t>(row));
+    if (!PairOf(device.shape, round.call_tokens, src, &pair)) return;
+    const uint32_t token = pair.token - round.first_token;  // wraps before it
+    if (token >= num_tokens || !is_mine(pair.source, token)) return;
+    index.Put(pair.source, token, pair.k, static_cast<int32_t>(row));
   };
   constexpr uint32_t kInFlight = 4;
   const bool is_aligned = reinterpret_cast<uintptr_t>(recv_src) % sizeof(int4) == 0;

@@ -22,13 +22,11 @@ class Destinations {
   // A bit per mate, by local rank; what serves one node alone takes that for the rank.
   __device__ uint64_t Mask() const {
     const GroupShape& shape = params_.device.shape;
-    const uint32_t ids_of_rank =
-        params_.is_routed ? shape.experts_per_rank() : shape.num_ranks * params_.plan.num_tokens;
     uint64_t mask = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kEntriesPerLane; ++i) {
       const uint32_t local =
-          static_cast<uint32_t>(ids_[i]) / ids_of_rank - params_.device.node_begin;
+          static_cast<uint32_t>(ids_[i]) / params_.rank_ids - params_.device.node_begin;
       if (ids_[i] >= 0 && local < shape.node_size) mask |= uint64_t{1} << local;
     }
     return WarpOr(mask);

@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
   const auto write = [&] {
     if (params.epoch_out != nullptr) *params.epoch_out = EpochOf(device, slot.started);
-    if (params.part != CallPart::kStart) CountUp(&ControlOf(device)->dispatches, 1);
+    const LlRound& round = params.round;
+    const bool is_first = round.first_token == 0 && !round.is_plan_alone;
+    if (params.part != CallPart::kStart && is_first) CountUp(&ControlOf(device)->dispatches, 1);
     UpdateSet(device, kKind, params.part, slot, sequence);
   };
   if (HasOpenEnd(device, params.part)) {

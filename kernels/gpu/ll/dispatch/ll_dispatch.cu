@@ -9,7 +9,8 @@
 //   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
 //   start is a kernel of senders, done one of receivers. A whole call reads its own rows in place;
 //   a start pushes them to its own set as well. Over several nodes a whole call is a start and a
-//   done, and network/slots.cu sends and takes in what crosses nodes.
+//   done, or several (network/ll_calls.cc), and network/slots.cu sends and takes in what crosses
+//   nodes.
 #include <algorithm>
 
 #include "kernels/gpu/launch.h"
@@ -107,17 +108,11 @@ const char* PrepareLlDispatchKernels(const RankHandle& rank) {
 }
 
 const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const DispatchParams& call,
-                             CallPart part, const int32_t* epoch_in, int32_t* epoch_out,
-                             cudaStream_t stream) {
+                             const LlRound& round, CallPart part, const int32_t* epoch_in,
+                             int32_t* epoch_out, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_network = shape.num_nodes() > 1;
-  if (has_network && part == CallPart::kWhole) {
-    int32_t* epoch = WholeEpochOf(rank);
-    const char* error =
-        LaunchLlDispatch(rank, plan, call, CallPart::kStart, nullptr, epoch, stream);
-    if (error != nullptr) return error;
-    return LaunchLlDispatch(rank, plan, call, CallPart::kDone, epoch, nullptr, stream);
-  }
+  const bool is_routed = plan != nullptr && !round.is_planned;
   const bool has_records = call.wire.block != 0;
   const uint64_t x_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const uint64_t row_bytes =
@@ -146,7 +141,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   LlDispatchKernelParams params{
       .device = rank.device,
       .part = part,
-      .is_routed = plan != nullptr,
+      .is_routed = is_routed,
       .zero_padding = call.zero_padding,
       .is_tagged = is_tagged,
       .pieces = pieces,
@@ -158,6 +153,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       .x = call.x,
       .weights = DataOrNull(call.weights),
       .given_slots = call.send_slot.data(),
+      .rank_ids = is_routed ? shape.experts_per_rank() : shape.num_ranks * round.call_tokens,
+      .round = round,
       .format = format,
       .scales = {.scales = call.wire.recv_scales, .num_blocks = format.num_blocks()},
       .epoch_in = epoch_in,
@@ -196,7 +193,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
   }
   if (plan != nullptr) {
     params.topk_idx = plan->topk_idx.data();
-    planner.out = ArraysOf(plan->out);
+    planner.out = ArraysOf(plan->out);  // of a planned round they are what it follows
   }
 
   if (has_network && is_start) {
@@ -205,6 +202,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
         .operation = params.operation,
         .is_routed = params.is_routed,
         .num_tokens = planner.num_tokens,
+        .rank_ids = params.rank_ids,
         .header = HeaderOf(params, params.operation, rank.device.program),
         .row_bytes = x_bytes,
         .x = params.has_rows ? params.x : nullptr,
@@ -257,7 +255,7 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                  params.num_bulk_warps);
   // Totals take long where there are many pairs, so a block has nothing else to do.
   constexpr uint32_t kFewestBlocks = 8;
-  params.has_totals_block = !is_start && plan != nullptr && rank.ll_blocks >= kFewestBlocks;
+  params.has_totals_block = !is_start && is_routed && rank.ll_blocks >= kFewestBlocks;
   const uint32_t num_totals_blocks = params.has_totals_block ? 1 : 0;
   uint32_t blocks = 0;
   switch (part) {

@@ -19,7 +19,7 @@ inline constexpr SetKind kKind = SetKind::kLlDispatch;
 struct LlDispatchKernelParams {
   DeviceRank device;
   CallPart part;
-  bool is_routed;
+  bool is_routed;  // it makes the plan
   bool has_rows;
   bool has_weights;
   bool zero_padding;
@@ -41,19 +41,28 @@ struct LlDispatchKernelParams {
   const int32_t* topk_idx;     // [T * K], routed
   const float* weights;        // [T * K] or null
   const int32_t* given_slots;  // [T * K], planned
-  LlPlanParams plan;           // outputs; recv_src and recv_topk_idx are inputs if planned
-  std::byte* recv_x;           // [R, H] or null
-  float* recv_weights;         // [R]; rank_major [N * T * K]; or null
-  const std::byte* y;          // [R, H] or null
-  const float* row_weights;    // [R] or null
-  float* recv_dots;            // [R] or null
-  RecordFormat format;         // rows that travel as records: words are units then
-  ScalesPlace scales;          // likewise
-  const int32_t* epoch_in;     // done
-  int32_t* epoch_out;          // start
+  uint32_t rank_ids;           // of those, or of topk_idx, so many are of one rank
+  LlRound round;
+  LlPlanParams plan;         // T of the round; outputs, of which a planned call reads two
+  std::byte* recv_x;         // [R, H] or null
+  float* recv_weights;       // [R]; rank_major [N * T * K]; or null
+  const std::byte* y;        // [R, H] or null
+  const float* row_weights;  // [R] or null
+  float* recv_dots;          // [R] or null
+  RecordFormat format;       // rows that travel as records: words are units then
+  ScalesPlace scales;        // likewise
+  const int32_t* epoch_in;   // done
+  int32_t* epoch_out;        // start
 };
 
 extern __shared__ __align__(128) int32_t shared_ints[];
+
+// Row of rank_major of a token of the round.
+__device__ inline uint64_t RankMajorRow(const LlDispatchKernelParams& params, uint32_t source,
+                                        uint32_t token) {
+  return static_cast<uint64_t>(source) * params.round.call_tokens + params.round.first_token +
+         token;
+}
 
 // What this rank says of its part `operation` of the call; program: its fingerprint.
 __host__ __device__ inline PushHeader HeaderOf(const LlDispatchKernelParams& params,

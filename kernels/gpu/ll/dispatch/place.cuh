@@ -59,7 +59,7 @@ __device__ inline void WriteItem(const LlDispatchKernelParams& params, const Sou
   const uint32_t top_k = shape.top_k;
   const uint32_t first_cell = token * top_k;
   const bool is_rank_major = params.plan.layout == Layout::kRankMajor;
-  const uint64_t own_row = static_cast<uint64_t>(source) * params.plan.num_tokens + token;
+  const uint64_t own_row = RankMajorRow(params, source, token);
   if (is_rank_major && LaneId() == 0) {
     if (params.is_routed) {
       uint32_t k = 0;
@@ -69,7 +69,7 @@ __device__ inline void WriteItem(const LlDispatchKernelParams& params, const Sou
                      : static_cast<int32_t>(source * shape.max_tokens * top_k + first_cell + k);
     }
     if (params.recv_dots != nullptr && num_rows == 0) params.recv_dots[own_row] = 0.0f;
-    if (num_rows > 0) {
+    if (num_rows > 0 && !params.round.is_plan_alone) {
       CountUp(&ControlOf(params.device)->rows_received, 1);
     }
   }
@@ -112,7 +112,7 @@ template <typename Word>
 __device__ void ZeroUnusedRow(const LlDispatchKernelParams& params, uint32_t source, uint32_t token,
                               WordRange range) {
   if (params.plan.layout != Layout::kRankMajor || !params.zero_padding) return;
-  const uint64_t row = static_cast<uint64_t>(source) * params.plan.num_tokens + token;
+  const uint64_t row = RankMajorRow(params, source, token);
   WarpZeroWords<Word>(params.recv_x + row * params.row_bytes, range);
   if (range.begin == 0) ZeroScales(params.format, params.scales, row);
 }

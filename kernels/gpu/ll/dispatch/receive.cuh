@@ -38,7 +38,8 @@ struct RowShare {
   uint32_t warp;
 };
 
-// One warp. Rows of expert_major and expert_batched that no pair fills: its share.
+// One warp. Rows of expert_major and expert_batched that no pair fills: its share; in the first
+// round of those that move rows.
 template <typename Word, typename IsUsed>
 __device__ void FillUnused(const LlDispatchKernelParams& params, const RowShare& share,
                            IsUsed&& is_used) {
@@ -64,7 +65,7 @@ __device__ void FillUnused(const LlDispatchKernelParams& params, const RowShare&
     }
   }
   num_used = WarpSum(num_used);
-  if (LaneId() == 0 && num_used > 0) {
+  if (LaneId() == 0 && num_used > 0 && !params.round.is_plan_alone) {
     CountUp(&ControlOf(params.device)->rows_received, num_used);
   }
 }
@@ -89,7 +90,8 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
   const bool fills_aside = params.num_place_warps > 0 && !params.zero_padding;
   const auto fill_unused = [&](auto&& is_used) {
     const uint32_t first = fills_aside ? params.num_place_warps : 0;
-    if (is_rank_major || is_totals_block || WarpId() < first) return;
+    if (is_rank_major || is_totals_block || WarpId() < first || params.round.first_token > 0)
+      return;
     const RowShare share{.num_warps = (kWarps - first) * num_blocks,
                          .warp = (WarpId() - first) * num_blocks + partition.block};
     FillUnused<Word>(params, share, is_used);
@@ -111,13 +113,13 @@ __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& sl
       plan(LlPlanner(device, params.plan, partition, words, shared_ints));
     }
   } else {
-    IndexRows(device, index, params.plan.num_tokens, params.plan.out.recv_src,
+    IndexRows(device, index, params.round, params.plan.num_tokens, params.plan.out.recv_src,
               static_cast<uint64_t>(params.plan.recv_rows),
               [&](uint32_t source, uint32_t token) { return partition.IsMine(source, token); });
     SyncBlock();
     fill_unused([&](uint64_t row) {
       RowPair pair;
-      return PairOf(device.shape, params.plan.num_tokens, params.plan.out.recv_src[row], &pair);
+      return PairOf(device.shape, params.round.call_tokens, params.plan.out.recv_src[row], &pair);
     });
   }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -141,9 +143,9 @@ __device__ inline void Poison(const LlDispatchKernelParams& params) {
   PoisonBytes(params.recv_dots, rows * sizeof(float));
   PoisonBytes(params.scales.scales,
               rows * params.format.num_blocks() * params.format.scale_bytes());
-  if (!params.is_routed) return;
-  PoisonPlan(shape, params.plan.layout, static_cast<uint64_t>(params.plan.num_tokens) * shape.top_k,
-             rows, params.plan.out);
+  if (!params.is_routed && !params.round.is_planned) return;
+  PoisonPlan(shape, params.plan.layout,
+             static_cast<uint64_t>(params.round.call_tokens) * shape.top_k, rows, params.plan.out);
 }
 
 }  // namespace jax_ep::gpu::ll
