@@ -14,6 +14,8 @@ def registrations(
 
 AGREEMENT: int = -2
 
+STALL_SHARE: int = 10
+
 def check_environment() -> None:
     """
     ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).

@@ -284,6 +284,7 @@ NB_MODULE(_core, m) {
         "(types, targets) to give to jax.ffi.register_ffi_type and register_ffi_target, in that "
         "order, for platform \"cpu\" or a GPU platform.");
   m.attr("AGREEMENT") = jax_ep::FailureLatch::kAgreement;
+  m.attr("STALL_SHARE") = jax_ep::kStallShare;
   m.def(
       "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
       "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");

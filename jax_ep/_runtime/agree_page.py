@@ -7,19 +7,18 @@ from collections.abc import Collection
 
 from jax_ep import _extension
 
-_STALL_SHARE = 10  # kStallShare: a wait longer than that part of timeout_s is worth a warning
-
 
 class AgreePage:
     """The page of one call of agree; anybody who asks this process gets it, without Python."""
 
     def __init__(self, name: str, me: int, timeout_s: float):
         """Args: the group's name, this process's index, Config.timeout_s."""
+        core = _extension.load()
         self._alone = f"group {name}: process {me} has not gone on"
         self._name = name
         self._me = me
-        self._warn_at = time.monotonic() + timeout_s / _STALL_SHARE
-        self._page = _extension.load().WaitPage(
+        self._warn_at = time.monotonic() + timeout_s / core.STALL_SHARE
+        self._page = core.WaitPage(
             self._alone, "in group.agree: it waits for its own executions to end"
         )
 
