@@ -146,7 +146,7 @@ def decide(
         is_gone: whether a process of this host has ended.
         is_silent: whether a process has given no sign of life (pulse.py).
         usable: of processes that live, those that the group can go on with.
-        waits_for: told again and again which processes have to come first; none: it is decided.
+        waits_for: told again and again which processes have to come first.
 
     Returns:
         The round's `Decision`, or a later one if the others are beyond it.
@@ -159,7 +159,6 @@ def decide(
     while True:
         rounds = store.folder("decided")
         if number in rounds:
-            waits_for(())
             return _as_decision(number, rounds[number])
         if rounds and max(rounds) > number:  # this process stood still, and its round is forgotten
             return _as_decision(max(rounds), rounds[max(rounds)])

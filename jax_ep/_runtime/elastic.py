@@ -118,7 +118,7 @@ class Elastic:
             deadline: by time.monotonic().
             suspects: ranks that this process has seen dying or silent.
             before: called once it is decided: ends the old session, if it has not ended.
-            waits_for: as in `agreement.decide`.
+            waits_for: as in `agreement.decide`; told nobody once it is decided, ahead of `before`.
 
         Raises:
             LeftOutError: this process was left out.

@@ -72,7 +72,6 @@ class World:
         self.gone: set[int] = set()  # pids
         self.silent: set[int] = set()
         self.decided: dict[int, Decision] = {}
-        self.awaited: list[Collection[int]] = []
         agreement.begin(self.store, self.members)
 
     def decide(
@@ -94,7 +93,7 @@ class World:
             is_gone=lambda member: member.pid in self.gone,
             is_silent=lambda process: process in self.silent,
             usable=usable,
-            waits_for=self.awaited.append,
+            waits_for=lambda _: None,
         )
         return self.decided[process]
 
@@ -412,15 +411,21 @@ def test_who_is_silent_is_waited_for_a_moment_only() -> None:
 def test_who_waits_is_told_for_whom() -> None:
     """Reports and the log said that nobody waits."""
     world = World(3)
-    last = agreement.newest(world.store)
-    assert last is not None
     world.gone = {1001}
-    late = threading.Timer(0.3, world.decide, (2, last))
+    members: list[Any] = [_elastic(world, process) for process in (0, 2)]
+    for member in members:
+        member._is_gone = lambda other: other.pid in world.gone
+        member._usable = lambda living: living
+        member._build = lambda decision: None
+    late = threading.Timer(0.3, _agree, members[1:])
     late.start()
-    world.decide(0, last)
+    said: list[Any] = []
+    members[0].agree(time.monotonic() + 20, (), lambda: said.append("ends"), said.append)
     late.join()
-    assert world.awaited[0] == {2}
-    assert world.awaited[-1] == ()
+    assert said[0] == {2}
+    assert said[-2:] == [(), "ends"]  # once it is decided, before the old session's end
+    for member in members:
+        member.close()
 
 
 def test_records_are_under_the_jobs_secret() -> None:
