@@ -98,6 +98,10 @@ class GpuSession {
   // With what a kernel has found whose results can be read: the watch may look later. If that is
   // only that a mate has failed, it waits for the reason, up to a second.
   std::string FailureText() const;
+  // As of a Session.
+  Status WhyClosed() const {
+    return failure_->failed() ? failure_->status() : GroupWasClosed(options().name);
+  }
   // Of this process's ranks together: device, and pinned stages; 0 after Close.
   uint64_t heap_bytes() const;
   // "in place", with a count of launches that staged all the same, or "staged: REASON" if any local

@@ -117,12 +117,8 @@ class PySessionOf {
   // until it is sealed: those that XLA has enqueued are still to end well.
   void Close(bool program_ended) {
     if (session_->lifecycle().is_forked()) return;
-    const std::string& name = session_->options().name;
-    CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed, GroupIsClosed(name),
-             [&] {
-               const std::string failure = session_->FailureText();
-               return failure.empty() ? GroupWasClosed(name) : FailedPrecondition(failure);
-             });
+    CloseFor(program_ended ? Departure::kProgramEnded : Departure::kClosed,
+             GroupIsClosed(session_->options().name), [&] { return session_->WhyClosed(); });
   }
 
   // Close without the others' consent: what they wait for ends with `reason`, which late executions

@@ -146,9 +146,14 @@ bool Session::IsBalanced() const {
   });
 }
 
-std::string Session::FailureText() const {
+Status Session::FirstFailure() const {
   if (is_leaving_.load(std::memory_order_acquire)) return last_failure_;
-  return failure_->status().message();
+  return failure_->status();
+}
+
+Status Session::WhyClosed() const {
+  const Status failure = FirstFailure();
+  return failure.ok() ? GroupWasClosed(options_.name) : failure;
 }
 
 uint64_t Session::heap_bytes() const {

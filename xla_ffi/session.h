@@ -80,8 +80,11 @@ class Session {
   void NoteRun(int64_t run_id) { newest_run_.store(run_id, std::memory_order_relaxed); }
   int64_t newest_run() const { return newest_run_.load(std::memory_order_relaxed); }
   FailureLatch& failure() { return *failure_; }
-  // The first failure, or "". What happens to others while this process leaves is none of its own.
-  std::string FailureText() const;
+  // The first failure's message, or "". What happens to others while this process leaves is none of
+  // its own.
+  std::string FailureText() const { return FirstFailure().message(); }
+  // To a call that the close cuts: the first failure, or that the group was closed.
+  Status WhyClosed() const;
   uint64_t heap_bytes() const;  // of this process's ranks together; 0 after Close
   Result<std::vector<RankTotals>> totals() const;  // waits for nothing, at any time
   std::vector<FlowStats> flow_stats() const;
@@ -103,6 +106,7 @@ class Session {
   using PeerRecords = std::map<std::pair<uint32_t, uint32_t>, PeerRecord>;  // by (team, rank)
 
   explicit Session(SessionOptions options);
+  Status FirstFailure() const;  // of FailureText, or OK
   Status AllocateMembers();
   Status ConnectMember(Member& member, const PeerRecords& records);
   // Starts the proxy and notes down what it chose; see session_barrier.cc for all of these.
@@ -149,7 +153,7 @@ class Session {
   std::atomic<int64_t> newest_run_{kNoRun};
   PageClaims page_claims_;  // of the monitor's thread
   // What is known of a closed session: written before it leaves, and before it is sealed.
-  std::string last_failure_;
+  Status last_failure_;
   std::atomic<bool> is_leaving_{false};  // publishes last_failure_
   std::vector<FlowStats> last_flows_;
 };

@@ -80,7 +80,7 @@ Status Session::EndCalls() {
     if (balance.expired()) return unbalanced();
     std::this_thread::sleep_for(kDrainPeriod);
   }
-  const Status refusal = failure_->failed() ? failure_->status() : GroupWasClosed(options_.name);
+  const Status refusal = WhyClosed();
   for (const auto& member : members_) member->executor->Refuse(refusal);
   // A call that came in between was taken on some ranks and refused on others: it cannot end.
   if (!IsBalanced()) return unbalanced();
@@ -171,7 +171,7 @@ void Session::Close(Departure departure) {
     if (Status ended = EndCalls(); !ended.ok() && failure_->Set(ended)) {
       LogError(ended.message());  // and whoever waits for those calls is woken
     }
-    last_failure_ = failure_->status().message();
+    last_failure_ = failure_->status();
     is_leaving_.store(true, std::memory_order_release);
     if (!failure_->failed()) {
       const Status all_left = SayGoodbye(departure);
@@ -186,8 +186,7 @@ void Session::Close(Departure departure) {
     last_flows_ = flow_stats();
   }
   lifecycle_.Seal();
-  // What a call is told that has not begun.
-  const Status late = failure_->failed() ? failure_->status() : GroupWasClosed(options_.name);
+  const Status late = WhyClosed();
   for (const auto& member : members_) {
     if (member->executor != nullptr) member->executor->Stop(late);
   }

@@ -280,6 +280,9 @@ TEST(Session, a_call_that_needs_a_rank_which_has_left_is_told_so_at_once) {
       EXPECT_TRUE(Contains(status.message(), expected)) << status.message();
       EXPECT_TRUE(group.sessions[0]->FailureText().starts_with(expected));
       EXPECT_EQ(group.sessions[0]->failure().blamed_rank(), 1);
+      const Status failure = group.sessions[0]->failure().status();
+      EXPECT_EQ(group.sessions[0]->WhyClosed().message(), failure.message());
+      EXPECT_EQ(group.sessions[0]->WhyClosed().code(), failure.code());
       first.join();  // the failure ends its wait
       EXPECT_EQ(group.sessions[1]->FailureText(), "");
     }
@@ -344,6 +347,7 @@ TEST(Session, a_call_that_its_own_process_cuts_is_told_so) {
       << status.message();
   group.sessions[1]->Close();
   closer.join();
+  EXPECT_EQ(group.sessions[0]->WhyClosed().message(), status.message());
   EXPECT_TRUE(Contains(CallOnce(*group.sessions[0]).message(), "is closed; create a new one"));
 }
 
