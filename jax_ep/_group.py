@@ -97,10 +97,10 @@ class Handle(Protocol):
         """As `Group.active`; None if it is not elastic."""
 
     def agree(self, timeout_s: float | None) -> Any:
-        """As `Group.agree`."""
+        """As `Group.agree`; not in a forked child."""
 
     def readmit(self, rank: int, timeout_s: float | None) -> None:
-        """As `Group.readmit`."""
+        """As `Group.readmit`; not in a forked child."""
 
     def report(self) -> str:
         """As `Group.report`."""
@@ -516,7 +516,9 @@ class Group:
 
     def _limit_of(self, what: str, timeout_s: float | None, least_s: float) -> float | None:
         """`timeout_s` of a call of an elastic group, as Python's float; raises in a child."""
-        if self._is_forked:  # which is not to be told to create the group anew
+        # A child is not to be told to create the group anew, nor to wait for a lock of the native
+        # side, which may have been held at the fork.
+        if self._is_forked:
             raise RuntimeError(forked_message(self.name, what))
         if not self.config.elastic:
             raise ValueError(

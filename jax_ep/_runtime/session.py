@@ -126,7 +126,6 @@ class NativeSession:
         """As `Group.agree`; None if the group is not elastic."""
         if self._elastic is None:
             return None
-        self._refuse_in_child("agree")  # before the lock, which may have been held at the fork
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._close_lock, elsewhere.shown("agree", self.name):
@@ -181,15 +180,10 @@ class NativeSession:
     def readmit(self, rank: int, timeout_s: float | None) -> None:
         """As `Group.readmit`."""
         assert self._elastic is not None
-        self._refuse_in_child("readmit")
         if self._closed or self._left_out:
             raise RuntimeError(self._trouble())
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         self._elastic.readmit(rank, time.monotonic() + limit_s)
-
-    def _refuse_in_child(self, call: str) -> None:
-        if self._is_forked:
-            raise RuntimeError(forked_message(self.name, call))
 
     def _await_executions(self, deadline: float) -> None:
         """Until all that was enqueued has ended, which a failed group lets it do at once."""

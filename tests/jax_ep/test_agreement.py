@@ -475,15 +475,18 @@ def test_who_was_told_to_agree_and_closed_is_told_that_it_is_closed() -> None:
 @pytest.mark.parametrize("call", ["agree", "readmit"])
 def test_a_forked_child_takes_no_part(call: str) -> None:
     """At once, also if another thread had the lock when it was forked."""
-    session = _session()
-    session._pid = -1  # of the parent
+    config = jax_ep.Config(num_experts=2, top_k=1, hidden=8, max_tokens=4, elastic=True)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("ep",))
+    group = jax_ep.create_group(mesh, "ep", config, implementation="xla")
+    group._handle = session = _session()
+    group._pid = session._pid = -1  # of the parent
     session._close_lock.acquire()
-    arguments = (1, None) if call == "readmit" else (None,)
+    arguments = (1,) if call == "readmit" else ()
     told: list[str] = []
 
     def run() -> None:
         try:
-            getattr(session, call)(*arguments)
+            getattr(group, call)(*arguments)
         except RuntimeError as error:
             told.append(str(error))
 
