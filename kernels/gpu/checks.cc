@@ -84,6 +84,13 @@ std::string CheckConfig(const RankConfig& config) {
            ", between nodes at most " + std::to_string(most_pairs) +
            " (weights travel in one command); lower max_tokens";
   }
+  const uint64_t most_row = kMaxCommandBytes / kNetChunkTokens - kRowAlignBytes;
+  const uint64_t row_bytes = shape.hidden * (shape.f32_partials ? 4 : ElemBytes(shape.elem_type));
+  if (shape.num_nodes() > 1 && row_bytes > most_row) {
+    return "got rows or partials of " + std::to_string(row_bytes) +
+           " bytes, between nodes at most " + std::to_string(most_row) + " (" +
+           std::to_string(kNetChunkTokens) + " travel in one command); lower hidden";
+  }
   if (shape.node_size > kMaxNodeRanks) {
     return "got nodes of " + std::to_string(shape.node_size) + " ranks, expected at most " +
            std::to_string(kMaxNodeRanks) + " on GPUs, the size of the kernels' tables";

@@ -42,75 +42,113 @@ __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot,
               StartFlag(slot, params.operation));
 }
 
-// One warp: the whole partial, to a rank of another node.
-template <typename T>
-__device__ void SendRecord(const SlotCombineParams& params, const CallSlot& slot, uint32_t owner,
-                           uint32_t token, const TokenRows<>& rows, const RowList& list) {
+// The records of ranks of other nodes. A block makes those of kRecordTokens tokens of an owner at a
+// time, each by a team of warps, so that neighbours are one command.
+inline constexpr uint32_t kRecordTokens = 4;
+inline constexpr uint32_t kTeamWarps = kWarps / kRecordTokens;
+static_assert(kTeamWarps * kRecordTokens == kWarps);
+
+// Which block does that.
+__device__ inline bool SendsRecord(const SlotCombineParams& params, uint32_t owner,
+                                   uint32_t token) {
   const DeviceRank& device = params.device;
-  const NetLayout& layout = device.network->layout;
-  const uint32_t owner_node = owner / device.shape.node_size;
-  const uint64_t offset = token * layout.ll_sum_pitch;
-  const uint64_t send =
-      layout.ll_sums_send.At(slot.set, RemoteIndex(device.shape, NodeOf(device), owner)) + offset;
-  std::byte* record = OwnStage(device) + send;
+  const uint32_t number = token / kRecordTokens * NumRemotes(device) + RemoteNumber(device, owner);
+  return number % params.num_send_blocks == blockIdx.x;
+}
+
+// One warp of a team: its share of a record.
+template <typename T>
+__device__ void WriteRecord(const SlotCombineParams& params, const CallSlot& slot,
+                            std::byte* record, const TokenRows<>& rows, const RowList& list) {
+  const NetLayout& layout = params.device.network->layout;
+  const uint32_t member = WarpId() % kTeamWarps;
+  if (params.y != nullptr) {
+    const Pieces shares{.count = kTeamWarps,
+                        .num_words = (params.row_words + kTeamWarps - 1) / kTeamWarps};
+    WritePartial<T>(params, list, rows.count, WordsOf(shares, member, params.row_words), record);
+  }
+  if (member != 0) return;
   if (params.pair_scalars != nullptr) {
     WriteScalars(params, rows, reinterpret_cast<float*>(record + layout.ll_sum_scalars));
-  }
-  if (params.y != nullptr) {
-    WritePartial<T>(params, list, rows.count, {0, params.row_words}, record);
   }
   if (LaneId() == 0) {
     *reinterpret_cast<uint64_t*>(record + layout.ll_sum_tag) = StartFlag(slot, params.operation);
   }
-  if (LaneId() == 0) CountSent(device, owner);
-  SyncWarp();
-  const uint64_t place = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner));
-  WarpPush(device, params.operation, owner_node, LaneId() == 0,
-           {.op = Op::kWrite,
-            .dst_rank = owner,
-            .length_bytes = layout.ll_sum_pitch,
-            .local_offset = send,
-            .remote_offset = place + offset,
-            .channel = Channel::kLlCombine,
-            .epoch = NetSetsOf(device, params.kind).started + 1,
-            .value = token});
+}
+
+// All threads of the block, whose row index is there.
+template <typename T>
+__device__ void SendRecords(const SlotCombineParams& params, const CallSlot& slot,
+                            const RowIndex& index, RowList& list) {
+  __shared__ uint32_t has_rows[2][kRecordTokens];  // in turn
+  const DeviceRank& device = params.device;
+  const NetLayout& layout = device.network->layout;
+  const uint32_t num_remotes = NumRemotes(device);
+  const uint32_t num_chunks = (params.num_tokens + kRecordTokens - 1) / kRecordTokens;
+  const uint32_t place = WarpId() / kTeamWarps;
+  uint32_t parity = 0;
+  for (uint32_t number = blockIdx.x; number < num_chunks * num_remotes;
+       number += params.num_send_blocks, parity ^= 1) {
+    const uint32_t owner = RemoteRank(device, number % num_remotes);
+    const uint32_t first = number / num_remotes * kRecordTokens;
+    const uint64_t send =
+        layout.ll_sums_send.At(slot.set, RemoteIndex(device.shape, NodeOf(device), owner));
+    const uint32_t token = first + place;
+    uint32_t count = 0;
+    if (token < params.num_tokens) {
+      const TokenRows<> rows = FindRows(params, index, owner, token, list);
+      count = rows.count;
+      std::byte* record = OwnStage(device) + send + token * layout.ll_sum_pitch;
+      if (count > 0) WriteRecord<T>(params, slot, record, rows, list);
+    }
+    if (WarpId() % kTeamWarps == 0 && LaneId() == 0) has_rows[parity][place] = count;
+    SyncBlock();  // all of the records come before the commands that name them
+    if (WarpId() != 0) continue;
+    const bool is_wanted = LaneId() < kRecordTokens && has_rows[parity][LaneId()] > 0;
+    WarpPushRecords(device, params.operation, static_cast<uint32_t>(Ballot(is_wanted)), first,
+                    layout.ll_sum_pitch,
+                    {.op = Op::kWrite,
+                     .dst_rank = owner,
+                     .local_offset = send,
+                     .remote_offset = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner)),
+                     .channel = Channel::kLlCombine,
+                     .epoch = NetSetsOf(device, params.kind).started + 1});
+  }
 }
 
 template <typename T>
 __device__ void Send(const SlotCombineParams& params, const CallSlot& slot, RowList& list) {
   const DeviceRank& device = params.device;
-  const uint32_t num_ranks = device.shape.num_ranks;
+  const uint32_t node_size = device.shape.node_size;
+  const uint32_t own = device.rank - device.node_begin;
   const uint32_t first_step = params.part == CallPart::kStart ? 0 : 1;
-  const uint32_t num_owners = num_ranks - first_step;
+  const uint32_t num_owners = node_size - first_step;  // mates
   if (blockIdx.x == 0) {
     BlockSignalMates(device, params.area.meta_flags.At(slot.set),
                      StartFlag(slot, params.operation));
   }
-  if (num_owners == 0) return;
+  if (num_owners == 0 && device.network == nullptr) return;
   const uint32_t num_items = params.num_tokens * num_owners;
   const RowIndex index(device, slot.sequence, params.num_tokens);
   IndexRows(device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,
             [&](uint32_t source, uint32_t token) {
-              const uint32_t step = (source + 2 * num_ranks - device.rank - first_step) % num_ranks;
+              if (!IsMate(device, source)) return SendsRecord(params, source, token);
+              const uint32_t local = source - device.node_begin;
+              const uint32_t step = (local + 2 * node_size - own - first_step) % node_size;
               return step < num_owners &&
                      (token * num_owners + step) % params.num_send_blocks == blockIdx.x;
             });
   SyncBlock();
+  // Other nodes first: theirs is the longer way.
+  if (device.network != nullptr) SendRecords<T>(params, slot, index, list);
   const uint32_t pieces = params.pieces.count;
   const uint32_t own_items = CountStrided(blockIdx.x, params.num_send_blocks, num_items);
   for (uint32_t unit = WarpId(); unit < own_items * pieces; unit += kWarps) {
     const uint32_t item = blockIdx.x + unit / pieces * params.num_send_blocks;
     const uint64_t token = item / num_owners;
-    const uint32_t owner = (device.rank + first_step + item % num_owners) % num_ranks;
-    const bool is_mate = IsMate(device, owner);
-    if (!is_mate && unit % pieces != 0) continue;
+    const uint32_t owner = device.node_begin + (own + first_step + item % num_owners) % node_size;
     const TokenRows<> rows = FindRows(params, index, owner, token, list);
-    if (rows.count == 0) continue;
-    if (is_mate) {
-      SendPiece<T>(params, slot, owner, token, unit % pieces, rows, list);
-    } else {
-      SendRecord<T>(params, slot, owner, static_cast<uint32_t>(token), rows, list);
-    }
+    if (rows.count > 0) SendPiece<T>(params, slot, owner, token, unit % pieces, rows, list);
   }
 }
 

@@ -49,7 +49,7 @@ struct NetState {
   uint64_t row_rounds, sum_rounds;  // of dispatches and combines that were exchanged
   uint64_t row_slices, sum_slices;  // of those: their signals
   NetSets kinds[kNumSetKinds];
-  uint32_t sent[kMaxRanks];  // records of the running operation, by destination
+  uint32_t sent[kMaxRanks];  // commands with records of the running operation, by destination
   int32_t whole_epoch;       // from the start to the done of a whole LL call
   RingCounters rings[kMaxNetworkRings];
 };

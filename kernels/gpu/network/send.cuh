@@ -53,25 +53,41 @@ __device__ inline void WarpCopyBytes(std::byte* to, const std::byte* from, uint6
   }
 }
 
+// Of bits in a word, by lane: where a run of them begins, and how many it has.
+struct Run {
+  bool begins;
+  uint32_t length;
+};
+__device__ inline Run RunOfLane(uint32_t bits) {
+  constexpr uint32_t kBits = 32;
+  const uint32_t lane = LaneId();
+  Run run{.begins = lane < kBits && (bits >> lane & 1) != 0 &&
+                    (lane == 0 || (bits >> (lane - 1) & 1) == 0),
+          .length = 0};
+  if (run.begins) {
+    const uint64_t left = ~(uint64_t{bits} >> lane);  // its lowest bit is behind the run
+    run.length = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
+  }
+  return run;
+}
+
 // One warp: the tokens first + i of the chunk with bit i in `wanted`, each run of them as one
 // command like `command`, whose offsets are those of token 0. What a run is widened by, to whole
 // units of the wire, are rows of the same chunk. False: this rank has failed.
 __device__ inline bool WarpPushRuns(const DeviceRank& device, Operation operation, uint32_t node,
                                     uint32_t wanted, uint64_t first, uint64_t pitch,
                                     Command command) {
-  const uint32_t lane = LaneId();
-  const bool begins = lane < kNetChunkTokens && (wanted >> lane & 1) != 0 &&
-                      (lane == 0 || (wanted >> (lane - 1) & 1) == 0);
-  if (begins) {
-    const uint64_t left = ~(uint64_t{wanted} >> lane);  // its lowest bit is behind the run
-    const uint32_t length = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
-    const uint64_t begin = (first + lane) * pitch / kWireUnitBytes * kWireUnitBytes;
-    const uint64_t end = AlignUp((first + lane + length) * pitch, kWireUnitBytes);
+  static_assert(kNetChunkTokens <= 32, "tokens are bits");
+  const Run run = RunOfLane(wanted);
+  if (run.begins) {
+    const uint64_t token = first + LaneId();
+    const uint64_t begin = token * pitch / kWireUnitBytes * kWireUnitBytes;
+    const uint64_t end = AlignUp((token + run.length) * pitch, kWireUnitBytes);
     command.local_offset += begin;
     command.remote_offset += begin;
     command.length_bytes = end - begin;
   }
-  return WarpPush(device, operation, node, begins, command);
+  return WarpPush(device, operation, node, run.begins, command);
 }
 
 }  // namespace jax_ep::gpu

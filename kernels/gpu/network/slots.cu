@@ -19,19 +19,16 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
 
-// `num_bytes` at `offset` of a dispatch's set to `peer`, as record `number`.
-__device__ inline Command RecordTo(const DeviceRank& device, uint32_t peer, uint32_t set,
-                                   uint64_t epoch, uint64_t offset, uint64_t num_bytes,
-                                   uint32_t number) {
+// From this rank's set of a dispatch to where `peer` keeps what comes from it.
+__device__ inline Command ToSetOf(const DeviceRank& device, uint32_t peer, uint32_t set,
+                                  uint64_t epoch) {
   const NetLayout& layout = device.network->layout;
   return {.op = Op::kWrite,
           .dst_rank = peer,
-          .length_bytes = num_bytes,
-          .local_offset = layout.ll_rows_send.At(set) + offset,
-          .remote_offset = layout.ll_rows_recv.At(set, OwnIndexAt(device, peer)) + offset,
+          .local_offset = layout.ll_rows_send.At(set),
+          .remote_offset = layout.ll_rows_recv.At(set, OwnIndexAt(device, peer)),
           .channel = Channel::kLlDispatch,
-          .epoch = epoch,
-          .value = number};
+          .epoch = epoch};
 }
 
 // One warp.
@@ -55,39 +52,59 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
   }
   SyncWarp();
   WarpPushToAllRemotes(device, params.operation, [&](uint32_t peer) {
-    // The number after the rows'.
-    return RecordTo(device, peer, slot.set, epoch, 0, AlignUp(num_bytes, kWireUnitBytes),
-                    static_cast<uint32_t>(device.shape.ll_tokens));
+    Command command = ToSetOf(device, peer, slot.set, epoch);
+    command.length_bytes = AlignUp(num_bytes, kWireUnitBytes);
+    command.value = static_cast<uint32_t>(device.shape.ll_tokens);  // the number after the rows'
+    return command;
   });
 }
 
-__device__ void SendRow(const SendRecordsParams& params, const CallSlot& slot, uint64_t epoch,
-                        uint32_t token) {
+// Tokens that a block sends together, one a warp, so that neighbours that go to one rank are one
+// command.
+constexpr uint32_t kSentTokens = kWarps;
+// As WarpSet::Store has them; one more word, so that lanes that look at many tokens meet all banks.
+using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
+
+// All threads of the block.
+__device__ void SendRows(const SendRecordsParams& params, const CallSlot& slot, uint64_t epoch,
+                         uint32_t first, StoredSet (&dests_of)[kSentTokens]) {
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
-  const WarpSet dests = RemoteHoldersOf(device, params.ids, token, params.rank_ids,
-                                        [](uint32_t rank) { return rank; });
-  if (dests.IsEmpty()) return;
-  const uint64_t offset = layout.ll_head_bytes + token * layout.ll_row_pitch;
-  std::byte* record = OwnStage(device) + layout.ll_rows_send.At(slot.set) + offset;
-  WarpCopyBytes(record, params.x + token * params.row_bytes, params.row_bytes);
-  if (LaneId() == 0) {
-    *reinterpret_cast<uint64_t*>(record + layout.ll_row_tag) =
-        StartFlag(slot, Operation::kLlDispatchStart);
+  const uint32_t token = first + WarpId();
+  WarpSet dests;
+  if (token < params.num_tokens) {
+    dests = RemoteHoldersOf(device, params.ids, token, params.rank_ids,
+                            [](uint32_t rank) { return rank; });
   }
-  SyncWarp();
-  WarpPushToRemotes(
-      device, params.operation, [&](uint32_t peer) { return dests.Has(peer); },
-      [&](uint32_t peer) {
-        CountSent(device, peer);
-        return RecordTo(device, peer, slot.set, epoch, offset, layout.ll_row_pitch, token);
-      });
+  if (!dests.IsEmpty()) {
+    std::byte* record = OwnStage(device) + layout.ll_rows_send.At(slot.set) + layout.ll_head_bytes +
+                        token * layout.ll_row_pitch;
+    WarpCopyBytes(record, params.x + token * params.row_bytes, params.row_bytes);
+    if (LaneId() == 0) {
+      *reinterpret_cast<uint64_t*>(record + layout.ll_row_tag) =
+          StartFlag(slot, Operation::kLlDispatchStart);
+    }
+  }
+  dests.Store(dests_of[WarpId()], kMaxRanks);
+  SyncBlock();  // rows of all warps come before the commands that name them
+  for (uint32_t number = WarpId(); number < NumRemotes(device); number += kWarps) {
+    const uint32_t peer = RemoteRank(device, number);
+    const bool is_wanted = LaneId() < kSentTokens && WarpSet::Has(dests_of[LaneId()], peer);
+    const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
+    if (wanted == 0) continue;
+    Command command = ToSetOf(device, peer, slot.set, epoch);
+    command.local_offset += layout.ll_head_bytes;
+    command.remote_offset += layout.ll_head_bytes;
+    WarpPushRecords(device, params.operation, wanted, first, layout.ll_row_pitch, command);
+  }
+  SyncBlock();  // dests_of is free
 }
 
 __global__ void __launch_bounds__(kThreads)
     SendRecords(const __grid_constant__ SendRecordsParams params) {
   __shared__ CallSlot slot;
   __shared__ uint32_t shared_flag;
+  __shared__ StoredSet dests_of[kSentTokens];
   const DeviceRank& device = params.device;
   constexpr SetKind kKind = SetKind::kLlDispatch;
   if (threadIdx.x == 0) {
@@ -98,14 +115,11 @@ __global__ void __launch_bounds__(kThreads)
   SyncBlock();
   const uint64_t epoch = NetSetsOf(device, kKind).started + 1;
   if (slot.is_ok != 0 && BlockWaitRead(device, kKind, params.operation, slot, &shared_flag)) {
-    const uint32_t num_items = 1 + (params.x != nullptr ? params.num_tokens : 0);
-    for (uint32_t item = WarpId() * gridDim.x + blockIdx.x; item < num_items;
-         item += gridDim.x * kWarps) {
-      if (item == 0) {
-        SendHead(params, slot, epoch);
-      } else {
-        SendRow(params, slot, epoch, item - 1);
-      }
+    const uint32_t num_rows = params.x != nullptr ? params.num_tokens : 0;
+    if (blockIdx.x == gridDim.x - 1 && WarpId() == 0) SendHead(params, slot, epoch);
+    for (uint32_t first = blockIdx.x * kSentTokens; first < num_rows;
+         first += gridDim.x * kSentTokens) {
+      SendRows(params, slot, epoch, first, dests_of);
     }
   }
   if (!LastToArrive(device, &shared_flag) || slot.is_ok == 0 || HasFailed(device)) return;
@@ -229,8 +243,9 @@ const char* PrepareNetSlotKernels(const RankHandle&) {
 
 const char* LaunchSendRecords(RankHandle& rank, const SendRecordsParams& params,
                               cudaStream_t stream) {
-  // One more than the tokens: the head, with ids and weights.
-  const uint32_t blocks = BlocksFor(uint64_t{params.num_tokens} + 1, kWarps, rank.ll_blocks);
+  // And the head, with ids and weights.
+  const uint64_t items = AlignUp(params.num_tokens, kSentTokens) + 1;
+  const uint32_t blocks = BlocksFor(items, kSentTokens, rank.ll_blocks);
   SendRecords<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("SendRecords");
 }

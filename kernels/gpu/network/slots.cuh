@@ -1,6 +1,7 @@
 // Slot sets between nodes (mode ll): what a start does for ranks of other nodes. A rank that it has
-// records for gets one command per record, then their count; the proxy there counts arrivals, so
-// their order is of no matter. A stage's set may be written again when its reader has said so.
+// records for gets one command per run of tokens, then their count; the proxy there counts
+// arrivals, so their order is of no matter. A stage's set may be written again when its reader has
+// said so.
 #pragma once
 
 #include "kernels/gpu/network/send.cuh"
@@ -39,12 +40,23 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
   return result;
 }
 
-// One thread: counts a record for a rank of another node.
-__device__ inline void CountSent(const DeviceRank& device, uint32_t dest) {
-  atomicAdd(&NetStateOf(device)->sent[dest], 1u);
+// One warp: the records of tokens first + i with bit i in `wanted` to command.dst_rank, by commands
+// like `command`, whose offsets are those of token 0. They lie side by side at both ends.
+__device__ inline void WarpPushRecords(const DeviceRank& device, Operation operation,
+                                       uint32_t wanted, uint32_t first, uint64_t pitch,
+                                       Command command) {
+  const Run run = RunOfLane(wanted);
+  if (run.begins) {
+    command.value = first + LaneId();
+    command.length_bytes = run.length * pitch;
+    command.local_offset += command.value * pitch;
+    command.remote_offset += command.value * pitch;
+    atomicAdd(&NetStateOf(device)->sent[command.dst_rank], 1u);
+  }
+  WarpPush(device, operation, command.dst_rank / device.shape.node_size, run.begins, command);
 }
 
-// All threads of the last block of the kernel that sent: the counts. `num_more` records were sent
+// All threads of the last block of the kernel that sent: the counts. `num_more` commands were sent
 // to everyone and not counted.
 __device__ inline void FinishSending(const DeviceRank& device, SetKind kind, Operation operation,
                                      const CallSlot& slot, uint32_t num_more) {
