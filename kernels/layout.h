@@ -54,12 +54,12 @@ struct GroupShape {
   bool operator==(const GroupShape&) const = default;
 };
 
-// Rounds of mode ll on CPUs.
+// Rounds of mode ll.
 constexpr Rounds LlRoundsOf(const GroupShape& shape) {
   return Rounds::Make(shape.ll_tokens, kLlRows, shape.num_ranks, shape.round_tokens);
 }
-// On GPUs: tokens of every rank that a call moves at once. One of more tokens takes rounds and has
-// no halves. Calls of one node have one round.
+// Tokens of every rank that a call of mode ll moves at once on GPUs, where calls of one node have
+// one round. A call of more tokens has no halves.
 constexpr uint64_t GpuLlRoundTokens(const GroupShape& shape) {
   return shape.num_nodes() == 1 ? shape.ll_tokens : LlRoundsOf(shape).tokens;
 }

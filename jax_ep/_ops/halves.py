@@ -21,7 +21,7 @@ Run = Callable[[str, Call, Mapping[str, jax.Array | None]], dict[str, Any]]
 
 
 def has_gpu_starts(call: Call) -> bool:
-    """Whether starts of `call` move rows on GPUs."""
+    """Whether starts of `call` move rows on GPUs; no, where nobody knows."""
     return call.mode == "ll" and call.num_tokens <= call.group._ll_round_tokens
 
 

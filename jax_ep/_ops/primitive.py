@@ -120,9 +120,9 @@ def _choose(operation: str, call: Call, arrays: dict[str, Any]) -> Any:
     if not platforms or call.num_tokens == 0:
         return run_reference(arrays)
     branches: dict[str, Callable[..., Any]] = dict.fromkeys(platforms, branch(ffi.run))
-    if not halves.has_gpu_starts(call):
-        for platform in _GPUS & branches.keys():
-            branches[platform] = branch(halves.all_in_done(ffi.run))
+    gpus = _GPUS & branches.keys()
+    if gpus and not halves.has_gpu_starts(call):
+        branches |= dict.fromkeys(gpus, branch(halves.all_in_done(ffi.run)))
     if beside.applies(call):
         branches["cuda"] = branch(halves.all_in_done(beside.run))
     if call.group.implementation == "native":

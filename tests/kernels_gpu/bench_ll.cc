@@ -6,7 +6,7 @@
 // DeepSeek-V3 shape, layout expert_batched or rank_major, padding undefined. plain: without bulk
 // copies; ranks: several per GPU, whose blocks (8/3 of M; without it all SMs but 32) must all fit
 // on it. nodes: so many virtual ones, over loopback, or with `cuda` over that transport. round:
-// between nodes calls come in rounds of so many tokens, and have no halves.
+// between nodes calls come in rounds of so many tokens, and have no halves (0.0 us).
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

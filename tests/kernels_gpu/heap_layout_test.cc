@@ -86,6 +86,10 @@ TEST(GpuHeap, ModeLlIsBoundedInTheNumberOfRanks) {
     shape.num_experts = std::max(256u, ranks);
     EXPECT_LE(static_cast<double>(GpuHeapLayout::Make(shape).total_bytes), 0.6 * kGiB);
     EXPECT_LE(static_cast<double>(NetLayout::Make(shape).total_bytes), 0.7 * kGiB);
+    // The largest calls: ids and weights of all tokens, and an index of their pairs.
+    shape.max_tokens = shape.ll_tokens = 512;
+    EXPECT_LE(static_cast<double>(GpuHeapLayout::Make(shape).total_bytes), 0.7 * kGiB);
+    EXPECT_LE(static_cast<double>(NetLayout::Make(shape).total_bytes), 0.8 * kGiB);
   }
 }
 

@@ -90,9 +90,12 @@ GroupShape SmallShape() {
 // One graph per rank with whole calls and halves, replayed while the routing changes: sets and
 // epochs are found on the device.
 TEST_F(GpuPush, GraphReplaysFollowTheirInputs) {
-  for (const Mode mode : {Mode::kLl, Mode::kHt}) {
+  for (const auto& [mode, node_size] :
+       {std::pair(Mode::kLl, 4u), std::pair(Mode::kHt, 4u), std::pair(Mode::kLl, 2u)}) {
     Scenario s{.shape = SmallShape(), .mode = mode, .layout = Layout::kExpertBatched};
     s.shape.depth = 3;
+    s.shape.node_size = node_size;
+    s.shape.round_tokens = 24;  // between nodes
     s.num_tokens = 64;
     s.recv_rows = WorstRecvRows(s.shape, s.layout, s.num_tokens);
     Team cpu({.shape = s.shape});
@@ -384,20 +387,78 @@ class GpuPushRoundsFailure : public GpuPushFailure {
     shape.node_size = 2;
     shape.round_tokens = 24;
   }
+  static constexpr int kLastRound = 48;  // its first token
 };
 
-TEST_F(GpuPushRoundsFailure, ARankThatDoesNotComePoisonsAllRounds) {
-  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
-  ExpectNoFailure(*team_);
+TEST_F(GpuPushRoundsFailure, ARankThatDoesNotComePoisonsLlDispatch) {
   Run([&](uint32_t r, Calls& calls) {
-    if (r == 1) return;
-    calls.Combine(arrays_[r], 0);
-    calls.LlDispatch(arrays_[r]);
+    if (r != 1) calls.LlDispatch(arrays_[r]);
   });
   for (const uint32_t r : {0u, 2u, 3u}) {
     ExpectKind(r, {kTimeout, kPeerFailed});
-    ExpectBytes(arrays_[r].out[0]);
     ExpectPoisonedDispatch(r);
+  }
+}
+
+// A plan by which ranks 0 and 2 wait for rows that rank 1 does not send, in the last round.
+TEST_F(GpuPushRoundsFailure, TheLastRoundPoisonsAllOfADispatch) {
+  Run([&](uint32_t r, Calls& calls) { calls.Plan(arrays_[r]); });
+  std::vector<int32_t> slots = arrays_[1].send_slot.Download();
+  std::fill(slots.begin() + kLastRound * s_.shape.top_k, slots.end(), -1);
+  arrays_[1].send_slot.Upload(slots);
+  Run([&](uint32_t r, Calls& calls) { calls.Dispatch(arrays_[r], 0); });
+  for (const uint32_t r : {0u, 2u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectBytes(arrays_[r].recv_x[0]);
+  }
+}
+TEST_F(GpuPushRoundsFailure, TheLastRoundPoisonsAllOfACombine) {
+  Run([&](uint32_t r, Calls& calls) { calls.LlDispatch(arrays_[r]); });
+  ExpectNoFailure(*team_);
+  std::vector<int32_t> sources = arrays_[1].recv_src.Download();
+  const auto pairs = static_cast<int32_t>(s_.shape.max_tokens * s_.shape.top_k);
+  for (int32_t& source : sources) {
+    if (source % pairs >= kLastRound * static_cast<int32_t>(s_.shape.top_k)) source = -1;
+  }
+  arrays_[1].recv_src.Upload(sources);
+  Run([&](uint32_t r, Calls& calls) { calls.Combine(arrays_[r], 0); });
+  for (const uint32_t r : {0u, 2u}) {
+    ExpectKind(r, {kTimeout, kPeerFailed});
+    ExpectBytes(arrays_[r].out[0]);
+  }
+}
+
+// Halves of few tokens hold one set of two while calls in rounds use the other.
+TEST_F(GpuPushRoundsFailure, WholeCallsInRoundsRunBetweenHalves) {
+  Scenario few = s_;
+  few.num_tokens = 20;
+  few.recv_rows = WorstRecvRows(few.shape, few.layout, few.num_tokens);
+  Team cpu({.shape = few.shape});
+  std::mt19937 random(2);
+  const std::vector<HostArrays> host = RunOnCpu(few, cpu, random);
+  const std::vector<HostArrays> host_of_many = RunOnCpu(s_, cpu, random);
+  std::vector<DeviceArrays> halves, many;
+  for (uint32_t r = 0; r < 4; ++r) {
+    halves.push_back(Upload(few, *team_, r, host[r]));
+    many.push_back(Upload(s_, *team_, r, host_of_many[r]));
+  }
+  Run([&](uint32_t r, Calls& calls) {
+    Calls of_few(few, *team_, r);
+    of_few.LlDispatchStart(halves[r], epochs_[r].data());
+    calls.LlDispatch(many[r]);
+    of_few.LlDispatchDone(halves[r], epochs_[r].data());
+    of_few.CombineStart(halves[r], 0, epochs_[r].data() + 1);
+    calls.Combine(many[r], 0);
+    of_few.CombineDone(halves[r], 0, epochs_[r].data() + 1);
+    EXPECT_EQ(of_few.error(), nullptr);
+  });
+  ExpectNoFailure(*team_);
+  for (uint32_t r = 0; r < 4 && !HasFailure(); ++r) {
+    ExpectDispatch(halves[r], host[r], 0);
+    ExpectCombine(halves[r], host[r], 0);
+    ExpectPlan(many[r], host_of_many[r]);
+    ExpectDispatch(many[r], host_of_many[r], 0);
+    ExpectCombine(many[r], host_of_many[r], 0);
   }
 }
 

@@ -150,6 +150,8 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const
                                     .num_tokens = num_tokens,
                                     .num_pieces = params.pieces.count,
                                     .has_rows = has_rows,
+                                    .has_ids = false,
+                                    .has_weights = false,
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }

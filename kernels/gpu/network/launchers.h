@@ -48,6 +48,7 @@ struct TakeRecordsParams {
   uint32_t num_tokens;
   uint32_t num_pieces;  // flags of a row
   bool has_rows;
+  bool has_ids, has_weights;  // of a dispatch
   const int32_t* epoch;
 };
 const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& call, cudaStream_t stream);

@@ -7,7 +7,8 @@
 //   combine   the partials of each round.
 //
 // A round needs no rules of its own: it takes the set that has been free for longest, when all
-// ranks have read what was there, and the next one does not wait for those that read it.
+// ranks have read what was there. Where two are free, the next round does not wait for those that
+// read.
 #include <algorithm>
 
 #include "kernels/gpu/launch_state.h"
@@ -74,7 +75,7 @@ const char* LaunchNetLlDispatch(RankHandle& rank, const PlanParams* plan,
   return ForEachRound(call_tokens, room, [&](LlRound round, uint64_t num_tokens) {
     DispatchParams params = planned;
     params.num_tokens = static_cast<int64_t>(num_tokens);
-    params.x = planned.x + round.first_token * row_bytes;
+    if (params.x != nullptr) params.x += round.first_token * row_bytes;
     params.weights = CellsOf(planned.weights, shape, round, num_tokens);
     params.send_slot = CellsOf(planned.send_slot, shape, round, num_tokens);
     round.is_planned = plan != nullptr;
@@ -92,7 +93,7 @@ const char* LaunchNetSlotCombine(RankHandle& rank, const CombineParams& call, cu
         params.num_tokens = static_cast<int64_t>(num_tokens);
         params.send_slot = CellsOf(call.send_slot, shape, round, num_tokens);
         params.pair_scalars_out = CellsOf(call.pair_scalars_out, shape, round, num_tokens);
-        if (call.out != nullptr) params.out = call.out + round.first_token * row_bytes;
+        if (params.out != nullptr) params.out += round.first_token * row_bytes;
         return LaunchHalves(rank, [&](CallPart part, const int32_t* epoch_in, int32_t* epoch_out) {
           return LaunchSlotCombine(rank, params, round, part, epoch_in, epoch_out, stream);
         });

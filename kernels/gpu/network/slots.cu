@@ -145,6 +145,12 @@ __device__ inline RecordPlaces PlacesOf(const DeviceRank& device, SetKind kind) 
           layout.ll_sum_pitch,      layout.ll_sum_tag,   shape.hidden * ElemBytes(partial)};
 }
 
+// Of a dispatch without rows nothing but the head has come.
+__host__ __device__ inline uint32_t NumRecords(const TakeRecordsParams& params) {
+  const bool is_head_alone = params.kind == SetKind::kLlDispatch && !params.has_rows;
+  return is_head_alone ? 0 : params.num_tokens;
+}
+
 // All threads of the block: its part of what `source` has sent.
 __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, uint32_t source,
                          uint32_t part, uint32_t num_parts) {
@@ -164,15 +170,14 @@ __device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, 
         WarpTag(reinterpret_cast<uint64_t*>(block + to), from + at, count, slot.started);
       };
       tag(0, 0, PushHeader::kNumWords);
-      tag(device.layout.push_ids, layout.ll_ids, cells);
-      tag(device.layout.push_weights, layout.ll_weights, cells);
+      if (params.has_ids) tag(device.layout.push_ids, layout.ll_ids, cells);
+      if (params.has_weights) tag(device.layout.push_weights, layout.ll_weights, cells);
     } else if (LaneId() == 0) {
       *OwnHeapAt<uint64_t>(device, places.area.meta_flags.At(slot.set, source)) = value;
     }
   }
   const uint64_t scalars_bytes = shape.top_k * sizeof(float);
-  const uint32_t num_records = is_dispatch && !params.has_rows ? 0 : params.num_tokens;
-  for (uint32_t token = part * kWarps + WarpId(); token < num_records;
+  for (uint32_t token = part * kWarps + WarpId(); token < NumRecords(params);
        token += num_parts * kWarps) {
     const std::byte* record = from + places.head_bytes + token * places.pitch;
     // Relaxed: the count came after it.
@@ -255,7 +260,7 @@ const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& params,
   const GroupShape& shape = rank.device.shape;
   const uint32_t num_remotes = shape.num_ranks - shape.node_size;
   const uint32_t most_parts = std::max(rank.ll_blocks / num_remotes, 1u);
-  const uint32_t parts = BlocksFor(params.num_tokens, kWarps, most_parts);
+  const uint32_t parts = BlocksFor(NumRecords(params), kWarps, most_parts);
   TakeRecords<<<num_remotes * parts, kThreads, 0, stream>>>(params);
   return LaunchResult("TakeRecords");
 }

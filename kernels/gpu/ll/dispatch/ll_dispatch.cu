@@ -218,6 +218,8 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
                                     .num_tokens = planner.num_tokens,
                                     .num_pieces = pieces.count,
                                     .has_rows = params.has_rows,
+                                    .has_ids = is_routed,
+                                    .has_weights = params.has_weights,
                                     .epoch = epoch_in};
     if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
   }
