@@ -25,7 +25,7 @@ MODES: tuple[Mode, ...] = ("ht", "ll")
 PADS: tuple[Pad, ...] = ("zero", "undefined")
 
 AUTO_LL_TOKENS = 128  # mode="auto" picks ll up to here: decode batches
-MAX_LL_TOKENS = 512  # tokens per rank of an ll call: its slots are allocated for all of them
+MAX_LL_TOKENS = 512  # tokens per rank of an ll call: ids and weights of all have room
 MAX_TOP_K = 64
 MAX_IN_FLIGHT = 7  # with the call that waits for a set, half of a command's 4-bit epochs
 INT32_MAX = 2**31 - 1  # plan codes are i32

@@ -190,6 +190,21 @@ std::string GpuTeam::Run(const std::function<const char*(uint32_t rank)>& launch
   return wrong;
 }
 
+namespace {
+
+void PrintWait(uint32_t rank, const gpu::RankStatus& status) {
+  const gpu::WaitNote& wait = status.wait;
+  std::fprintf(
+      stderr,
+      "rank %u: failed %u kind %u; has waited %.1f s in operation %u of epoch %lu for rank "
+      "%u, value %lx, saw %lx\n",
+      rank, status.failed.load(), status.kind, static_cast<double>(wait.waited_ns.load()) * 1e-9,
+      wait.operation.load(), wait.epoch.load(), wait.peer.load(), wait.expected.load(),
+      wait.actual.load());
+}
+
+}  // namespace
+
 void GpuTeam::SynchronizeOrDie() {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   for (uint32_t r = 0; r < num_ranks(); ++r) {
@@ -198,6 +213,7 @@ void GpuTeam::SynchronizeOrDie() {
     while ((state = cudaStreamQuery(ranks_[r].stream)) == cudaErrorNotReady) {
       if (std::chrono::steady_clock::now() > deadline) {
         std::fprintf(stderr, "rank %u still runs after 20 s\n", r);
+        for (uint32_t rank = 0; rank < num_ranks(); ++rank) PrintWait(rank, *ranks_[rank].status);
         std::abort();
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -195,6 +195,7 @@ TEST_P(GpuManyRanks, HtGivesTheBitsOfTheCpu) { RunHt(); }
 // Of more tokens than a chunk, in groups that have no room for them at once.
 TEST_P(GpuManyRanks, HtInRoundsGivesTheBitsOfTheCpu) {
   options_.shape.max_tokens = shape_.max_tokens = 100;
+  options_.arena_bytes = uint64_t{256} << 20;
   if (!gpu::HtRoundsOf(shape_).are_several) GTEST_SKIP() << "one round holds all";
   RunHt();
 }
