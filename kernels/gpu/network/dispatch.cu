@@ -43,9 +43,7 @@ struct SendRowsParams {
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
   __shared__ uint32_t shared_flag;
-  // As WarpSet::Store has them; one more, so that lanes that look at many tokens meet all banks.
-  constexpr uint32_t kWordsOfSet = kMaxRanks / WarpSet::kBitsPerLane + 1;
-  __shared__ uint32_t nodes_of[kNetChunkTokens][kWordsOfSet];
+  __shared__ StoredSet nodes_of[kNetChunkTokens];
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;

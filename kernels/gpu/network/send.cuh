@@ -8,6 +8,10 @@ namespace jax_ep::gpu {
 
 static_assert(kMaxRanks <= WarpSet::kMost);
 
+// Ranks or nodes of a token, as WarpSet::Store has them. In shared memory, one per token; a word
+// more, so that lanes that look at many tokens meet all banks.
+using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
+
 // One warp: number_of(rank) of the ranks of other nodes that hold rows of a token. `rank_rows`:
 // slots of one rank.
 template <typename NumberOf>

@@ -62,8 +62,6 @@ __device__ void SendHead(const SendRecordsParams& params, const CallSlot& slot, 
 // Tokens that a block sends together, one a warp, so that neighbours that go to one rank are one
 // command.
 constexpr uint32_t kSentTokens = kWarps;
-// As WarpSet::Store has them; one more word, so that lanes that look at many tokens meet all banks.
-using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
 
 // All threads of the block.
 __device__ void SendRows(const SendRecordsParams& params, const CallSlot& slot, uint64_t epoch,
