@@ -40,7 +40,10 @@ const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
   const GroupShape& shape = config.shape;
   const NetworkConfig& network = *config.network;
   DeviceRank& device = rank.device;
-  DeviceNetwork table{.layout = NetLayout::Make(shape), .num_rings = network.num_rings};
+  DeviceNetwork table{.layout = NetLayout::Make(shape),
+                      .num_rings = network.num_rings,
+                      .has_device_stages = network.has_device_stages,
+                      .has_fast_wire = network.has_fast_wire};
   cudaError_t error = cudaSuccess;
   const auto map = [&](void* host) {
     void* mapped = nullptr;
@@ -135,6 +138,7 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   rank->device_index = config->device;
   rank->num_sms = static_cast<uint32_t>(num_sms);
   rank->has_fast_wire = config->network != nullptr && config->network->has_fast_wire;
+  rank->has_device_stages = config->network != nullptr && config->network->has_device_stages;
   rank->has_budget = config->max_sms == 0;
   const uint32_t by_need = SmsBetweenNodes(rank->has_fast_wire);  // in one node: at first
   const uint32_t max_sms = rank->has_budget ? by_need : config->max_sms;

@@ -2,8 +2,8 @@
 // that run beside this thread, from one GPU's memory to another's.
 //
 // A copy costs this thread some microseconds and a copy engine as much between two of them,
-// whatever its length. So writes are gathered while the copies of earlier ones run, and those that
-// continue each other on both sides become one copy: the busier the engines, the longer the copies.
+// whatever its length. So writes are gathered while the copies of earlier ones run, and while more
+// keep coming; those that continue each other on both sides become one copy.
 //
 //   PostWrite -> waiting_ -> (sorted, joined) -> flying_ -> inboxes and kSent
 //
@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "proxy/abi/activity.h"
 #include "proxy/abi/command.h"
 #include "proxy/base/blob.h"
 #include "proxy/base/device_copies.h"
@@ -30,7 +31,10 @@ namespace {
 constexpr uint64_t kKeyMagic = 0x3359454b4c504541;
 // Longer than a copy takes to begin, at the rate of a copy engine.
 constexpr uint64_t kManyBytes = uint64_t{2} << 20;
-constexpr uint64_t kMostLooks = 64;  // while more of them come
+// Those of one call come closer together than the first of these; for the other at most they wait
+// while no copy runs.
+constexpr uint64_t kQuietNs = 1'500;
+constexpr uint64_t kMostIdleNs = 10'000;
 
 class CudaTransport : public Transport {
  public:
@@ -90,9 +94,10 @@ class CudaTransport : public Transport {
     }
     if (num_open_ == SentQueue::kMaxEntries) return Full();
     if (request.length_bytes > 0) {
+      newest_ns_ = MonotonicNs();
+      if (waiting_.empty()) oldest_ns_ = newest_ns_;
       waiting_.push_back(request);
       num_waiting_bytes_ += request.length_bytes;
-      ++num_new_;
     } else if (!Deliver(request)) {
       return Full();
     }
@@ -164,12 +169,16 @@ class CudaTransport : public Transport {
     return Status::Ok();
   }
 
-  // Waits for another look while writes keep coming: those of one call come together.
+  // Whether it is better to wait for more writes than to start those that are here.
+  bool IsGathering() const {
+    const uint64_t now_ns = MonotonicNs();
+    if (now_ns - newest_ns_ >= kQuietNs) return false;
+    const bool is_idle = num_started_ == num_finished_;
+    return !is_idle || (num_waiting_bytes_ < kManyBytes && now_ns - oldest_ns_ < kMostIdleNs);
+  }
+
   Status StartBatch() {
-    const bool is_coming =
-        num_new_ > 0 && num_waiting_bytes_ < kManyBytes && ++num_looks_ < kMostLooks;
-    num_new_ = 0;
-    if (waiting_.empty() || is_coming || num_started_ - num_finished_ == flying_.size()) {
+    if (waiting_.empty() || num_started_ - num_finished_ == flying_.size() || IsGathering()) {
       return Status::Ok();
     }
     const auto place = [](const WriteRequest& write) {
@@ -192,7 +201,7 @@ class CudaTransport : public Transport {
     JAX_EP_RETURN_IF_ERROR(Start(joined));
     JAX_EP_RETURN_IF_ERROR(copies_.EndBatch());
     num_writes_ += waiting_.size();
-    num_waiting_bytes_ = num_looks_ = 0;
+    num_waiting_bytes_ = 0;
     BatchOf(++num_started_).swap(waiting_);
     return Status::Ok();
   }
@@ -216,9 +225,9 @@ class CudaTransport : public Transport {
   std::vector<std::span<std::byte>> regions_;
   std::vector<Peer> peers_;
 
-  Batch waiting_;                         // posted, not started
-  uint64_t num_waiting_bytes_ = 0;        // of these
-  uint64_t num_new_ = 0, num_looks_ = 0;  // since the last look; while they waited
+  Batch waiting_;                           // posted, not started
+  uint64_t num_waiting_bytes_ = 0;          // of these
+  uint64_t oldest_ns_ = 0, newest_ns_ = 0;  // when these were posted
   std::array<Batch, DeviceCopies::kMaxBatches> flying_;
   Batch late_;                                   // copied, but the peer's inbox was full
   uint64_t num_started_ = 0, num_finished_ = 0;  // batches

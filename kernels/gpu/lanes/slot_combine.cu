@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Send<T>(params, slot, lists[WarpId()]);
     }
   }
-  FinishSlotCombine(params, sequence, slot, end, &shared_flag);
+  FinishSlotCombine<true>(params, sequence, slot, end, &shared_flag);
 }
 
 using Kernel = void (*)(SlotCombineParams);
@@ -141,6 +141,15 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const
   if (!is_start) {
     params.out = has_rows ? call.out : nullptr;
     params.pair_scalars_out = DataOrNull(call.pair_scalars_out);
+  }
+  if (has_network && is_start) {
+    const IndexPairsParams pairs{.device = rank.device,
+                                 .operation = params.operation,
+                                 .round = round,
+                                 .num_tokens = num_tokens,
+                                 .recv_src = params.recv_src,
+                                 .recv_rows = params.recv_rows};
+    if (const char* error = LaunchIndexPairs(rank, pairs, stream)) return error;
   }
   if (has_network && part == CallPart::kDone) {
     const TakeRecordsParams records{.device = rank.device,

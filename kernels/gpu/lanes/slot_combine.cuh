@@ -102,7 +102,8 @@ __device__ inline void Poison(const SlotCombineParams& params) {
 }
 
 // All threads of every block, as the last thing of the operation `sequence`; `shared_flag` is
-// shared.
+// shared. kHasNetwork: the group may have other nodes; kernels without them are shorter.
+template <bool kHasNetwork>
 __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64_t sequence,
                                          const CallSlot& slot, const OpenEnd& end,
                                          uint32_t* shared_flag) {
@@ -121,8 +122,12 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
     if (!is_start) Poison(params);
   } else if (params.part == CallPart::kDone) {
     SignalConsumed(device, params.kind, sequence);
-  } else if (device.network != nullptr && slot.is_ok != 0) {
-    FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
+  }
+  if constexpr (kHasNetwork) {
+    if (device.network != nullptr && slot.is_ok != 0 && !HasFailed(device)) {
+      is_start ? FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0)
+               : SayRead(device, params.kind, params.operation, slot.set);
+    }
   }
   if (threadIdx.x != 0) return;
   write();

@@ -7,6 +7,24 @@
 
 namespace jax_ep::gpu::slot_combine {
 
+// Those of other nodes may be in this rank's stage.
+struct SentPartials : SlotPartials {
+  __device__ const std::byte* PartialOf(uint32_t rank, uint64_t token) const {
+    if (AreReadInStage(call.device, rank)) return RecordOf(rank, token);
+    return SlotPartials::PartialOf(rank, token);
+  }
+  __device__ const float* ScalarsOf(uint32_t rank, uint64_t token) const {
+    if (!AreReadInStage(call.device, rank)) return SlotPartials::ScalarsOf(rank, token);
+    const uint64_t scalars = call.device.network->layout.ll_sum_scalars;
+    return reinterpret_cast<const float*>(RecordOf(rank, token) + scalars);
+  }
+
+ private:
+  __device__ const std::byte* RecordOf(uint32_t rank, uint64_t token) const {
+    return RecordsOf(call.device, call.kind, set, rank).Of(token);
+  }
+};
+
 // One warp: a piece of partials of a token that come in tagged words, to where they are without.
 __device__ inline bool UntagPartials(const SlotPartials& partials, const OwnToken& token,
                                      const CallSlot& slot, const TaggedPiece& piece) {
@@ -44,7 +62,7 @@ __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, R
                       shared_flag)) {
     return;
   }
-  const SlotPartials partials{params, slot.set};
+  const SentPartials partials{{params, slot.set}};
   const uint32_t pieces = params.pieces.count;
   const uint32_t own_tokens = CountStrided(block, num_blocks, params.num_tokens);
   for (uint32_t unit = WarpId(); unit < own_tokens * pieces; unit += kWarps) {

@@ -42,19 +42,7 @@ __device__ void SendPiece(const SlotCombineParams& params, const CallSlot& slot,
               StartFlag(slot, params.operation));
 }
 
-// The records of ranks of other nodes. A block makes those of kRecordTokens tokens of an owner at a
-// time, each by a team of warps, so that neighbours are one command.
-inline constexpr uint32_t kRecordTokens = 4;
-inline constexpr uint32_t kTeamWarps = kWarps / kRecordTokens;
-static_assert(kTeamWarps * kRecordTokens == kWarps);
-
-// Which block does that.
-__device__ inline bool SendsRecord(const SlotCombineParams& params, uint32_t owner,
-                                   uint32_t token) {
-  const DeviceRank& device = params.device;
-  const uint32_t number = token / kRecordTokens * NumRemotes(device) + RemoteNumber(device, owner);
-  return number % params.num_send_blocks == blockIdx.x;
-}
+static_assert(kWarps == kSlotWarps);
 
 // One warp of a team: its share of a record.
 template <typename T>
@@ -80,39 +68,41 @@ __device__ void WriteRecord(const SlotCombineParams& params, const CallSlot& slo
 template <typename T>
 __device__ void SendRecords(const SlotCombineParams& params, const CallSlot& slot,
                             const RowIndex& index, RowList& list) {
-  __shared__ uint32_t has_rows[2][kRecordTokens];  // in turn
   const DeviceRank& device = params.device;
   const NetLayout& layout = device.network->layout;
   const uint32_t num_remotes = NumRemotes(device);
   const uint32_t num_chunks = (params.num_tokens + kRecordTokens - 1) / kRecordTokens;
-  const uint32_t place = WarpId() / kTeamWarps;
-  uint32_t parity = 0;
+  const uint32_t member = WarpId() % kTeamWarps;
   for (uint32_t number = blockIdx.x; number < num_chunks * num_remotes;
-       number += params.num_send_blocks, parity ^= 1) {
+       number += params.num_send_blocks) {
     const uint32_t owner = RemoteRank(device, number % num_remotes);
     const uint32_t first = number / num_remotes * kRecordTokens;
     const uint64_t send =
         layout.ll_sums_send.At(slot.set, RemoteIndex(device.shape, NodeOf(device), owner));
-    const uint32_t token = first + place;
-    uint32_t count = 0;
+    const uint32_t token = first + WarpId() / kTeamWarps;
     if (token < params.num_tokens) {
       const TokenRows<> rows = FindRows(params, index, owner, token, list);
-      count = rows.count;
       std::byte* record = OwnStage(device) + send + token * layout.ll_sum_pitch;
-      if (count > 0) WriteRecord<T>(params, slot, record, rows, list);
+      if (rows.count > 0) {
+        WriteRecord<T>(params, slot, record, rows, list);
+        if (member == 0 && LaneId() == 0) WantRecord(device, token, owner);
+      }
     }
-    if (WarpId() % kTeamWarps == 0 && LaneId() == 0) has_rows[parity][place] = count;
     SyncBlock();  // all of the records come before the commands that name them
     if (WarpId() != 0) continue;
-    const bool is_wanted = LaneId() < kRecordTokens && has_rows[parity][LaneId()] > 0;
-    WarpPushRecords(device, params.operation, static_cast<uint32_t>(Ballot(is_wanted)), first,
-                    layout.ll_sum_pitch,
-                    {.op = Op::kWrite,
-                     .dst_rank = owner,
-                     .local_offset = send,
-                     .remote_offset = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner)),
-                     .channel = Channel::kLlCombine,
-                     .epoch = NetSetsOf(device, params.kind).started + 1});
+    uint32_t is_last = 0;
+    if (LaneId() == 0) {
+      is_last = ArriveInGroup(GroupOf(device, first, owner), first, params.num_tokens) ? 1 : 0;
+    }
+    SyncWarp();  // what lane 0 has acquired comes before what all do
+    if (FromLane(is_last, 0) == 0) continue;
+    WarpPushGroup(device, params.operation, first, layout.ll_sum_pitch,
+                  {.op = Op::kWrite,
+                   .dst_rank = owner,
+                   .local_offset = send,
+                   .remote_offset = layout.ll_sums_recv.At(slot.set, OwnIndexAt(device, owner)),
+                   .channel = Channel::kLlCombine,
+                   .epoch = NetSetsOf(device, params.kind).started + 1});
   }
 }
 
@@ -130,15 +120,16 @@ __device__ void Send(const SlotCombineParams& params, const CallSlot& slot, RowL
   if (num_owners == 0 && device.network == nullptr) return;
   const uint32_t num_items = params.num_tokens * num_owners;
   const RowIndex index(device, slot.sequence, params.num_tokens);
-  IndexRows(device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,
-            [&](uint32_t source, uint32_t token) {
-              if (!IsMate(device, source)) return SendsRecord(params, source, token);
-              const uint32_t local = source - device.node_begin;
-              const uint32_t step = (local + 2 * node_size - own - first_step) % node_size;
-              return step < num_owners &&
-                     (token * num_owners + step) % params.num_send_blocks == blockIdx.x;
-            });
-  SyncBlock();
+  if (device.network == nullptr) {  // else a kernel has done so (network/slots.cu)
+    IndexRows(device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,
+              [&](uint32_t source, uint32_t token) {
+                const uint32_t local = source - device.node_begin;
+                const uint32_t step = (local + 2 * node_size - own - first_step) % node_size;
+                return step < num_owners &&
+                       (token * num_owners + step) % params.num_send_blocks == blockIdx.x;
+              });
+    SyncBlock();
+  }
   // Other nodes first: theirs is the longer way.
   if (device.network != nullptr) SendRecords<T>(params, slot, index, list);
   const uint32_t pieces = params.pieces.count;

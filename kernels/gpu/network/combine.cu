@@ -190,9 +190,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     const uint32_t owner = RailRank(device, node);
     const uint64_t send = layout.sums_send.At(set, other);
     const uint64_t first = params.slice.begin + uint64_t{item / num_others} * kNetChunkTokens;
+    const uint32_t count = NumChunkTokens(params.slice, first);
     for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
-      const uint64_t parts =
-          first + i < params.slice.end ? PartsOf(device, owner, first + i, params.slice) : 0;
+      const uint64_t parts = i < count ? PartsOf(device, owner, first + i, params.slice) : 0;
       if (parts != 0) {
         WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
       }
@@ -200,8 +200,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     SyncBlock();  // sums of all warps come before the commands that name them
     if (WarpId() == 0) {
-      const auto wanted =
+      const auto has_parts =
           static_cast<uint32_t>(Ballot(LaneId() < kNetChunkTokens && is_wanted[LaneId()]));
+      const uint32_t wanted = WithGaps(device, has_parts, count);
       Command command{.op = Op::kWrite,
                       .dst_rank = owner,
                       .local_offset = send,

@@ -149,9 +149,6 @@ __device__ inline bool WaitSignals(const DeviceRank& device, uint32_t local, Cha
 __device__ inline uint32_t RemoteRank(const DeviceRank& device, uint32_t number) {
   return number < device.node_begin ? number : number + device.shape.node_size;
 }
-__device__ inline uint32_t RemoteNumber(const DeviceRank& device, uint32_t rank) {
-  return rank < device.node_begin ? rank : rank - device.shape.node_size;
-}
 __device__ inline uint32_t NumRemotes(const DeviceRank& device) {
   return device.shape.num_ranks - device.shape.node_size;
 }

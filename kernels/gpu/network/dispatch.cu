@@ -60,9 +60,10 @@ __global__ void __launch_bounds__(kThreads)
   const auto num_chunks = shared_flag != 0 ? static_cast<uint32_t>(params.slice.num_chunks()) : 0u;
   for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
     const auto first = static_cast<uint32_t>(params.slice.begin + chunk * kNetChunkTokens);
+    const uint32_t count = NumChunkTokens(params.slice, first);
     for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
       WarpSet nodes;
-      if (first + i < params.slice.end) {
+      if (i < count) {
         nodes = RemoteHoldersOf(device, params.send_slot, first + i, params.recv_rows,
                                 [&](uint32_t rank) { return rank / shape.node_size; });
       }
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kThreads)
       const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
       const bool is_wanted = LaneId() < kNetChunkTokens && WarpSet::Has(nodes_of[LaneId()], node);
       const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
-      is_ok = WarpPushRuns(device, Operation::kDispatch, node, wanted,
+      is_ok = WarpPushRuns(device, Operation::kDispatch, node, WithGaps(device, wanted, count),
                            first - params.slice.round_begin(), params.row_bytes,
                            {.op = Op::kWrite,
                             .dst_rank = RailRank(device, node),

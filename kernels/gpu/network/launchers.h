@@ -39,6 +39,16 @@ struct SendRecordsParams {
   const float* weights;  // [T * K] or null
 };
 const char* LaunchSendRecords(RankHandle& rank, const SendRecordsParams& call, cudaStream_t stream);
+// LL: before the start of a combine, its pairs into the row index.
+struct IndexPairsParams {
+  DeviceRank device;
+  Operation operation;
+  LlRound round;
+  uint32_t num_tokens;  // of the round
+  const int32_t* recv_src;
+  uint64_t recv_rows;
+};
+const char* LaunchIndexPairs(RankHandle& rank, const IndexPairsParams& call, cudaStream_t stream);
 // LL: before a done, what other nodes have sent goes to where node-mates push.
 struct TakeRecordsParams {
   DeviceRank device;

@@ -20,6 +20,7 @@ struct DeviceNetwork {
   uint32_t num_rings;
   uint32_t ring_slots;  // a power of two
   uint32_t ring_slots_log2;
+  bool has_device_stages, has_fast_wire;  // as in NetworkConfig
   // Of node-mates, by local rank, as this device addresses them.
   std::byte* stages[kMaxNodeRanks];
   const uint64_t* signals[kMaxNodeRanks];
@@ -35,13 +36,24 @@ struct RingCounters {
 
 // Exchanges of slot sets of one kind with other nodes.
 struct NetSets {
-  uint64_t started;  // epochs sent
-  uint64_t read;     // epochs copied from the stage
+  uint64_t started;         // epochs sent
+  uint64_t read;            // epochs that this rank has read from its stage
+  uint64_t read_by_others;  // epochs of which it is known here
   struct {
     uint64_t epoch;  // that used the set last
     uint64_t read;   // its number among those read
   } sets[kMaxDepth];
 };
+
+// Records of mode ll to a rank, of tokens side by side: those that are neighbours cross by one
+// command. Zero between operations.
+inline constexpr uint32_t kGroupTokens = 32;
+struct RecordGroup {
+  uint32_t wanted;  // tokens, as bits, that have one
+  uint32_t made;    // blocks' shares of the tokens
+};
+// All tokens of a round to all ranks (LlRoundsOf).
+inline constexpr uint32_t kMostRecordGroups = kLlRows / kGroupTokens + kMaxRanks;
 
 // In the rank's heap, zero-initialised, changed by its own kernels alone.
 struct NetState {
@@ -51,6 +63,7 @@ struct NetState {
   NetSets kinds[kNumSetKinds];
   uint32_t sent[kMaxRanks];  // commands with records of the running operation, by destination
   int32_t whole_epoch;       // from the start to the done of a whole LL call
+  RecordGroup groups[kMostRecordGroups];  // [group][N]
   RingCounters rings[kMaxNetworkRings];
 };
 static_assert(sizeof(NetState) <= kNetStateBytes);

@@ -12,8 +12,18 @@ static_assert(kMaxRanks <= WarpSet::kMost);
 // more, so that lanes that look at many tokens meet all banks.
 using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
 
-// One warp: number_of(rank) of the ranks of other nodes that hold rows of a token. `rank_rows`:
-// slots of one rank.
+// The rank of another node that holds the row of a pair, or kNoRank. `rank_rows`: slots of one
+// rank.
+inline constexpr uint32_t kNoRank = ~0u;
+__device__ inline uint32_t RemoteHolderOf(const DeviceRank& device, int32_t slot,
+                                          uint32_t rank_rows) {
+  const uint32_t rank = static_cast<uint32_t>(slot) / rank_rows;
+  // Plans come from the caller: a slot beyond the last rank is none.
+  const bool is_remote = slot >= 0 && rank < device.shape.num_ranks && !IsMate(device, rank);
+  return is_remote ? rank : kNoRank;
+}
+
+// One warp: number_of(rank) of all of them that hold rows of a token.
 template <typename NumberOf>
 __device__ inline WarpSet RemoteHoldersOf(const DeviceRank& device, const int32_t* send_slot,
                                           uint32_t token, uint32_t rank_rows,
@@ -24,9 +34,8 @@ __device__ inline WarpSet RemoteHoldersOf(const DeviceRank& device, const int32_
     const uint32_t k = first + LaneId();
     const int32_t slot =
         k < shape.top_k ? send_slot[static_cast<uint64_t>(token) * shape.top_k + k] : -1;
-    const uint32_t rank = static_cast<uint32_t>(slot) / rank_rows;
-    // Plans come from the caller: a slot beyond the last rank is none.
-    holders.Add(slot >= 0 && rank < shape.num_ranks && !IsMate(device, rank), number_of(rank));
+    const uint32_t rank = RemoteHolderOf(device, slot, rank_rows);
+    holders.Add(rank != kNoRank, number_of(rank));
   }
   return holders;
 }
@@ -73,6 +82,14 @@ __device__ inline Run RunOfLane(uint32_t bits) {
     run.length = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
   }
   return run;
+}
+
+// Of a chunk of `count` tokens, those with a bit in `wanted`, or all where that is quicker: a copy
+// more takes a copy engine longer than the rows of a gap. Nobody reads what those bring.
+__device__ inline uint32_t WithGaps(const DeviceRank& device, uint32_t wanted, uint32_t count) {
+  constexpr uint32_t kBits = 32;
+  const bool is_dense = 2 * static_cast<uint32_t>(__popc(wanted)) >= count;
+  return device.network->has_fast_wire && is_dense ? ~0u >> (kBits - count) : wanted;
 }
 
 // One warp: the tokens first + i of the chunk with bit i in `wanted`, each run of them as one

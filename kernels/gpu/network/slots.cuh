@@ -20,18 +20,60 @@ __device__ inline NetSets& NetSetsOf(const DeviceRank& device, SetKind kind) {
   return NetStateOf(device)->kinds[static_cast<uint32_t>(kind)];
 }
 
-// All threads of the block; `shared_flag` is in shared memory. True: every other node has read the
-// last use of the set, here and there.
+// What `source`, of another node, has sent of a kind to a set of this rank's stage: its records.
+struct SentRecords {
+  const std::byte* begin;
+  uint64_t pitch;
+
+  __device__ const std::byte* Of(uint64_t token) const { return begin + token * pitch; }
+};
+__device__ inline SentRecords RecordsOf(const DeviceRank& device, SetKind kind, uint32_t set,
+                                        uint32_t source) {
+  const NetLayout& layout = device.network->layout;
+  const uint32_t index = RemoteIndex(device.shape, NodeOf(device), source);
+  if (kind == SetKind::kLlDispatch) {
+    return {OwnStage(device) + layout.ll_rows_recv.At(set, index) + layout.ll_head_bytes,
+            layout.ll_row_pitch};
+  }
+  return {OwnStage(device) + layout.ll_sums_recv.At(set, index), layout.ll_sum_pitch};
+}
+// Whether a done reads them there. Those in the host's memory are copied first: it may read them
+// several times.
+__device__ inline bool AreReadInStage(const DeviceRank& device, uint32_t source) {
+  return device.network != nullptr && device.network->has_device_stages && !IsMate(device, source);
+}
+
+// One thread waits for what the first block of the kernel, which has the deadline, says there.
+__device__ inline bool AwaitFirstBlock(const DeviceRank& device, const uint64_t* word,
+                                       uint64_t wanted) {
+  constexpr uint32_t kSpinsPerCheck = 64;
+  for (uint32_t spins = 1; LoadAcquireSys(word) < wanted; ++spins) {
+    if (spins % kSpinsPerCheck == 0 && SawFailure(device)) return false;
+  }
+  return true;
+}
+
+// All threads of each block of the kernel; `shared_flag` is in shared memory. True: every other
+// node has read the last use of the set, here and there. Signals are in the host's memory, where
+// blocks that look at one take a microsecond each, one after the other: so the first block looks.
 __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Operation operation,
                                      const CallSlot& slot, uint32_t* shared_flag) {
-  const uint64_t read = NetSetsOf(device, kind).sets[slot.set].read;
+  NetSets& sets = NetSetsOf(device, kind);
+  const uint64_t read = sets.sets[slot.set].read;
   if (WarpId() == 0) {
     bool is_ok = true;
-    for (uint32_t number = LaneId(); number < NumRemotes(device) && read > 0; number += kWarpSize) {
-      is_ok = is_ok && WaitSignals(device, LocalRankOf(device), ChannelsOf(kind).read,
-                                   RemoteRank(device, number), operation, read);
+    if (blockIdx.x == 0) {
+      for (uint32_t number = LaneId(); number < NumRemotes(device) && read > 0;
+           number += kWarpSize) {
+        is_ok = is_ok && WaitSignals(device, LocalRankOf(device), ChannelsOf(kind).read,
+                                     RemoteRank(device, number), operation, read);
+      }
+      is_ok = AllHaveWaited(is_ok);
+      if (is_ok && LaneId() == 0) StoreReleaseSys(&sets.read_by_others, read);
+    } else {
+      if (LaneId() == 0) is_ok = AwaitFirstBlock(device, &sets.read_by_others, read);
+      is_ok = AllHaveWaited(is_ok);
     }
-    is_ok = AllHaveWaited(is_ok);
     if (LaneId() == 0) *shared_flag = is_ok ? 1 : 0;
   }
   SyncBlock();
@@ -40,20 +82,69 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
   return result;
 }
 
-// One warp: the records of tokens first + i with bit i in `wanted` to command.dst_rank, by commands
-// like `command`, whose offsets are those of token 0. They lie side by side at both ends.
-__device__ inline void WarpPushRecords(const DeviceRank& device, Operation operation,
-                                       uint32_t wanted, uint32_t first, uint64_t pitch,
-                                       Command command) {
+// A block makes the records of kRecordTokens tokens at a time, each by a team of warps. Whoever
+// makes the last ones of a group sends all of it: commands are what a proxy has most work with.
+inline constexpr uint32_t kSlotWarps =
+    512 / kWarpSize;  // of a block of a kernel that sends records
+inline constexpr uint32_t kRecordTokens = 4;
+inline constexpr uint32_t kTeamWarps = kSlotWarps / kRecordTokens;
+static_assert(kTeamWarps * kRecordTokens == kSlotWarps && kGroupTokens % kRecordTokens == 0);
+
+__device__ inline RecordGroup& GroupOf(const DeviceRank& device, uint32_t token, uint32_t peer) {
+  return NetStateOf(device)->groups[token / kGroupTokens * device.shape.num_ranks + peer];
+}
+// A token's record to `peer` is made. Any thread, before its block arrives.
+__device__ inline void WantRecord(const DeviceRank& device, uint32_t token, uint32_t peer) {
+  atomicOr(&GroupOf(device, token, peer).wanted, 1u << token % kGroupTokens);
+}
+// One thread, behind a SyncBlock after a block has made its records of the tokens from `first` on.
+// True: `group`, which counts these, has all of them.
+__device__ inline bool ArriveInGroup(RecordGroup& group, uint32_t first, uint32_t num_tokens) {
+  const uint32_t left = num_tokens - first / kGroupTokens * kGroupTokens;
+  const uint32_t in_group = left < kGroupTokens ? left : kGroupTokens;
+  const uint32_t shares = (in_group + kRecordTokens - 1) / kRecordTokens;
+  if (FetchAddAcqRelGpu(&group.made, 1u) + 1 != shares) return false;
+  group.made = 0;
+  return true;
+}
+
+// One warp: the records of the group of `token` to command.dst_rank, by commands like `command`,
+// whose offsets are those of token 0. They lie side by side at both ends.
+__device__ inline void WarpPushGroup(const DeviceRank& device, Operation operation, uint32_t token,
+                                     uint64_t pitch, Command command) {
+  RecordGroup& group = GroupOf(device, token, command.dst_rank);
+  const uint32_t wanted = LoadRelaxedGpu(&group.wanted);
+  if (wanted == 0) return;
+  SyncWarp();  // all lanes have it
+  if (LaneId() == 0) group.wanted = 0;
   const Run run = RunOfLane(wanted);
   if (run.begins) {
-    command.value = first + LaneId();
+    command.value = token / kGroupTokens * kGroupTokens + LaneId();
     command.length_bytes = run.length * pitch;
     command.local_offset += command.value * pitch;
     command.remote_offset += command.value * pitch;
     atomicAdd(&NetStateOf(device)->sent[command.dst_rank], 1u);
   }
   WarpPush(device, operation, command.dst_rank / device.shape.node_size, run.begins, command);
+}
+
+// All threads of the last block of a done: other nodes may write to the set again. Not inline:
+// kernels of one node have it and never call it.
+__device__ __noinline__ inline void SayRead(const DeviceRank& device, SetKind kind,
+                                            Operation operation, uint32_t set) {
+  NetSets& sets = NetSetsOf(device, kind);
+  const uint64_t read = sets.read + 1;
+  if (WarpId() == 0) {
+    WarpPushToAllRemotes(device, operation, [&](uint32_t peer) {
+      return Command{
+          .op = Op::kSignal, .dst_rank = peer, .channel = ChannelsOf(kind).read, .epoch = read};
+    });
+  }
+  SyncBlock();
+  if (threadIdx.x == 0) {
+    sets.read = read;
+    sets.sets[set].read = read;
+  }
 }
 
 // All threads of the last block of the kernel that sent: the counts. `num_more` commands were sent

@@ -46,6 +46,12 @@ struct TokenSlice {
   }
 };
 
+// Of the chunk of the slice that begins with the token `first`.
+constexpr uint32_t NumChunkTokens(const TokenSlice& slice, uint64_t first) {
+  const uint64_t left = slice.end - first;
+  return static_cast<uint32_t>(left < kNetChunkTokens ? left : kNetChunkTokens);
+}
+
 // The slices of a call. Each ends with a signal and is used by kernels of its own. Calls of one
 // node have one.
 class TokenCut {

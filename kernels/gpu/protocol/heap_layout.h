@@ -83,7 +83,7 @@ struct SetState {
   SlotSet sets[kMaxDepth];
 };
 
-inline constexpr uint64_t kNetStateBytes = 8192;       // room for NetState
+inline constexpr uint64_t kNetStateBytes = 16384;      // room for NetState
 inline constexpr uint64_t kDeviceNetworkBytes = 4096;  // room for DeviceNetwork
 
 // Most pieces that a pushed row is cut into; each has its own flag.

@@ -76,11 +76,13 @@ __device__ inline bool PairOf(const GroupShape& shape, uint32_t num_tokens, int3
 }
 
 // All threads of the block: puts the rows of the pairs that is_mine(source, token) names into the
-// index, which only this block reads, after a SyncBlock. Tokens count from the round's first one.
+// index, which only this block reads, after a SyncBlock; or `num_threads` of a kernel, whose next
+// one reads it. Tokens count from the round's first one.
 template <typename IsMine>
 __device__ void IndexRows(const DeviceRank& device, const RowIndex& index, const LlRound& round,
                           uint32_t num_tokens, const int32_t* recv_src, uint64_t num_rows,
-                          IsMine&& is_mine) {
+                          IsMine&& is_mine, uint32_t thread = threadIdx.x,
+                          uint32_t num_threads = blockDim.x) {
   const auto put = [&](int32_t src, uint64_t row) {
     RowPair pair;
     if (!PairOf(device.shape, round.call_tokens, src, &pair)) return;
@@ -92,24 +94,24 @@ __device__ void IndexRows(const DeviceRank& device, const RowIndex& index, const
   const bool is_aligned = reinterpret_cast<uintptr_t>(recv_src) % sizeof(int4) == 0;
   const uint64_t num_quads = is_aligned ? num_rows / 4 : 0;
   const auto* quads = reinterpret_cast<const int4*>(recv_src);
-  for (uint64_t first = threadIdx.x; first < num_quads; first += kInFlight * blockDim.x) {
+  for (uint64_t first = thread; first < num_quads; first += kInFlight * num_threads) {
     int4 values[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint64_t quad = first + i * blockDim.x;
+      const uint64_t quad = first + i * num_threads;
       values[i] = quad < num_quads ? quads[quad] : int4{-1, -1, -1, -1};
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
       if ((values[i].x & values[i].y & values[i].z & values[i].w) < 0) continue;  // none is used
-      const uint64_t row = (first + i * blockDim.x) * 4;
+      const uint64_t row = (first + i * num_threads) * 4;
       put(values[i].x, row);
       put(values[i].y, row + 1);
       put(values[i].z, row + 2);
       put(values[i].w, row + 3);
     }
   }
-  for (uint64_t row = num_quads * 4 + threadIdx.x; row < num_rows; row += blockDim.x) {
+  for (uint64_t row = num_quads * 4 + thread; row < num_rows; row += num_threads) {
     put(recv_src[row], row);
   }
 }

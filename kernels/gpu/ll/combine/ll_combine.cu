@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       Sender(params, partition, table, slot, flags).Run(buffers[WarpId()]);
     }
   }
-  FinishSlotCombine(call, sequence, slot, end, &shared_flag);
+  FinishSlotCombine<false>(call, sequence, slot, end, &shared_flag);
 #endif
 }
 

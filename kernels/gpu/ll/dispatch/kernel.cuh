@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (params.part != CallPart::kStart) Poison(params);
   } else if (params.part == CallPart::kDone) {
     SignalConsumed(device, kKind, sequence);
+    if (device.network != nullptr) SayRead(device, kKind, params.operation, slot.set);
   }
 }
 

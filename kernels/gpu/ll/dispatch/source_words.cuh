@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/ll/dispatch/params.cuh"
+#include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/tagged_words.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -46,6 +47,10 @@ class SourceWords {
   }
   __device__ Rows RowsOf(uint32_t source) const {
     if (IsInPlace(source)) return {params_.x, params_.x_bytes};
+    if (AreReadInStage(params_.device, source)) {
+      const SentRecords records = RecordsOf(params_.device, kKind, set_, source);
+      return {records.begin, records.pitch};
+    }
     const PushArea& area = params_.device.layout.ll_dispatch;
     return {OwnHeapAt<std::byte>(params_.device, area.blocks.At(set_, source)) + area.rows,
             area.pitch};
