@@ -74,7 +74,7 @@ def _unrolled(function: Callable[[Any], Any], arrays: dict[str, Any]) -> dict[st
             return unbatched(jax.tree.unflatten(tree, mixed))
 
         moving = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
-        if axis_size > MAX_UNROLLED_BATCH:
+        if not 0 < axis_size <= MAX_UNROLLED_BATCH:  # of none, lax.map knows shapes and types
             outs = lax.map(element, moving)
         else:
             elements = [

@@ -351,6 +351,23 @@ def test_a_long_batch_becomes_a_loop(implementation: str) -> None:
     np.testing.assert_allclose(out, expected_layer(x, w), rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_a_batch_of_none_has_results_of_none(mode: str, implementation: str) -> None:
+    group = group_of(CASE, implementation)
+
+    def call(x: Array, ids: Array, w: Array) -> Any:
+        plan = jax_ep.plan(group, ids, mode=mode)
+        data = jax_ep.dispatch_bytes(group, jnp.zeros((CASE.tokens, 16), jnp.uint8), plan)
+        recv = jax_ep.dispatch(group, x, ids, w, mode=mode)
+        chunked = jax_ep.moe(group, x, ids, w, lambda params, rows, sizes: rows, None, chunks=2)
+        return plan, data, recv, chunked, out_and_grads(group, x, ids, w, mode=mode)
+
+    one = run(group, jax.vmap(call), *batched_inputs(1))
+    none = run(group, jax.vmap(call), *(a[:, :0] for a in batched_inputs(1)))
+    for got, wanted in zip(jax.tree.leaves(none), jax.tree.leaves(one), strict=True):
+        assert got.shape == (CASE.ranks, 0, *wanted.shape[2:]) and got.dtype == wanted.dtype
+
+
 @pytest.mark.parametrize(("check_vma", "mode"), [(True, "ht"), (True, "ll"), (False, "ht")])
 def test_vmap_with_spmd_axis_name_around_shard_map(
     check_vma: bool, mode: str, implementation: str
