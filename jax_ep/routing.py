@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_ep import _config
 
@@ -218,7 +217,7 @@ def expert_load(
             f"routing: got topk_idx {topk_idx.dtype}, expected integers; pass what a gate returned"
         )
     # Compared in the ids' own dtype, as int32 wraps wide ids. num_experts may not fit a narrow one.
-    last = min(num_experts - 1, int(np.iinfo(topk_idx.dtype).max))
+    last = min(num_experts - 1, int(jnp.iinfo(topk_idx.dtype).max))
     counts = (topk_idx >= 0) & (topk_idx <= last)
     if mask is not None:
         _check_mask(mask, topk_idx)

@@ -244,7 +244,7 @@ def test_ids_of_any_integer_type_mean_the_same(implementation: str) -> None:
     group = group_of(case, implementation)
     ids = inputs_of(case, "uniform").ids
     plans = oracle.plan(case.spec, ids, "ll", "expert_major")
-    for dtype in (np.uint8, np.uint32):
+    for dtype in (np.uint8, np.uint32, jnp.int4, jnp.uint4):
         assert_plan(run(group, lambda i: jax_ep.plan(group, i), ids.astype(dtype)), plans)
     huge = ids.astype(np.uint32)
     huge[0, 0, 0] = 2**32 - 1  # would be -1, "absent", if it were just cast

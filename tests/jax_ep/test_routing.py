@@ -148,6 +148,7 @@ def test_expert_load_counts_only_experts_that_exist() -> None:
     mask = jnp.array([True, False, True, False])
     assert routing.expert_load(ids, 4, mask=mask).tolist() == [1, 0, 1, 1]
     assert routing.expert_load(ids.astype(jnp.uint8), 256).sum() == 8  # 256 is no uint8
+    assert routing.expert_load(jnp.array([[1, 0], [-1, 1]], jnp.int2), 4).tolist() == [1, 2, 0, 0]
 
 
 # Ids were cast to int32 first, which made experts of ids of 2**32 and more.
