@@ -40,10 +40,23 @@ def _require_array(operation: str, name: str, array: Any) -> None:
 
 
 def require_plan(operation: str, plan: Any) -> None:
-    """Raises unless `plan` is a Plan."""
+    """Raises unless `plan` is one Plan."""
     if not isinstance(plan, Plan):
         got = f"of type {type(plan).__name__}"
         raise fail(operation, "plan", got, "a Plan", "pass recv.plan, or what jax_ep.plan returns")
+    _require_one(operation, "plan.send_slot", plan.send_slot)
+
+
+def _require_one(operation: str, name: str, pairs: jax.Array) -> None:
+    """Raises unless `pairs` are of one call, as of a stack that vmap or scan made they are not."""
+    if pairs.ndim != 2:
+        raise fail(
+            operation,
+            f"{name} of shape",
+            list(pairs.shape),
+            "[T, top_k], that of one call",
+            "use what vmap returned under the same vmap, or pass one element of a stack",
+        )
 
 
 def check_ids(
@@ -264,6 +277,7 @@ def combine_operands(
     The scalars are what returns to the pairs: the weights, if they shall.
     """
     sharding.check_call(group, operation)
+    require_plan(operation, plan)
     tokens = plan.send_slot.shape[0]
     call = make_call(group, operation, tokens, plan.mode, plan.layout, "zero").for_cotangents
     _check_plan(call, operation, plan)
@@ -349,10 +363,12 @@ def inflight_call(group: Group, operation: str, inflight: Any, kind: str) -> Cal
             f"pass that of {kind}_start",
         )
     if inflight.topk_idx is not None:
-        tokens = inflight.topk_idx.shape[0]
+        name, pairs = "topk_idx", inflight.topk_idx
     else:
         assert inflight.plan is not None
-        tokens = inflight.plan.send_slot.shape[0]
+        name, pairs = "plan.send_slot", inflight.plan.send_slot
+    _require_one(operation, f"inflight.{name}", pairs)
+    tokens = pairs.shape[0]
     call = make_call(group, operation, tokens, inflight.mode, inflight.layout, inflight.pad)
     if inflight.maker not in (None, call.maker):
         raise fail(

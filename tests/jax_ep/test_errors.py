@@ -131,6 +131,13 @@ def test_wrong_arguments_of_create_group() -> None:
 
 Ops = Callable[[jax_ep.Group, Any, Any, Any], Any]
 
+A_STACK = r"of shape \[2, 4, 2\], expected \[T, top_k\], that of one call; use what vmap returned"
+
+
+def plans_of(group: jax_ep.Group, ids: jax.Array) -> jax_ep.Plan:
+    return jax.vmap(lambda ids: jax_ep.plan(group, ids))(jnp.stack([ids, ids]))
+
+
 MISTAKES: list[tuple[str, Ops, str]] = [
     (
         "hidden",
@@ -294,6 +301,48 @@ MISTAKES: list[tuple[str, Ops, str]] = [
         "no plan of a dispatch_start",
         lambda g, x, i, w: jax_ep.dispatch_start(g, x, plan=i),
         "dispatch_start: got plan of type .*, expected a Plan",
+    ),
+    (
+        "a dispatch by the plans of a vmap",
+        lambda g, x, i, w: jax_ep.dispatch(g, x, plan=plans_of(g, i)),
+        rf"dispatch: got plan.send_slot {A_STACK}",
+    ),
+    (
+        "a moe by the plans of a vmap",
+        lambda g, x, i, w: jax_ep.moe(g, x, None, w, lambda p, r, s: r, None, plan=plans_of(g, i)),
+        rf"moe: got plan.send_slot {A_STACK}",
+    ),
+    (
+        "bytes by the plans of a vmap",
+        lambda g, x, i, w: jax_ep.dispatch_bytes(g, jnp.zeros((4, 16), jnp.uint8), plans_of(g, i)),
+        rf"dispatch_bytes: got plan.send_slot {A_STACK}",
+    ),
+    (
+        "a combine of what a vmap received",
+        lambda g, x, i, w: jax_ep.combine(
+            g, x, jax.vmap(lambda i: jax_ep.dispatch(g, x, i))(jnp.stack([i, i]))
+        ),
+        rf"combine: got plan.send_slot {A_STACK}",
+    ),
+    (
+        "a combine_done of what a vmap started",
+        lambda g, x, i, w: jax_ep.combine_done(
+            g,
+            jax.vmap(lambda i: jax_ep.combine_start(g, jnp.zeros((28, 8)), jax_ep.plan(g, i), w))(
+                jnp.stack([i, i])
+            ),
+        ),
+        rf"combine_done: got inflight.plan.send_slot {A_STACK}",
+    ),
+    *(
+        (
+            f"a dispatch_done of what a vmap started in mode {mode}",
+            lambda g, x, i, w, mode=mode: jax_ep.dispatch_done(
+                g, jax.vmap(lambda i: jax_ep.dispatch_start(g, x, i, mode=mode))(jnp.stack([i, i]))
+            ),
+            rf"dispatch_done: got inflight.{name} {A_STACK}",
+        )
+        for mode, name in (("ht", "plan.send_slot"), ("ll", "topk_idx"))
     ),
     (
         "no group",
