@@ -25,6 +25,24 @@ def has_gpu_starts(call: Call) -> bool:
     return call.mode == "ll" and call.num_tokens <= call.group._ll_round_tokens
 
 
+def check_batch(operation: str, call: Call, size: int) -> None:
+    """Raises if the starts of a vmap over `size` elements hold more sets than there are.
+
+    XLA may make them all before the first done. Of a lowering-only group nobody knows whether they
+    hold any: its session says so when the program runs.
+    """
+    group = call.group
+    is_held = group.native and (group.platform == "cpu" or has_gpu_starts(call))
+    limit = group.config.max_in_flight
+    if operation.endswith("_start") and call.num_tokens > 0 and is_held and size > limit:
+        start = operation.removeprefix("ll_")
+        raise ValueError(
+            f"jax_ep.{start}: got a vmap over {size} calls, expected at most max_in_flight={limit} "
+            f"starts that are open at a time; call jax_ep.{start.removesuffix('_start')} under "
+            "vmap, or raise Config.max_in_flight"
+        )
+
+
 def all_in_done(run: Run) -> Run:
     """`run`, which knows whole operations alone, for halves as well."""
 

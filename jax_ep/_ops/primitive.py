@@ -6,6 +6,7 @@ of the operands' axes and the group's, except a plan's `overflow`, which is unif
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +38,11 @@ def run(operation: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any
     known = {*entry.operands, *entry.carried}
     assert arrays.keys() <= known, f"{operation} knows no {arrays.keys() - known}"
     with jax.named_scope(f"jax_ep.{operation} ({call.mode})"):
-        return _unrolled(lambda arrays: _choose(operation, call, arrays), arrays)
+        return _unrolled(
+            lambda arrays: _choose(operation, call, arrays),
+            arrays,
+            functools.partial(halves.check_batch, operation, call),
+        )
 
 
 def run_call(target: str, call: Call, **arrays: jax.Array | None) -> dict[str, Any]:
@@ -53,15 +58,21 @@ def run_call(target: str, call: Call, **arrays: jax.Array | None) -> dict[str, A
         return ffi.run(target, call, to_varying(arrays, operand_axes(call, arrays)))
 
     with jax.named_scope(f"jax_ep.{target} ({call.mode})"):
-        return _unrolled(run_native, arrays)
+        return _unrolled(run_native, arrays, functools.partial(halves.check_batch, target, call))
 
 
-def _unrolled(function: Callable[[Any], Any], arrays: dict[str, Any]) -> dict[str, Any]:
-    """function(arrays), under vmap for each batch element."""
+def _unrolled(
+    function: Callable[[Any], Any], arrays: Any, check: Callable[[int], None], size: int = 1
+) -> dict[str, Any]:
+    """function(arrays), under vmap for each batch element.
+
+    `check` raises if they are too many, all vmaps together; `size` are those of the inner ones.
+    """
     unbatched = jax.custom_batching.custom_vmap(function)
 
     @unbatched.def_vmap
     def unroll(axis_size: int, in_batched: Any, arrays: Any) -> tuple[Any, Any]:
+        check(size * axis_size)
         leaves, tree = jax.tree.flatten(arrays)
         batched = jax.tree.leaves(in_batched)
 
@@ -71,7 +82,7 @@ def _unrolled(function: Callable[[Any], Any], arrays: dict[str, Any]) -> dict[st
                 next(rest) if is_batched else leaf
                 for leaf, is_batched in zip(leaves, batched, strict=True)
             ]
-            return unbatched(jax.tree.unflatten(tree, mixed))
+            return _unrolled(function, jax.tree.unflatten(tree, mixed), check, size * axis_size)
 
         moving = [leaf for leaf, is_batched in zip(leaves, batched, strict=True) if is_batched]
         if not 0 < axis_size <= MAX_UNROLLED_BATCH:  # of none, lax.map knows shapes and types

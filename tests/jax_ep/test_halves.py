@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import re
 from typing import Any
 
@@ -122,4 +124,40 @@ def test_no_set_is_held_where_a_start_does_nothing(implementation: str) -> None:
         assert all(not np.any(jax.device_get(flight.epoch)) for flight in flights)
         got = jax.device_get(per_rank(group, done)(flights))
         jax.tree.map(assert_same_bits, got, run(group, expected, *args))
+        group.check()
+
+
+@pytest.mark.parametrize("mode", ["ht", "ll"])
+def test_a_vmap_of_halves_takes_as_many_as_there_are_sets(mode: str, implementation: str) -> None:
+    config = dataclasses.replace(CASE.config(), mode=mode, max_in_flight=2)
+    inputs = inputs_of(CASE)
+    holds_sets = implementation == "native" and (jax.default_backend() == "cpu" or mode == "ll")
+
+    def start_of_a_combine(group: jax_ep.Group, x: Array, ids: Array, w: Array) -> Array:
+        recv = jax_ep.dispatch(group, x, ids, w)
+        return jax_ep.combine_done(group, jax_ep.combine_start(group, 2 * recv.x, recv))
+
+    with jax_ep.create_group(mesh_of(CASE.ranks), "ep", config, implementation) as group:
+
+        def batch(program: Any, *shape: int) -> Any:
+            mapped = functools.partial(program, group)
+            for _ in shape:
+                mapped = jax.vmap(mapped, in_axes=(0, None, None))
+            x = inputs.x[:, *[None] * len(shape)]
+            scales = np.arange(1, math.prod(shape) + 1, dtype=x.dtype).reshape(1, *shape, 1, 1)
+            return run(group, mapped, x * scales, inputs.ids, inputs.weights)
+
+        assert_same_bits(batch(halves, 2), batch(whole, 2))
+        for shape in ((3,), (2, 2)):
+            if not holds_sets:
+                assert_same_bits(batch(halves, *shape), batch(whole, *shape))
+                continue
+            size = math.prod(shape)
+            for program, name in ((halves, "dispatch"), (start_of_a_combine, "combine")):
+                message = (
+                    rf"{name}_start: got a vmap over {size} calls, expected at most "
+                    rf"max_in_flight=2 .*; call jax_ep.{name} under vmap, or raise"
+                )
+                with pytest.raises(ValueError, match=message):
+                    batch(program, *shape)
         group.check()
