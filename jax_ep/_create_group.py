@@ -52,7 +52,8 @@ def create_group(
     _check_mesh(mesh)
     owned = _mesh.is_owned(mesh)
     platform = mesh.devices.flat[0].platform if owned else None
-    native = owned and implementation != "xla" and platform in _NATIVE_PLATFORMS
+    could_be_native = owned and platform in _NATIVE_PLATFORMS
+    native = could_be_native and implementation != "xla"
     if owned and implementation == "native" and not native:
         raise NotImplementedError(
             f"jax_ep.create_group: got implementation='native' on platform {platform!r}, expected "
@@ -65,7 +66,8 @@ def create_group(
             "least one; call create_group only in the processes of the mesh"
         )
     # From here on the others are told of an error, and count this call as this process does.
-    exchange = bootstrap.Exchange(mesh.devices.flat, process) if native else None
+    is_shared = could_be_native and len({d.process_index for d in mesh.devices.flat}) > 1
+    exchange = bootstrap.Exchange(mesh.devices.flat, process) if native or is_shared else None
     try:
         _env.check()
         _check_arguments(mesh, axis, config, implementation)
@@ -85,7 +87,15 @@ def create_group(
             local_ranks=_mesh.local_ranks(mesh, axes, process) if owned else (),
             number=SessionNumber(mesh, axes, config, lowering_only=not owned),
         )
-        if exchange is not None:
+        if exchange is not None and not native:
+            # For those that are not "xla": they would wait for this process.
+            exchange.fail(
+                ValueError(
+                    f"jax_ep.create_group: got implementation='xla' in process {process} and "
+                    "another in others; pass the same in every process"
+                )
+            )
+        elif exchange is not None:
             try:
                 _start(group, exchange)
             except BaseException as error:

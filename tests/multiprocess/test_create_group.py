@@ -35,6 +35,13 @@ def test_meshes_of_another_device_order_are_an_error_on_both():
         assert message.startswith("ValueError") and "devices [" in message, message
 
 
+def test_who_asked_for_another_implementation_is_named():
+    native, xla = _errors("xla")
+    assert xla == "none"  # waits for nobody
+    assert native.startswith("BootstrapError") and "process 1 failed" in native
+    assert "got implementation='xla' in process 1" in native
+
+
 def test_a_process_that_comes_when_the_others_gave_up_is_told_so():
     waited, late = _errors("absent")
     assert "process 1 did not reach stage 'hello'" in waited

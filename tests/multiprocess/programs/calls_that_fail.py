@@ -19,10 +19,11 @@ devices = np.array(jax.devices())
 LONG_S = 2 * LIMIT_MS / 1000  # who waits so long for what the other one has told misses it below
 
 
-def create(devices=devices, **changes):
+def create(devices=devices, implementation=None, **changes):
     settings = dict(num_experts=4, top_k=2, hidden=16, max_tokens=8, dtype=jnp.float32)
     settings |= dict(timeout_s=LONG_S, peer_timeout_s=LONG_S) | changes
-    return jax_ep.create_group(Mesh(devices, ("ep",)), "ep", jax_ep.Config(**settings))
+    config = jax_ep.Config(**settings)
+    return jax_ep.create_group(Mesh(devices, ("ep",)), "ep", config, implementation)
 
 
 def attempt(name, call):
@@ -114,6 +115,7 @@ def stored_programs():
 
 attempt("wrong", lambda: create(num_experts=3 if me == 1 else 4))
 attempt("order", lambda: create(devices[::-1] if me == 1 else devices))
+attempt("xla", lambda: create(implementation="xla" if me == 1 else None).close())
 attempt("absent", absent)
 attempt("store", lambda: interrupted_after("connected"))
 attempt("barrier", lambda: interrupted_after("started"))
