@@ -217,7 +217,8 @@ def expert_load(
             f"routing: got topk_idx {topk_idx.dtype}, expected integers; pass what a gate returned"
         )
     # Compared in the ids' own dtype, as int32 wraps wide ids. num_experts may not fit a narrow one.
-    last = min(num_experts - 1, int(jnp.iinfo(topk_idx.dtype).max))
+    limits = jnp.iinfo(topk_idx.dtype)  # type: ignore[no-untyped-call]
+    last = min(num_experts - 1, int(limits.max))
     counts = (topk_idx >= 0) & (topk_idx <= last)
     if mask is not None:
         _check_mask(mask, topk_idx)

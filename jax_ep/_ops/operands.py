@@ -91,7 +91,8 @@ def check_ids(
     # Before JAX makes int32 of what NumPy has in 64 bits, which wraps.
     on_host = not isinstance(topk_idx, jax.Array)
     ids: Any = np.asarray(topk_idx) if on_host else topk_idx
-    limits = jnp.iinfo(ids.dtype)  # NumPy's knows no int4
+    # NumPy's knows no int4.
+    limits = jnp.iinfo(ids.dtype)  # type: ignore[no-untyped-call]
     if limits.max > _config.INT32_MAX:
         clip: Any = np.clip if on_host else jnp.clip
         ids = clip(ids, -1 if limits.min < 0 else 0, config.num_experts)
