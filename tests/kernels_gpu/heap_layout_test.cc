@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/gpu/network/network.h"
 #include "kernels/gpu/network/stage_layout.h"
 
 namespace jax_ep::gpu {
@@ -106,6 +107,17 @@ TEST(GpuHeap, OnlyCallsBetweenNodesTakeRoundsInModeLl) {
 }
 
 // Every record begins at a line, and the last one is in the stage.
+TEST(GpuHeap, TheRecordsOfARoundHaveAGroupEach) {
+  for (uint32_t num_ranks = 2; num_ranks <= kMaxRanks; ++num_ranks) {
+    for (const uint64_t tokens : {1, 31, 128, 129, 512, 4096, 100'000}) {
+      const GroupShape shape{.num_ranks = num_ranks, .ll_tokens = tokens};
+      ASSERT_LE(DivideUp(GpuLlRoundTokens(shape), uint64_t{kGroupTokens}) * num_ranks,
+                kMostRecordGroups)
+          << num_ranks << " ranks, " << tokens << " tokens";
+    }
+  }
+}
+
 TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
   for (uint64_t hidden = 16; hidden <= 7168; hidden += 16) {
     GroupShape shape = ShapeOf(4, 5);

@@ -54,6 +54,16 @@ class Cuda : public testing::Test {
     return count.ok() ? *count : 0;
   }
 
+  // Whether look() says so within a second: writes wait a little for more.
+  template <typename Look>
+  static bool Soon(Look&& look) {
+    const Deadline deadline = Deadline::After(std::chrono::seconds(1));
+    while (!look()) {
+      if (deadline.expired()) return false;
+    }
+    return true;
+  }
+
   std::array<std::byte, kBytes> from_bytes_{}, to_bytes_{};
   FakeCopies::Mapped mapped_;
   FakeCopies copies_{&mapped_, /*seed=*/1, /*delay=*/2}, to_copies_{&mapped_, 2, 2};
@@ -67,13 +77,12 @@ TEST_F(Cuda, joins_writes_that_continue_each_other_whatever_their_order) {
   ASSERT_TRUE(Write(1024, 2048, 64, 4).ok());  // apart from them on both sides
   ASSERT_TRUE(Write(1088, 3072, 64, 5).ok());  // follows that one on one side alone
   size_t num_sent = 0, num_arrived = 0;
-  for (int i = 0; i < 20; ++i) {
+  EXPECT_TRUE(Soon([&] {
     num_sent += Poll(*from_);
     num_arrived += Poll(*to_);
-  }
+    return num_sent == 6 && num_arrived == 6;  // each has its own arrival
+  }));
   EXPECT_EQ(copies_.num_copies(), 3u);
-  EXPECT_EQ(num_sent, 6u);
-  EXPECT_EQ(num_arrived, 6u);  // each has its own arrival
   const auto at = [](auto& bytes, std::ptrdiff_t offset) { return bytes.begin() + offset; };
   EXPECT_TRUE(std::equal(at(from_bytes_, 0), at(from_bytes_, 256), at(to_bytes_, 128)));
   EXPECT_TRUE(std::equal(at(from_bytes_, 1024), at(from_bytes_, 1088), at(to_bytes_, 2048)));
@@ -94,8 +103,7 @@ TEST_F(Cuda, gathers_what_comes_while_copies_run) {
     if (row == 5) num_sent += Poll(*from_);
   }
   EXPECT_FALSE(from_->PrepareToSleep());  // no bell will ring when they end
-  for (int i = 0; i < 40; ++i) num_sent += Poll(*from_);
-  EXPECT_EQ(num_sent, 10u);
+  EXPECT_TRUE(Soon([&] { return (num_sent += Poll(*from_)) == 10; }));
   EXPECT_EQ(copies_.num_copies(), 3u);
   EXPECT_TRUE(from_->PrepareToSleep());
 }
@@ -104,8 +112,8 @@ TEST_F(Cuda, writes_that_never_cease_do_not_hold_up_the_first) {
   for (uint32_t i = 0; copies_.num_copies() == 0 && i < 1000; ++i) {
     ASSERT_TRUE(Write(0, 0, 16, i).ok());
     Poll(*from_);
-    ASSERT_LT(i, 100u);
   }
+  EXPECT_GT(copies_.num_copies(), 0u);
 }
 
 TEST_F(Cuda, an_arrival_never_comes_before_its_bytes) {
@@ -130,24 +138,23 @@ TEST_F(Cuda, a_full_inbox_delays_its_own_peer_alone) {
   for (uint32_t row = 0; row < 32; ++row) ASSERT_TRUE(Write(64 * row, 64 * row, 64, row).ok());
   ASSERT_TRUE(from_->PostWrite({.peer = *peer, .length_bytes = 64, .has_immediate = true}).ok());
   size_t num_sent = 0;
+  EXPECT_TRUE(Soon([&] { return (num_sent += Poll(*from_)) == 16 + 1; }));
   for (int i = 0; i < 20; ++i) num_sent += Poll(*from_);
-  EXPECT_EQ(num_sent, 16u + 1);
+  EXPECT_EQ(num_sent, 16u + 1);  // the inbox is full
   EXPECT_EQ(Poll(**third), 1u);
   size_t num_arrived = 0;
-  for (int i = 0; i < 20; ++i) {
+  EXPECT_TRUE(Soon([&] {
     num_arrived += Poll(*to_);
     num_sent += Poll(*from_);
-  }
-  EXPECT_EQ(num_arrived, 32u);
-  EXPECT_EQ(num_sent, 32u + 1);
+    return num_arrived == 32 && num_sent == 32 + 1;
+  }));
 }
 
 TEST_F(Cuda, a_peer_that_closes_takes_nothing_with_it) {
   ASSERT_TRUE(Write(0, 0, 64, 0).ok());
   to_.reset();
   size_t num_sent = 0;
-  for (int i = 0; i < 20; ++i) num_sent += Poll(*from_);
-  EXPECT_EQ(num_sent, 1u);
+  EXPECT_TRUE(Soon([&] { return (num_sent += Poll(*from_)) == 1; }));
   EXPECT_EQ(Write(0, 0, 64, 1).code(), StatusCode::kUnavailable);
 }
 
@@ -155,9 +162,8 @@ TEST_F(Cuda, an_error_of_the_runtime_is_the_error_of_poll) {
   copies_.Fail();
   ASSERT_TRUE(Write(0, 0, 64, 0).ok());
   std::array<TransportEvent, 4> events;
-  Result<size_t> count = from_->Poll(events);
-  if (count.ok()) count = from_->Poll(events);  // it has waited for more
-  ASSERT_FALSE(count.ok());
+  Result<size_t> count = 0;
+  ASSERT_TRUE(Soon([&] { return !(count = from_->Poll(events)).ok(); }));
   EXPECT_EQ(count.status().message(), "cuda: made up");
 }
 

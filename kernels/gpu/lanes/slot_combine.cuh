@@ -118,16 +118,19 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
     return end.Finish(sequence, write, [&] { Poison(params); });
   }
   if (!LastToArrive(device, shared_flag)) return;
+  if constexpr (kHasNetwork) {
+    const bool is_part = device.network != nullptr && slot.is_ok != 0;
+    const bool has_failed = SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
+    if (is_part && !has_failed && is_start) {
+      FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
+    } else if (is_part && !has_failed && params.part == CallPart::kDone) {
+      SayRead(device, params.kind, params.operation, slot.set);
+    }
+  }
   if (HasFailed(device)) {
     if (!is_start) Poison(params);
   } else if (params.part == CallPart::kDone) {
     SignalConsumed(device, params.kind, sequence);
-  }
-  if constexpr (kHasNetwork) {
-    if (device.network != nullptr && slot.is_ok != 0 && !HasFailed(device)) {
-      is_start ? FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0)
-               : SayRead(device, params.kind, params.operation, slot.set);
-    }
   }
   if (threadIdx.x != 0) return;
   write();

@@ -1,9 +1,9 @@
 // An HT dispatch between nodes, before the pull (ht/dispatch/dispatch.cc):
 //
 //   SendRows   each row that another node needs goes to this rank's stage once, and from there by
-//              commands to the rail's rank in each of those nodes, at the token's place; a signal
-//              follows the last of each slice. Weights, and the word of which call this is, go with
-//              the first.
+//              commands to the rail's rank in each of those nodes, at the token's place, over a
+//              fast wire with what is between them (WithGaps); a signal follows the last of each
+//              slice. Weights, and the word of which call this is, go with the first.
 //   AwaitRows  for each rank of another node: waits until the mate on its rail has the slice's
 //              rows, then says where they are, as that rank would have done here: a record and an
 //              entry flag. It fails if the rows are of another program's call.
@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
       WarpSet nodes;
       if (i < count) {
-        nodes = RemoteHoldersOf(device, params.send_slot, first + i, params.recv_rows,
-                                [&](uint32_t rank) { return rank / shape.node_size; });
+        nodes = RemoteNodesOf(device, params.send_slot, first + i, params.recv_rows);
       }
       if (!nodes.IsEmpty()) {
         const uint64_t token = first + i;

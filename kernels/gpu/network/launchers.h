@@ -49,7 +49,7 @@ struct IndexPairsParams {
   uint64_t recv_rows;
 };
 const char* LaunchIndexPairs(RankHandle& rank, const IndexPairsParams& call, cudaStream_t stream);
-// LL: before a done, what other nodes have sent goes to where node-mates push.
+// LL: before a done, what other nodes have sent: to where node-mates push, or flags alone.
 struct TakeRecordsParams {
   DeviceRank device;
   Operation operation;

@@ -50,7 +50,8 @@ struct NetSets {
 inline constexpr uint32_t kGroupTokens = 32;
 struct RecordGroup {
   uint32_t wanted;  // tokens, as bits, that have one
-  uint32_t made;    // blocks' shares of the tokens
+  uint32_t made;    // shares of its tokens that are; of a dispatch, whose rows are for all ranks at
+                    // once, in the group to this rank itself
 };
 // All tokens of a round to all ranks (LlRoundsOf).
 inline constexpr uint32_t kMostRecordGroups = kLlRows / kGroupTokens + kMaxRanks;

@@ -8,7 +8,7 @@ namespace jax_ep::gpu {
 
 static_assert(kMaxRanks <= WarpSet::kMost);
 
-// Ranks or nodes of a token, as WarpSet::Store has them. In shared memory, one per token; a word
+// Nodes of a token, as WarpSet::Store has them. In shared memory, one per token; a word
 // more, so that lanes that look at many tokens meet all banks.
 using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
 
@@ -23,21 +23,19 @@ __device__ inline uint32_t RemoteHolderOf(const DeviceRank& device, int32_t slot
   return is_remote ? rank : kNoRank;
 }
 
-// One warp: number_of(rank) of all of them that hold rows of a token.
-template <typename NumberOf>
-__device__ inline WarpSet RemoteHoldersOf(const DeviceRank& device, const int32_t* send_slot,
-                                          uint32_t token, uint32_t rank_rows,
-                                          NumberOf&& number_of) {
+// One warp: the other nodes that hold rows of a token.
+__device__ inline WarpSet RemoteNodesOf(const DeviceRank& device, const int32_t* send_slot,
+                                        uint32_t token, uint32_t rank_rows) {
   const GroupShape& shape = device.shape;
-  WarpSet holders;
+  WarpSet nodes;
   for (uint32_t first = 0; first < shape.top_k; first += kWarpSize) {
     const uint32_t k = first + LaneId();
     const int32_t slot =
         k < shape.top_k ? send_slot[static_cast<uint64_t>(token) * shape.top_k + k] : -1;
     const uint32_t rank = RemoteHolderOf(device, slot, rank_rows);
-    holders.Add(rank != kNoRank, number_of(rank));
+    nodes.Add(rank != kNoRank, rank / shape.node_size);
   }
-  return holders;
+  return nodes;
 }
 
 // One warp copies a row, 16 bytes a lane where both ends allow it.

@@ -147,7 +147,12 @@ __global__ void __launch_bounds__(kThreads)
     IndexPairs(const __grid_constant__ IndexPairsParams params) {
   const DeviceRank& device = params.device;
   if (blockIdx.x == 0 && threadIdx.x == 0) StampBegin(device, params.operation);
-  if (HasFailed(device)) return;
+  // The start takes the busy word, but another call's index must not be touched before.
+  const uint32_t busy = LoadRelaxedGpu(&ControlOf(device)->busy);
+  if (threadIdx.x == 0 && busy != 0) {
+    Fail(device, FailureKind::kBusy, params.operation, device.rank, 0, busy);
+  }
+  if (SyncBlockAny(threadIdx.x == 0 && (busy != 0 || HasFailed(device)))) return;
   const RowIndex index(device, SequenceOf(device), params.num_tokens);
   IndexRows(
       device, index, params.round, params.num_tokens, params.recv_src, params.recv_rows,

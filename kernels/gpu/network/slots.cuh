@@ -43,26 +43,23 @@ __device__ inline bool AreReadInStage(const DeviceRank& device, uint32_t source)
   return device.network != nullptr && device.network->has_device_stages && !IsMate(device, source);
 }
 
-// One thread waits for what the first block of the kernel, which has the deadline, says there.
-__device__ inline bool AwaitFirstBlock(const DeviceRank& device, const uint64_t* word,
-                                       uint64_t wanted) {
-  constexpr uint32_t kSpinsPerCheck = 64;
-  for (uint32_t spins = 1; LoadAcquireSys(word) < wanted; ++spins) {
-    if (spins % kSpinsPerCheck == 0 && SawFailure(device)) return false;
-  }
-  return true;
-}
-
 // All threads of each block of the kernel; `shared_flag` is in shared memory. True: every other
 // node has read the last use of the set, here and there. Signals are in the host's memory, where
-// blocks that look at one take a microsecond each, one after the other: so the first block looks.
+// blocks that look at one take a microsecond each, one after the other: so the first block looks
+// and says so, and the others look themselves only if it takes long.
 __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Operation operation,
                                      const CallSlot& slot, uint32_t* shared_flag) {
+  constexpr uint64_t kPatienceNs = 1'000'000;
   NetSets& sets = NetSetsOf(device, kind);
   const uint64_t read = sets.sets[slot.set].read;
   if (WarpId() == 0) {
     bool is_ok = true;
-    if (blockIdx.x == 0) {
+    if (blockIdx.x > 0 && LaneId() == 0) {
+      is_ok = ComesSoon(&sets.read_by_others, kPatienceNs,
+                        [read](uint64_t seen) { return seen >= read; });
+    }
+    if (blockIdx.x == 0 || !AllHaveWaited(is_ok)) {
+      is_ok = true;
       for (uint32_t number = LaneId(); number < NumRemotes(device) && read > 0;
            number += kWarpSize) {
         is_ok = is_ok && WaitSignals(device, LocalRankOf(device), ChannelsOf(kind).read,
@@ -70,9 +67,6 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
       }
       is_ok = AllHaveWaited(is_ok);
       if (is_ok && LaneId() == 0) StoreReleaseSys(&sets.read_by_others, read);
-    } else {
-      if (LaneId() == 0) is_ok = AwaitFirstBlock(device, &sets.read_by_others, read);
-      is_ok = AllHaveWaited(is_ok);
     }
     if (LaneId() == 0) *shared_flag = is_ok ? 1 : 0;
   }
@@ -128,7 +122,8 @@ __device__ inline void WarpPushGroup(const DeviceRank& device, Operation operati
   WarpPush(device, operation, command.dst_rank / device.shape.node_size, run.begins, command);
 }
 
-// All threads of the last block of a done: other nodes may write to the set again. Not inline:
+// All threads of the last block of a done, before it ends the operation, which fails if this does:
+// other nodes may write to the set again. Not inline:
 // kernels of one node have it and never call it.
 __device__ __noinline__ inline void SayRead(const DeviceRank& device, SetKind kind,
                                             Operation operation, uint32_t set) {

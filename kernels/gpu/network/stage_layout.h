@@ -36,7 +36,7 @@ struct NetLayout {
   // HtRounds.tokens. Weights are those of the whole call, in the set of its first round.
   uint64_t num_round_sets = 0;
   HeapArea rows_send;  // [S]: rows [T', H] without padding, CallRecord, weights [T * K]
-  HeapArea rows_recv;  // [S][O]: the same, of the rail's rank there; only rows with a pair here
+  HeapArea rows_recv;  // [S][O]: the same, of the rail's rank there; rows with a pair here
   uint64_t rows_call = 0, rows_weights = 0;
   // HT combine, likewise: rows [T'] of kind Partial, scalars [T'][node_size][K], CallRecord.
   HeapArea sums_send;  // [S][O]

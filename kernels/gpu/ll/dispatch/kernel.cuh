@@ -51,6 +51,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     return end.Finish(sequence, write, [&] { Poison(params); });
   }
   if (!LastToArrive(device, &shared_flag)) return;
+  if (device.network != nullptr && params.part == CallPart::kDone &&
+      !SyncBlockAny(threadIdx.x == 0 && HasFailed(device))) {
+    SayRead(device, kKind, params.operation, slot.set);
+  }
   if (threadIdx.x == 0) {
     write();
     EndOperation(device, sequence);
@@ -59,7 +63,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (params.part != CallPart::kStart) Poison(params);
   } else if (params.part == CallPart::kDone) {
     SignalConsumed(device, kKind, sequence);
-    if (device.network != nullptr) SayRead(device, kKind, params.operation, slot.set);
   }
 }
 
