@@ -106,7 +106,6 @@ TEST(GpuHeap, OnlyCallsBetweenNodesTakeRoundsInModeLl) {
   EXPECT_EQ(GpuLlRoundTokens(shape), 8u);
 }
 
-// Every record begins at a line, and the last one is in the stage.
 TEST(GpuHeap, TheRecordsOfARoundHaveAGroupEach) {
   for (uint32_t num_ranks = 2; num_ranks <= kMaxRanks; ++num_ranks) {
     for (const uint64_t tokens : {1, 31, 128, 129, 512, 4096, 100'000}) {
@@ -118,6 +117,7 @@ TEST(GpuHeap, TheRecordsOfARoundHaveAGroupEach) {
   }
 }
 
+// Every record begins at a line, and the last one is in the stage.
 TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
   for (uint64_t hidden = 16; hidden <= 7168; hidden += 16) {
     GroupShape shape = ShapeOf(4, 5);

@@ -66,7 +66,8 @@ class Cuda : public testing::Test {
 
   std::array<std::byte, kBytes> from_bytes_{}, to_bytes_{};
   FakeCopies::Mapped mapped_;
-  FakeCopies copies_{&mapped_, /*seed=*/1, /*delay=*/2}, to_copies_{&mapped_, 2, 2};
+  // Long enough that both batches run until a test has posted what shall wait for them.
+  FakeCopies copies_{&mapped_, /*seed=*/1, /*delay=*/1000}, to_copies_{&mapped_, 2, 2};
   std::unique_ptr<Transport> from_, to_;
 };
 
