@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,22 @@ def put(group: jax_ep.Group, tree: Any) -> Any:
 def run(group: jax_ep.Group, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Runs `function` on every rank; NumPy results [N, ...]."""
     return jax.device_get(per_rank(group, function, **options)(*put(group, args)))
+
+
+def eventually(check: Callable[[], None], limit_s: float = 20.0) -> None:
+    """Calls `check` until it raises no AssertionError any more.
+
+    For the counters of proxies: their threads may send and count when a call has ended, since
+    nobody waits for the last signals of a call but a later one.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return check()
+        except AssertionError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.02)
 
 
 @dataclasses.dataclass
