@@ -3,7 +3,9 @@
 A stage works on one piece at a time. A piece leaves a stage when it has come from the stage before
 and the stage is done with the piece before it. A rank can take piece i from the network once all
 ranks of its rail have sent theirs. So late ranks, full NICs and busy threads delay whom they would
-delay. What is not modelled: switches (the network is taken to be free of congestion), retries.
+delay. The kernels of a rank are one stage, in the order of their launches: those that send piece i
+are behind those that use piece i - 2 if calls are cut into rounds, else before all that use one.
+What is not modelled: switches (the network is taken to be free of congestion), retries.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ import dataclasses
 
 import numpy as np
 
+from simulator import rounds
 from simulator.costs import CpuCosts, GpuCosts
 from simulator.networks import Network
 from simulator.traffic import Traffic
 
-# kernels/gpu/network: neighbours among so many tokens that go to one node share a write.
-RUN_TOKENS = 8
+# Neighbours among so many tokens that go to one node, in mode ll to one rank, share a write.
+RUN_TOKENS = rounds.CHUNK_TOKENS
 CPU_MESSAGE_BYTES = 256 << 10  # kernels/cpu send rows of one node in messages of this size
 
 
@@ -28,9 +31,10 @@ class Options:
     Attributes:
         row_bytes: of one token.
         experts: of the whole group.
-        pieces: that a call is cut into.
+        pieces: that a call is cut into, at least; a round is one piece (simulator/rounds.py).
+        round_tokens: at most so many tokens of a rank in a round; 0: as many as there is room for.
         rows_per_message: rows of one node side by side in one write; 0: as GPUs do it today, runs
-            of neighbours that go to the same node.
+            of neighbours that go to the same node. In mode ll: rank.
         once_per: a row goes once to each "node" that wants it, over the rail, and node-mates read
             it there (mode ht); or straight to each "rank", or for each "pair" (token, k).
         pinned: rows pass through pinned host memory (else the NIC reads and writes the GPU's).
@@ -41,6 +45,7 @@ class Options:
     row_bytes: int
     experts: int
     pieces: int = 8
+    round_tokens: int = 0
     rows_per_message: int = 0
     once_per: str = "node"
     pinned: bool = True
@@ -49,27 +54,24 @@ class Options:
     seed: int = 0
 
 
-def _run(stages: list[np.ndarray], start: np.ndarray, pieces: int) -> np.ndarray:
-    """When each rank's pieces leave the last stage: [pieces, ranks]. Stage times are a piece's."""
-    return _receive(np.broadcast_to(start, (pieces, len(start))), stages)
+class _Stage:
+    """Of each rank: works on one thing at a time, in the order of the calls."""
 
+    def __init__(self, num_ranks: int) -> None:
+        self._free = np.zeros(num_ranks)
 
-def _receive(arrivals: np.ndarray, stages: list[np.ndarray]) -> np.ndarray:
-    """When pieces that arrive at [pieces, ranks] leave the last of the stages: the same shape."""
-    free = [np.zeros(arrivals.shape[1]) for _ in stages]
-    ends = []
-    for arrived in arrivals:
-        done = arrived
-        for i, us in enumerate(stages):
-            done = np.maximum(done, free[i]) + us
-            free[i] = done
-        ends.append(done)
-    return np.stack(ends)
+    def __call__(self, arrived: np.ndarray, us: np.ndarray) -> np.ndarray:
+        """When what arrives then, and takes so long, leaves it: [ranks]."""
+        self._free = np.maximum(arrived, self._free) + us
+        return self._free
 
 
 def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) -> dict[str, float]:
     """Microseconds of a plan, dispatch and combine between nodes of GPUs, of the slowest rank."""
-    pieces, size = options.pieces, options.row_bytes
+    size = options.row_bytes
+    cut = rounds.ht(traffic.ranks, traffic.nodes, traffic.tokens, options.round_tokens)
+    pieces = max(options.pieces, cut.number)
+    ahead = rounds.AHEAD if cut.number > 1 else pieces
     by_unit = {"node": traffic.to_node, "rank": traffic.to_rank, "pair": traffic.pairs}
     rows = traffic.away(by_unit[options.once_per])
     over_rails = options.once_per == "node"
@@ -83,42 +85,68 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     start = np.random.default_rng(options.seed).uniform(0, options.late_us, traffic.ranks)
 
     def exchange(
-        out: _Rows, into: _Rows, stored: np.ndarray, before_us: np.ndarray, after_us: np.ndarray
+        out: _Rows,
+        into: _Rows,
+        stored: np.ndarray,
+        kernels_us: float,
+        before_us: np.ndarray,
+        after_us: np.ndarray,
     ) -> np.ndarray:
-        """When ranks are done. `stored`: rows that they put into the pinned stage for `out`."""
+        """When ranks are done. `stored`: rows that they put into the pinned stage for `out`.
+
+        `kernels_us`: of a piece, whatever its rows; what these take is before_us and after_us.
+        """
         to_stage, from_stage = (
-            rows * size / (rate * 1e3) * options.pinned
+            rows * size / (rate * 1e3) * options.pinned / pieces
             for rows, rate in zip((stored, into.number), costs.stage_gb_s, strict=True)
         )
         wire = network.bytes_per_us
         post_us = (costs.command_us + network.post_us) / options.proxy_threads
         # One thread posts what leaves and notices what arrives, each with a signal for every piece.
         proxy_us = ((out.writes + into.writes) / 2 + flows * pieces) * post_us / pieces
-        wire_us = out.number * size / wire / pieces
-        ends = _run([(before_us + to_stage) / pieces, proxy_us, wire_us], start, pieces)
+        leave_us, enter_us = (rows.number * size / wire / pieces for rows in (out, into))
+        kernels, post, leave, enter, notice = (_Stage(traffic.ranks) for _ in range(5))
 
         def from_mates(moments: np.ndarray) -> np.ndarray:
-            latest = moments.reshape(pieces, traffic.nodes, traffic.node_size).max(1)
+            latest = moments.reshape(traffic.nodes, traffic.node_size).max(0)
             if not over_rails:
-                latest = np.broadcast_to(latest.max(1, keepdims=True), latest.shape)
+                latest = np.full_like(latest, latest.max())
             return np.tile(latest, traffic.nodes) + network.latency_us + costs.signal_us
 
-        # A piece enters a NIC while it leaves the others.
-        entered = _receive(from_mates(ends - wire_us), [into.number * size / wire / pieces])
-        arrivals = np.maximum(entered, from_mates(ends))
-        through = _receive(arrivals, [proxy_us, from_stage / pieces])
-        # Node-mates read what came over each other's rails.
-        by_node = through.reshape(pieces, traffic.nodes, traffic.node_size).max(2)
-        return _receive(np.repeat(by_node, traffic.node_size, axis=1), [after_us / pieces])[-1]
+        def send() -> np.ndarray:
+            """When a piece is there and noticed."""
+            made = kernels(start, kernels_us / 2 + before_us / pieces + to_stage)
+            left = leave(post(made, proxy_us), leave_us)
+            # It enters a NIC while it leaves the others.
+            entered = enter(from_mates(left - leave_us), enter_us)
+            return notice(np.maximum(entered, from_mates(left)), proxy_us)
+
+        def use(noticed: np.ndarray) -> np.ndarray:
+            loaded = kernels(noticed, from_stage)
+            # Node-mates read what came over each other's rails.
+            by_node = loaded.reshape(traffic.nodes, traffic.node_size).max(1)
+            return kernels(
+                np.repeat(by_node, traffic.node_size), kernels_us / 2 + after_us / pieces
+            )
+
+        under_way: list[np.ndarray] = []
+        for piece in range(pieces + ahead):
+            if piece >= ahead:
+                done = use(under_way[piece - ahead])
+            if piece < pieces:
+                under_way.append(send())
+        return done
 
     zero = np.zeros(traffic.ranks)
     local = traffic.received * size
     # Dispatch stores a row once, for whatever nodes want it.
     stored = np.minimum(sent.number, traffic.tokens)
-    dispatch = exchange(sent, received, stored, zero, local * costs.dispatch_us_per_byte)
+    dispatch = exchange(
+        sent, received, stored, costs.piece_us[0], zero, local * costs.dispatch_us_per_byte
+    )
     # Partials of a node first, then, for each token, one row of each node.
     summed = local * costs.combine_us_per_byte
-    back = exchange(received, sent, received.number, summed, zero)
+    back = exchange(received, sent, received.number, costs.piece_us[1], summed, zero)
     # Counts and pairs go to each other node once, over the rail.
     rails = traffic.nodes - 1
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
@@ -134,6 +162,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
         "plan_us": float(plan),
         "dispatch_us": float(dispatch.max() - latest),
         "combine_us": float(back.max() - latest),
+        "rounds": cut.number,
         "sent_bytes": float(sent.number.mean() * size),
         "wire_share": float(
             (sent.number.mean() * size) / (network.gb_s * 1e3) / (dispatch.max() - latest)
@@ -166,24 +195,26 @@ def _received_over_rail(traffic: Traffic, rows: np.ndarray) -> np.ndarray:
 
 
 def ll(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) -> dict[str, float]:
-    """Microseconds of dispatch and combine in mode ll: all pairs of ranks, a write for each row."""
+    """Microseconds of dispatch and combine in mode ll: each rank writes to all of other nodes."""
     others = traffic.ranks - traffic.node_size
-    rows = float(traffic.away(traffic.to_rank).sum(1).max())
+    away = traffic.away(traffic.to_rank)
+    rows = float(away.sum(1).max())
+    writes = float(_writes(away, traffic.tokens, options.rows_per_message).sum(1).max())
     wire = network.bytes_per_us
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
-    result = {}
-    # Routing and a count to each peer, in combine a count.
-    for i, (name, extra) in enumerate((("dispatch_us", 2), ("combine_us", 1))):
-        messages = rows + extra * others
+    number = rounds.ll(traffic.ranks, traffic.nodes, traffic.tokens, options.round_tokens).number
+    result: dict[str, float] = {"rounds": number}
+    # To each peer a count, in every round; with a dispatch routing, once.
+    for i, (name, extra) in enumerate((("dispatch_us", number + 1), ("combine_us", number))):
+        messages = writes + extra * others
         stage_us = rows * options.row_bytes / (costs.stage_gb_s[0] * 1e3) if options.pinned else 0.0
         slowest = max(messages * post_us, rows * options.row_bytes / wire, stage_us)
         scale = options.row_bytes / (7168 * 2)
+        # A round is sent when the one before it has been used.
         result[name] = (
-            costs.ll_us[i]
+            number * (costs.ll_us[i] + network.latency_us + costs.signal_us)
             + costs.ll_us_per_token[i] * traffic.tokens * scale
             + slowest
-            + network.latency_us
-            + costs.signal_us
         )
     return result
 

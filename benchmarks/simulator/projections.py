@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator import costs, model, traffic
+from simulator import check, costs, model, traffic
 from simulator.networks import NETWORKS, Network
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -21,12 +21,11 @@ PATHS: dict[str, dict[str, Any]] = {
     "direct": {"pinned": False, "rows_per_message": 64},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
-    "direct, 64 rows a write, 8 pieces": {},
+    "direct, 64 rows a write": {},
     "runs of neighbours": {"rows_per_message": 0},
     "one row a write": {"rows_per_message": 1},
     "one row a write, 4 proxy threads": {"rows_per_message": 1, "proxy_threads": 4},
-    "one piece": {"pieces": 1},
-    "32 pieces": {"pieces": 32},
+    "32 pieces instead of 8 rounds": {"pieces": 32},
     "pinned stage": {"pinned": True},
     "pinned stage, runs of neighbours (today)": {"pinned": True, "rows_per_message": 0},
     "a row for each rank, no rails": {"once_per": "rank"},
@@ -98,6 +97,7 @@ def project() -> dict[str, Any]:
         "scaling": scaling,
         "settings": settings,
         "zipf": zipf,
+        "two GPUs over cuda, [measured, simulated]": check.on_gpus(),
     }
 
 

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
+
+import jax_ep
 
 BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -69,15 +72,15 @@ def test_a_call_takes_at_least_what_its_slowest_part_takes():
     for pieces in (1, 8, 64):
         us = _dispatch_us((rows, network, gpu, options), pieces=pieces)
         assert us > max(wire_us, rows_us)
-    stage_us = sent / (gpu.stage_gb_s[0] * 1e3)
-    assert us < wire_us + rows_us + 3 * stage_us + 100
+        stage_us = sent / (gpu.stage_gb_s[0] * 1e3)
+        kernels_us = max(pieces, 4) * gpu.piece_us[0]  # there are four rounds
+        assert us < wire_us + rows_us + 3 * stage_us + kernels_us + 100
 
 
 def test_what_should_help_helps():
     setup = _setup()
     today = _dispatch_us(setup)
     assert today <= _dispatch_us(setup, rows_per_message=1)
-    assert _dispatch_us(setup, pieces=1) > today
     assert _dispatch_us(setup, pinned=False) < today
     assert _dispatch_us(setup, pinned=False, rows_per_message=64) < _dispatch_us(
         setup, pinned=False
@@ -89,13 +92,102 @@ def test_what_should_help_helps():
     assert _dispatch_us((rows, slow, gpu, options)) > _dispatch_us(
         (rows, slow, gpu, options), proxy_threads=4
     )
+    long = _setup(tokens=4096, pinned=False)
     half = dataclasses.replace(network, gb_s=network.gb_s / 2)
-    assert _dispatch_us((rows, half, gpu, options)) > 1.4 * today
+    assert _dispatch_us((long[0], half, *long[2:])) > 1.8 * _dispatch_us(long)
     assert _dispatch_us(_setup(zipf=1.0)) > today  # the ranks of popular experts are late
 
 
+def test_pieces_hide_the_wire_until_their_kernels_take_longer():
+    setup = _setup(ranks=16, tokens=4096)  # of one round
+    times = {pieces: _dispatch_us(setup, pieces=pieces) for pieces in (1, 8, 128)}
+    assert times[8] < times[1] and times[8] < times[128]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node_size", "tokens", "limit", "expected"),
+    [  # docs/scale.md; tests/kernels_gpu/round_reuse_test.cc has more
+        (8, 8, 4096, 0, (4096, 1)),
+        (16, 8, 4096, 0, (4096, 1)),
+        (32, 8, 4096, 0, (1024, 4)),
+        (64, 8, 4096, 0, (512, 8)),
+        (1024, 8, 4096, 0, (32, 128)),
+        (1024, 8, 100, 0, (32, 4)),
+        (2, 1, 4096, 64, (64, 64)),
+        (2, 1, 4096, 5000, (4096, 1)),
+        (2, 1, 4096, 33, (32, 128)),
+    ],
+)
+def test_calls_of_many_ranks_are_cut_into_rounds(ranks, node_size, tokens, limit, expected):
+    from simulator import rounds
+
+    cut = rounds.ht(ranks, ranks // node_size, tokens, limit)
+    assert (cut.tokens, cut.number) == expected
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(8, 1), (64, 1), (128, 2), (1024, 16)])
+def test_mode_ll_takes_the_rounds_that_groups_take(ranks, number):
+    """Of Config.memory's library, where it is built, and of the simulator."""
+    from simulator import rounds
+
+    cut = rounds.ll(ranks, ranks // 8, 128)
+    assert cut.number == number
+    core = pytest.importorskip("jax_ep._core")
+    from jax_ep import _config
+
+    config = jax_ep.Config(num_experts=1024, top_k=8, hidden=64, max_tokens=128, mode="ll")
+    shape = core.GroupShape(**_config.shape_arguments(config, ranks, 8, False))
+    assert shape.gpu_ll_round_tokens == cut.tokens
+
+
+def test_constants_of_rounds_are_those_of_the_kernels():
+    from simulator import rounds
+
+    root = BENCHMARKS.parent / "kernels"
+    text = (root / "gpu/protocol/ht_rounds.h").read_text() + (root / "rounds.h").read_text()
+    for name, value in (
+        ("kNetChunkTokens", rounds.CHUNK_TOKENS),
+        ("kReduceBlocks", rounds.REDUCE_BLOCKS),
+        ("kStageBlocks", rounds.STAGE_BLOCKS),
+        ("kRoundsAhead", rounds.AHEAD),
+        ("kLlRows", rounds.LL_ROWS),
+    ):
+        assert re.findall(rf"\b{name} = (\d+);", text) == [str(value)], name
+
+
+def test_rounds_cost_their_kernels_and_wait_for_each_other():
+    setup = _setup(ranks=2, node_size=1, tokens=4096)
+    whole = _dispatch_us(setup, pieces=1, pinned=False)
+    gpu = setup[2]
+    for round_tokens in (1024, 128, 32):
+        us = _dispatch_us(setup, pieces=1, round_tokens=round_tokens, pinned=False)
+        assert us > 4096 / round_tokens * gpu.piece_us[0]
+    assert us > whole
+    slow = dataclasses.replace(setup[1], latency_us=1e3)
+    # Two of them are on their way at once.
+    many = _dispatch_us((setup[0], slow, *setup[2:]), round_tokens=128, pinned=False)
+    assert 32 / 2 * 1e3 < many < 32 * 1e3
+
+
+def test_two_gpus_took_about_what_is_simulated():
+    """The runs are recorded, so this holds the model: 64 and 128 rounds fit because a round's
+    costs are taken from them, all others are for it to explain."""
+    from simulator import check
+
+    for name, runs in check.on_gpus().items():
+        # Those of mode ll in rounds are of kernels before the others'.
+        bound = 1.7 if name == "ll in rounds" else 1.35
+        for run in runs:
+            for key in ("dispatch_us", "combine_us"):
+                real, simulated = run[key]
+                assert 1 / bound < real / simulated < bound, (name, run)
+
+
 def test_more_nodes_take_longer_until_each_row_goes_everywhere_that_it_can():
-    times = [_dispatch_us(_setup(ranks=ranks), pinned=False) for ranks in (16, 32, 64, 128, 256)]
+    times = [
+        _dispatch_us(_setup(ranks=ranks, tokens=4096), pinned=False)
+        for ranks in (16, 32, 64, 128, 256)
+    ]
     assert times == sorted(times)
     # A token has eight experts: from 8 to 16 nodes its rows cannot double.
     assert times[1] > 2 * times[0] and times[4] < 1.5 * times[3]
