@@ -204,8 +204,8 @@ def ll(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
     number = rounds.ll(traffic.ranks, traffic.nodes, traffic.tokens, options.round_tokens).number
     result: dict[str, float] = {"rounds": number}
-    # To each peer a count, in every round; with a dispatch routing, once.
-    for i, (name, extra) in enumerate((("dispatch_us", number + 1), ("combine_us", number))):
+    # To each peer in every round a count and "read"; in a dispatch routing, too.
+    for i, (name, extra) in enumerate((("dispatch_us", 3 * number), ("combine_us", 2 * number))):
         messages = writes + extra * others
         stage_us = rows * options.row_bytes / (costs.stage_gb_s[0] * 1e3) if options.pinned else 0.0
         slowest = max(messages * post_us, rows * options.row_bytes / wire, stage_us)

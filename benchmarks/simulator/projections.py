@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "runs of neighbours": {"rows_per_message": 0},
     "one row a write": {"rows_per_message": 1},
     "one row a write, 4 proxy threads": {"rows_per_message": 1, "proxy_threads": 4},
-    "32 pieces instead of 8 rounds": {"pieces": 32},
+    "at least 32 pieces": {"pieces": 32},
     "pinned stage": {"pinned": True},
     "pinned stage, runs of neighbours (today)": {"pinned": True, "rows_per_message": 0},
     "a row for each rank, no rails": {"once_per": "rank"},
