@@ -161,7 +161,7 @@ def draw(report: dict[str, Any], folder: pathlib.Path) -> None:
     plan = line("ConnectX-7", "direct", "ht", "plan_us")
     axes.plot(ranks, plan, ":", color="0.4", label="plan of ht, ConnectX-7")
     axes.set_ylabel("us")
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     axes.set_title("mode ll, 128 tokens", fontsize=10)
     on_ranks(axes)
     save(figure, "scale_ll.svg")
