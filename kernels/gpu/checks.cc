@@ -75,7 +75,8 @@ std::string CheckConfig(const RankConfig& config) {
            std::to_string(kMaxNetworkRings);
   }
   // What a command can name (proxy/abi/command.h).
-  if (NetLayout::Make(shape).total_bytes > kMaxHeapBytes) {
+  const NetLayout layout = NetLayout::Make(shape);
+  if (layout.total_bytes > kMaxHeapBytes) {
     return "the network stage has more than 1 TiB; lower max_tokens";
   }
   const uint64_t most_pairs = (kMaxCommandBytes - sizeof(CallRecord)) / sizeof(float);
@@ -84,11 +85,11 @@ std::string CheckConfig(const RankConfig& config) {
            ", between nodes at most " + std::to_string(most_pairs) +
            " (weights travel in one command); lower max_tokens";
   }
-  const uint64_t most_row = kMaxCommandBytes / kNetChunkTokens - kRowAlignBytes;
-  const uint64_t row_bytes = shape.hidden * (shape.f32_partials ? 4 : ElemBytes(shape.elem_type));
-  if (shape.num_nodes() > 1 && row_bytes > most_row) {
-    return "got rows or partials of " + std::to_string(row_bytes) +
-           " bytes, between nodes at most " + std::to_string(most_row) + " (" +
+  const uint64_t most_bytes = kMaxCommandBytes / kNetChunkTokens;
+  const uint64_t token_bytes = MostTokenBytes(layout, shape);
+  if (shape.num_nodes() > 1 && token_bytes > most_bytes) {
+    return "got rows or partials that take " + std::to_string(token_bytes) +
+           " bytes, between nodes at most " + std::to_string(most_bytes) + " (" +
            std::to_string(kNetChunkTokens) + " travel in one command); lower hidden";
   }
   if (shape.node_size > kMaxNodeRanks) {

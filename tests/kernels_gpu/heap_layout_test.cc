@@ -8,6 +8,7 @@
 
 #include "kernels/gpu/network/network.h"
 #include "kernels/gpu/network/stage_layout.h"
+#include "proxy/abi/command.h"
 
 namespace jax_ep::gpu {
 namespace {
@@ -138,6 +139,27 @@ TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
 }
 
 // Sets of mode ll multiply; what mode ht takes beside them does not.
+// A chunk of neighbours crosses as one command: checks.cc refuses what it cannot carry.
+TEST(GpuHeap, ATokenTakesWhatTheLongestOfItsRecordsTakes) {
+  GroupShape shape = ShapeOf(4, 128);
+  shape.node_size = 2;
+  shape.top_k = 64;
+  shape.ll_tokens = 128;
+  const auto bytes_of = [&shape] { return MostTokenBytes(NetLayout::Make(shape), shape); };
+  const uint64_t row = shape.hidden * 2;
+  EXPECT_EQ(bytes_of(), row + 64 * sizeof(float) + kWireUnitBytes);  // a partial with its scalars
+  shape.f32_partials = true;
+  EXPECT_EQ(bytes_of(), 2 * row + 64 * sizeof(float) + kWireUnitBytes);
+  shape.ll_tokens = 0;
+  EXPECT_EQ(bytes_of(), 2 * row);
+  // Rows that fill a command take no scalars with them.
+  const uint64_t most = kMaxCommandBytes / kNetChunkTokens;
+  shape.hidden = most / 4;
+  EXPECT_EQ(bytes_of(), most);
+  shape.ll_tokens = 128;
+  EXPECT_GT(bytes_of(), most);
+}
+
 TEST(GpuHeap, OnlyModeLlTakesMoreForMoreStarts) {
   GroupShape shape = ShapeOf(4, 4096);
   shape.ll_tokens = 128;

@@ -48,6 +48,7 @@ struct NetSets {
 // Records of mode ll to a rank, of tokens side by side: those that are neighbours cross by one
 // command. Zero between operations.
 inline constexpr uint32_t kGroupTokens = 32;
+static_assert(kGroupTokens == kNetChunkTokens);  // what a command may have (checks.cc)
 struct RecordGroup {
   uint32_t wanted;  // tokens, as bits, that have one
   uint32_t made;    // shares of its tokens that are; of a dispatch, whose rows are for all ranks at

@@ -8,6 +8,7 @@
 // rank of the own rail there; its node-mates read it from that rank's stage.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels/gpu/protocol/heap_layout.h"
@@ -123,6 +124,12 @@ constexpr NetLayout NetLayout::Make(const GroupShape& shape) {
   }
   layout.total_bytes = end;
   return layout;
+}
+
+// Bytes of a token in the longest command of neighbours: its row, its partial or its record.
+constexpr uint64_t MostTokenBytes(const NetLayout& layout, const GroupShape& shape) {
+  return std::max({shape.hidden * ElemBytes(shape.elem_type), layout.sums_pitch,
+                   layout.ll_row_pitch, layout.ll_sum_pitch});
 }
 
 // Position of a rank's signal on a channel among another rank's signals, and how many those are.
