@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
+import signal
 import sys
 
 from jax_ep._config import TRANSPORTS
@@ -297,5 +299,17 @@ def main(arguments: list[str] | None = None) -> int:
     return bench(bench_options)
 
 
+def _in_shell() -> int:
+    """`main`, whose output somebody may stop to read, as `head` does."""
+    try:
+        code = main()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Nor shall Python complain when it flushes once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE  # what the shell says of programs that SIGPIPE ends
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_in_shell())

@@ -16,9 +16,9 @@ AGREEMENT: int = -2
 
 STALL_SHARE: int = 10
 
-def check_environment() -> None:
+def check_environment(name: str) -> None:
     """
-    ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).
+    ValueError if this variable has a value that is not allowed (base/env.h).
     """
 
 def begin_stay(what: str, number: int) -> int:
@@ -32,8 +32,10 @@ def end_stay(place: int) -> None:
 def set_call_lines(lines: list[tuple[int, str]]) -> None:
     """Takes [(name of a call, where it stands in the program)], for reports."""
 
-def transports() -> list[tuple[str, bool, str]]:
-    """[(name, available, reason)] of every transport."""
+def transports(only: str = "") -> list[tuple[str, bool, str]]:
+    """
+    [(name, available, reason)] of every transport, or of that one; networks are tried.
+    """
 
 def gpu_distances(sysfs: str, rdma_devices: Sequence[str]) -> list[tuple[str, list[int]]]:
     """

@@ -16,6 +16,7 @@ from jax_ep import _extension, _warn
 PREFIX = "JAX_EP_"
 SECRET_ENV = "JAX_EP_JOB_SECRET"
 MIN_SECRET_BYTES = 16
+MOST_COUNT = 65536  # of threads or multiprocessors: more than there are
 LOG_LEVELS = ("error", "warning", "info", "debug")
 _INTERNAL = ("JAX_EP_LAUNCH", "JAX_EP_TEST_", "JAX_EP_PROXY_TEST_")  # prefixes
 _OF_THE_BUILD = ("JAX_EP_GPU",)
@@ -34,7 +35,7 @@ def flag(name: str) -> bool | None:
 
 
 def positive_int(name: str) -> int | None:
-    """A count: unset or empty (None), or at least 1.
+    """A count: unset or empty (None), or 1 to MOST_COUNT.
 
     Raises:
         ValueError: anything else.
@@ -42,9 +43,11 @@ def positive_int(name: str) -> int | None:
     text = os.environ.get(name, "")
     if text == "":
         return None
-    if not text.isdigit() or int(text) < 1:
+    is_number = text.isascii() and text.isdecimal()
+    if not is_number or len(text) > len(str(MOST_COUNT)) or not 1 <= int(text) <= MOST_COUNT:
         raise ValueError(
-            f"{name}: got {text!r}, expected an int of at least 1; unset it for the default"
+            f"{name}: got {text!r}, expected an int from 1 to {MOST_COUNT}; unset it for the "
+            "default"
         )
     return int(text)
 
@@ -80,10 +83,9 @@ def job_secret(name: str = SECRET_ENV) -> bytes:
 
 
 def _check_in_core(name: str) -> None:
-    """Of those that C++ reads, all at once."""
-    del name
+    """Of those that C++ reads."""
     with contextlib.suppress(ImportError):  # then who would read them is not there
-        _extension.load().check_environment()
+        _extension.load().check_environment(name)
 
 
 NAMES: dict[str, Callable[[str], object]] = {

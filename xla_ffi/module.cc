@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstdlib>
 #include <memory>
 #include <tuple>
 #include <utility>
@@ -264,9 +265,17 @@ std::vector<std::pair<std::string, std::vector<int>>> GpuDistances(
   return all;
 }
 
-nb::list Transports() {
+void CheckEnvironment(const std::string& name) {
+  const Result<Env> env = Env::Read([&name](const char* other) -> const char* {
+    return other == name ? std::getenv(other) : nullptr;
+  });
+  ThrowIfError(env.status());
+  ThrowIfError(CheckFaultySpec(env.value().faulty_spec));
+}
+
+nb::list Transports(const std::string& only) {
   nb::list all;
-  for (const TransportInfo& info : ListTransports()) {
+  for (const TransportInfo& info : ListTransports(only)) {
     all.append(nb::make_tuple(info.name, info.is_available, info.reason));
   }
   return all;
@@ -286,8 +295,8 @@ NB_MODULE(_core, m) {
   m.attr("AGREEMENT") = jax_ep::FailureLatch::kAgreement;
   m.attr("STALL_SHARE") = jax_ep::kStallShare;
   m.def(
-      "check_environment", [] { jax_ep::ThrowIfError(jax_ep::Env::Read().status()); },
-      "ValueError if a variable that C++ reads has a value that is not allowed (base/env.h).");
+      "check_environment", &jax_ep::CheckEnvironment, nb::arg("name"),
+      "ValueError if this variable has a value that is not allowed (base/env.h).");
   m.def(
       "begin_stay",
       [](const std::string& what, uint32_t number) {
@@ -309,9 +318,9 @@ NB_MODULE(_core, m) {
       },
       nb::arg("lines"), nb::sig("def set_call_lines(lines: list[tuple[int, str]]) -> None"),
       "Takes [(name of a call, where it stands in the program)], for reports.");
-  m.def("transports", &jax_ep::Transports,
-        nb::sig("def transports() -> list[tuple[str, bool, str]]"),
-        "[(name, available, reason)] of every transport.");
+  m.def("transports", &jax_ep::Transports, nb::arg("only") = "",
+        nb::sig("def transports(only: str = '') -> list[tuple[str, bool, str]]"),
+        "[(name, available, reason)] of every transport, or of that one; networks are tried.");
   m.def("gpu_distances", &jax_ep::GpuDistances, nb::arg("sysfs"), nb::arg("rdma_devices"),
         "[(PCI address of a GPU, [distance of each RDMA device])]; 0 is nearest (topology.h).");
   nb::class_<jax_ep::WaitPage>(m, "WaitPage", "What Python waits for (wait_page.h).")

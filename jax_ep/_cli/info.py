@@ -140,6 +140,5 @@ def _problem(name: str) -> str:
         if name in _env.NAMES:
             _env.NAMES[name](name)
     except ValueError as error:
-        # C++ looks at all that it reads at once, and names the first that is wrong.
-        problem = str(error) if name in str(error) else ""
+        problem = str(error)
     return f" ({problem})" if problem else ""

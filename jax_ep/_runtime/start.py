@@ -57,14 +57,13 @@ def _start(group: Group, exchange: bootstrap.Exchange, name: str) -> NativeSessi
     if on_gpu and group.config.elastic:
         gpu.check_elastic(group.num_ranks, node_size, len(greetings))
     layout = topology.layout_of(group, exchange.me, node_size)
-    available = {name: (ok, reason) for name, ok, reason in core.transports()}
     transport = topology.choose_transport(
         group,
         num_nodes=group.num_ranks // node_size,
         one_process=exchange.alone,
         one_host=len({host for team in team_hosts for host in team}) == 1,
         on_gpu=on_gpu,
-        available=available,
+        look=lambda name: {n: (ok, reason) for n, ok, reason in core.transports(name)},
     )
     threads = 1 if on_gpu else cpu.threads_per_rank(greetings, hosts[exchange.me], teams)
     blueprint = Blueprint(name, layout, hosts, transport, threads)

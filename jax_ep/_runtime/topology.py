@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from jax_ep import _mesh
@@ -91,11 +92,12 @@ def choose_transport(
     one_process: bool,
     one_host: bool,
     on_gpu: bool,
-    available: dict[str, tuple[bool, str]],
+    look: Callable[[str], dict[str, tuple[bool, str]]],
 ) -> str:
     """The transport between nodes; "none" where there is one node.
 
-    `available` says of each transport whether it can be used here, and if not, why.
+    `look(name)` says whether a transport can be used here, and if not, why; `look("")` of all. It
+    opens what is a network, so none is looked at that is not needed.
 
     Raises:
         ValueError: Config.transport cannot be used here, or "auto" finds none.
@@ -106,21 +108,21 @@ def choose_transport(
             return "none"
         candidates = (["loopback"] if one_process else []) + (["shm"] if one_host else [])
         candidates += ["verbs", "ofi"]
+        available: dict[str, tuple[bool, str]] = {}
         for name in candidates:
+            available |= look(name)
             if available.get(name, (False, ""))[0]:
                 return name
-        reasons = "; ".join(
-            f"{name}: {available[name][1]}" for name in candidates if name in available
-        )
+        reasons = "; ".join(f"{name}: {reason}" for name, (_, reason) in available.items())
         raise ValueError(
             f"Config.transport='auto' found no transport between the {num_nodes} nodes of "
             f"{group!r}: {reasons}"
         )
-    usable, reason = available.get(wanted, (False, "unknown"))
+    usable, reason = look(wanted).get(wanted, (False, "unknown"))
     if not usable:
         others = [
             repr(name)
-            for name, (ok, _) in available.items()
+            for name, (ok, _) in look("").items()
             if ok and (name != "cuda" or group.platform == "gpu")
         ]
         raise ValueError(

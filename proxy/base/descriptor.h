@@ -1,11 +1,19 @@
 // A file descriptor that is closed when its owner goes.
 #pragma once
 
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <string>
 #include <utility>
+#include <vector>
+
+#include "proxy/base/status.h"
 
 namespace jax_ep {
+
+inline constexpr const char* kMoreDescriptors =
+    "raise the limit of open files (ulimit -n) or create fewer groups";
 
 class Descriptor {
  public:
@@ -24,5 +32,21 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// For libraries that crash where there are none left: whether `count` more can be opened, by
+// trying. Other threads may take them meanwhile.
+// \error kUnavailable
+inline Status CheckDescriptors(size_t count, const std::string& whose) {
+  std::vector<Descriptor> opened;
+  for (size_t i = 0; i < count; ++i) {
+    opened.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (opened.back().fd() < 0) {
+      return Unavailable(whose + ": got " + std::to_string(i) +
+                         " more file descriptors, expected at least " + std::to_string(count) +
+                         "; " + kMoreDescriptors);
+    }
+  }
+  return Status::Ok();
+}
 
 }  // namespace jax_ep

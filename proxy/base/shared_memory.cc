@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "proxy/base/blob.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/random.h"
 
 namespace jax_ep {
@@ -167,7 +168,7 @@ Result<SharedMemory> SharedMemory::Create(size_t num_bytes, bool shareable) {
   memory.fd_ = memfd_create("jax_ep", MFD_CLOEXEC);
   if (memory.fd_ < 0) {
     return ResourceExhausted("shared memory: memfd_create says " + ErrnoText(errno) +
-                             "; raise the limit of open files (ulimit -n) or create fewer groups");
+                             "; " + kMoreDescriptors);
   }
   // A memfd is made with mode 0777. Other users cannot open it through /proc anyway; nor shall they
   // if they come by a path to it.

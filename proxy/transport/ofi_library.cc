@@ -1,6 +1,7 @@
 #include "proxy/transport/ofi_library.h"
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <netinet/in.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -11,6 +12,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "proxy/base/descriptor.h"
 #include "proxy/base/log.h"
 #include "proxy/transport/interfaces.h"
 #include "proxy/transport/open_library.h"
@@ -194,7 +196,10 @@ Result<const OfiLibrary*> OfiLibrary::Get() {
 
 std::string OfiLibrary::Describe(const char* operation, long error) const {
   const int number = static_cast<int>(std::abs(error));
-  return std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
+  std::string text =
+      std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
+  if (number == EMFILE) text += std::string("; ") + kMoreDescriptors;
+  return text;
 }
 
 Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,

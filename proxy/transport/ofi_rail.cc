@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "proxy/base/deadline.h"
+#include "proxy/base/descriptor.h"
 #include "proxy/base/random.h"
 
 namespace jax_ep {
@@ -24,6 +25,8 @@ constexpr int kKeyAttempts = 8;  // random keys that may collide before we give 
 // How long an immediate to ourselves may take. Only providers that lose it take long, and a machine
 // that hardly runs us.
 constexpr std::chrono::seconds kSelfTime{5};
+// Of an endpoint that writes to itself: 7 over TCP. With fewer libfabric 1.17 reads from address 0.
+constexpr size_t kDescriptors = 16;
 constexpr uint64_t kSelfImmediate = 0x53454c46696d6d73;
 
 // A key that nobody can guess: whoever connects to our endpoint without having read it in the
@@ -38,6 +41,7 @@ Result<uint64_t> RandomKey(size_t num_bytes) {
 
 Result<std::unique_ptr<OfiRail>> OfiRail::Create(const OfiLibrary& library, OfiInfo info,
                                                  bool must_wake, bool serves_device) {
+  JAX_EP_RETURN_IF_ERROR(CheckDescriptors(kDescriptors, "ofi"));
   std::unique_ptr<OfiRail> rail(new OfiRail(library, std::move(info)));
   JAX_EP_RETURN_IF_ERROR(rail->Open(must_wake, serves_device));
   JAX_EP_ASSIGN_OR_RETURN(rail->signal_, rail->Register(rail->signal_bytes_, /*device=*/-1));

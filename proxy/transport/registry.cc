@@ -30,9 +30,10 @@ constexpr Entry kEntries[] = {
 
 }  // namespace
 
-std::vector<TransportInfo> ListTransports() {
+std::vector<TransportInfo> ListTransports(std::string_view only) {
   std::vector<TransportInfo> transports;
   for (const Entry& entry : kEntries) {
+    if (!only.empty() && only != entry.name) continue;
     TransportInfo info{
         .name = entry.name, .is_available = entry.make != nullptr, .reason = entry.reason};
     if (entry.probe != nullptr) {
@@ -44,6 +45,8 @@ std::vector<TransportInfo> ListTransports() {
   }
   return transports;
 }
+
+Status CheckFaultySpec(std::string_view spec) { return FaultySpec::Parse(spec).status(); }
 
 Result<std::unique_ptr<Transport>> MakeTransport(std::string_view name,
                                                  const TransportOptions& options) {

@@ -17,8 +17,13 @@ struct TransportInfo {
   std::string reason;  // what it is; if unavailable, why and what to do
 };
 
-// Every transport that this version knows of, in order of preference.
-std::vector<TransportInfo> ListTransports();
+// Every transport that this version knows of, in order of preference; with a name, that one alone.
+// Whether a network can be used is tried: its library is loaded, endpoints are opened and closed.
+std::vector<TransportInfo> ListTransports(std::string_view only = {});
+
+// Of JAX_EP_FAULTY.
+// \error kInvalidArgument
+Status CheckFaultySpec(std::string_view spec);
 
 // Makes a transport by name, wrapped in the faulty one if options.faulty_spec is not empty.
 // \error kInvalidArgument  unknown name (the message lists the known ones) or bad faulty_spec

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
+import signal
 import subprocess
 import sys
 
@@ -70,6 +72,31 @@ class TestInfo:
             assert word in done.stdout
         if done.returncode == 0:
             assert "transport loopback" in done.stdout and "transport shm" in done.stdout
+
+    def test_every_value_that_is_not_allowed_is_marked(self):
+        pytest.importorskip("jax_ep._core", reason="which checks what C++ reads")
+        bad = {
+            "JAX_EP_RING_SLOTS": "3",
+            "JAX_EP_INBOX_SLOTS": "7",
+            "JAX_EP_FAULTY": "foo=1",
+            "JAX_EP_THREADS_PER_RANK": "many",
+        }
+        done = _run("info", **bad, JAX_EP_VERBS_SL="3")
+        for name, value in bad.items():
+            assert re.search(rf"{name} +{value} \(.*expected", done.stdout), (name, done.stdout)
+        assert re.search(r"JAX_EP_VERBS_SL +3$", done.stdout, re.MULTILINE)
+
+    def test_who_stops_to_read_hears_no_complaint(self):
+        with subprocess.Popen(
+            [sys.executable, "-m", "jax_ep", "info"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None and process.stderr is not None
+            process.stdout.close()
+            assert "Traceback" not in process.stderr.read()
+        assert process.returncode == 128 + signal.SIGPIPE
 
 
 class TestWithoutExtras:

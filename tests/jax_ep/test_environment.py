@@ -21,6 +21,8 @@ BAD = {
     "JAX_EP_LOG": "verbose",
     "JAX_EP_DEBUG": "yes",
     "JAX_EP_GPU_SMS": "0",
+    "JAX_EP_THREADS_PER_RANK": "99999999999999999999",
+    "JAX_EP_FAULTY": "reorder=16,rumour=1",
     "JAX_EP_WINDOW_MESSAGES": "5000",
     "JAX_EP_RING_SLOTS": "17",
     "JAX_EP_VERBS_MTU": "1500",
@@ -117,6 +119,26 @@ def test_cuda_without_gpus_is_refused_in_words(native: str) -> None:
         create(native, ranks=4, node_size=2, transport="cuda")
 
 
+@pytest.mark.parametrize(("node_size", "asked"), [(None, []), (2, ["loopback"])])
+def test_no_network_is_tried_that_is_not_needed(
+    native: str, monkeypatch: pytest.MonkeyPatch, node_size: int | None, asked: list[str]
+) -> None:
+    if jax.default_backend() == "gpu" and node_size is not None:
+        pytest.skip("nodes of one GPU process need a network of their own")
+    from jax_ep import _core
+
+    names = []
+    transports = _core.transports
+
+    def look(only: str = "") -> list[tuple[str, bool, str]]:
+        names.append(only)
+        return transports(only)
+
+    monkeypatch.setattr(_core, "transports", look)
+    create(native, ranks=4, node_size=node_size, transport="auto").close()
+    assert names == asked
+
+
 @pytest.mark.parametrize("name", ["shm", "cuda"])
 def test_transports_of_one_host_are_refused_on_several(name: str) -> None:
     group = types.SimpleNamespace(config=types.SimpleNamespace(transport=name))
@@ -127,7 +149,7 @@ def test_transports_of_one_host_are_refused_on_several(name: str) -> None:
             one_process=False,
             one_host=False,
             on_gpu=True,
-            available={name: (True, "")},
+            look=lambda name: {name: (True, "")},
         )
 
 

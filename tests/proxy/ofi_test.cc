@@ -1,7 +1,11 @@
 // ofi over libfabric's TCP providers on this host's loopback interface. Other providers need their
 // hardware: tests/rdma_vm runs the same suite over verbs.
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -43,6 +47,30 @@ TEST(Ofi, rails_share_the_load) {
   for (const auto& [name, value] : kTwoRails) setenv(name.c_str(), value.c_str(), 1);
   ExpectRailsShareTheLoad("ofi");
   for (const auto& [name, value] : kTwoRails) unsetenv(name.c_str());
+}
+
+// libfabric's TCP crashes where it gets no descriptors for a connection.
+TEST(Ofi, without_descriptors_there_is_none) {
+  for (const TransportInfo& info : ListTransports("ofi")) {
+    if (!info.is_available) GTEST_SKIP() << info.reason;
+  }
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const std::filesystem::directory_iterator opened("/proc/self/fd");
+  const auto num_opened = static_cast<rlim_t>(std::distance(begin(opened), end(opened)) - 1);
+  bool is_available = false;
+  for (rlim_t spare = 0; !is_available && spare < 64; ++spare) {
+    const rlimit few{num_opened + spare, before.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+    const std::vector<TransportInfo> found = ListTransports("ofi");
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+    ASSERT_EQ(found.size(), 1u);
+    is_available = found[0].is_available;
+    if (!is_available) {
+      EXPECT_NE(found[0].reason.find("ulimit -n"), std::string::npos) << found[0].reason;
+    }
+  }
+  EXPECT_TRUE(is_available);
 }
 
 TEST(Ofi, named_domains_are_the_rails) {
