@@ -15,6 +15,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from jax_ep._launch import process
+
 LIMIT_S = 2.0  # per process: who is stopped does not answer
 _NAME = re.compile(r"@jax_ep/report/(\d+)$", re.MULTILINE)
 _SEPARATOR = "\f"  # kReportSeparator
@@ -105,7 +107,7 @@ def to_ask(pid: int | None) -> list[int]:
 
 def no_answer(pid: int, error: OSError) -> str:
     """A sentence about a process that did not answer."""
-    return f"process {pid} does not answer ({error}): {_state(pid)}"
+    return f"process {pid} does not answer ({error}): {process.state(pid)}"
 
 
 def running() -> list[int]:
@@ -154,13 +156,3 @@ def newest_of_each(pages: Iterable[Page]) -> list[Page]:
         if not any(map(page.repeats, kept)):
             kept.append(page)
     return kept
-
-
-def _state(pid: int) -> str:
-    """What the kernel says of the process: "T (stopped)"."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "it is gone"
-    found = re.search(r"^State:\s*(.*)$", status, re.MULTILINE)
-    return f"state {found[1]}" if found else "state unknown"

@@ -28,6 +28,11 @@ TERM_TO_KILL_S = 5.0  # from SIGTERM to SIGKILL
 ORPHAN_WAIT_S = 0.5
 DRAIN_LIMIT_S = 2.0  # for output still in the pipes once every process is gone
 COORDINATOR_LIMIT_S = 2.0  # for one on another host to answer, when a process has failed
+# From the last good end to the first word on whom the launcher still waits for; each pause until
+# the next word is twice as long, up to the second number.
+WAITS_FOR_S = 10.0
+WAITS_FOR_MOST_S = 3600.0
+MOST_NAMES = 8  # of processes in one line
 PORT_ATTEMPTS = 3
 READ_BYTES = 1 << 16
 COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -64,6 +69,9 @@ class _Job:
         self._left_behind: list[Child] = []  # that failed, and others went on
         self._first_loss = 0  # exit code of the first of them
         self._is_over = False  # a process that decides has ended well
+        self._last_end_at = 0.0  # of a process that ended well
+        self._tell_at: float | None = None  # when to say who has not; None: nobody has ended
+        self._tell_pause_s = WAITS_FOR_S
         self._signals: list[int] = []
         is_debugged = os.environ.get("JAX_EP_LOG") == "debug"
         self._leave_out = (lambda line: False) if is_debugged else noise.is_harmless
@@ -149,6 +157,7 @@ class _Job:
             self._note_exits()
             self._let_process_0_leave()
             self._enforce_deadlines()
+            self._tell_who_is_left()
 
     def _pump(self, key: selectors.SelectorKey) -> bool:
         """Moves one read's worth of output; returns False at the end of the stream."""
@@ -176,6 +185,7 @@ class _Job:
             if word == b"started":
                 child.has_started = True
             elif word == b"exit" and int(argument) != 0:
+                child.has_ended = True
                 # Process 0 waits here for the others: it hosts JAX's coordinator.
                 self._note_failure(child, int(argument), f"failed with exit code {int(argument)}")
             elif word == b"exit":
@@ -186,6 +196,11 @@ class _Job:
         return child.index == 0 and not self._options.has_coordinator
 
     def _note_good_end(self, child: Child) -> None:
+        if not child.has_ended:  # it reports, and then exits
+            child.has_ended = True
+            self._last_end_at = time.monotonic()
+            self._tell_pause_s = WAITS_FOR_S
+            self._tell_at = self._last_end_at + self._tell_pause_s
         if self._options.keep_going and (self._options.has_coordinator or self._decides(child)):
             # Somebody whom it has left out may hang; then the others, and it, are ended.
             self._is_over = True
@@ -340,8 +355,33 @@ class _Job:
                 child.send_signal(signal.SIGTERM)
                 child.send_signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
 
+    def _tell_who_is_left(self) -> None:
+        """Says now and then who keeps the launcher; it ends nobody, whom a user may debug."""
+        if self._tell_at is None or self._term_at is not None:  # those that are left end soon
+            return
+        now = time.monotonic()
+        if now < self._tell_at or not self._live():
+            return
+        self._tell_at = now + self._tell_pause_s
+        self._tell_pause_s = min(2 * self._tell_pause_s, WAITS_FOR_MOST_S)
+        seconds = now - self._last_end_at
+        left = [child for child in self._live() if not child.has_ended]
+        what = f"the others ended {seconds:.0f} s ago"
+        if not left:
+            if self._options.has_others:  # the processes here may be waiting for those
+                return
+            # Process 0 leaves last.
+            left = [c for c in self._live() if self._told_process_0 or not self._decides(c)]
+            what = f"the program ended {seconds:.0f} s ago, but not the exit of the process"
+        _say(
+            f"waits for {_described(left)}: {what}; SIGCONT lets a stopped process go on, SIGTERM "
+            "to the launcher ends the job"
+        )
+
     def _seconds_to_next_deadline(self) -> float | None:
         deadline = self._kill_at if self._kill_at is not None else self._term_at
+        if deadline is None:
+            deadline = self._tell_at
         return None if deadline is None else max(0.0, deadline - time.monotonic()) + 0.001
 
     def _live(self) -> list[Child]:
@@ -382,6 +422,18 @@ class _Job:
 def _end_of(child: Child) -> os.waitid_result | None:
     """How it has ended, or None; the zombie stays, so that its process group id stays its own."""
     return os.waitid(os.P_PID, child.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _described(children: list[Child]) -> str:
+    """The first few of them, each with its pid and state."""
+    pids = [child.process.pid for child in children[:MOST_NAMES]]
+    named = [
+        f"process {child.index} (pid {pid}, {process.state(pid)})"
+        for child, pid in zip(children, pids, strict=False)
+    ]
+    if len(children) > MOST_NAMES:
+        named.append(f"{len(children) - MOST_NAMES} more")
+    return ", ".join(named)
 
 
 def _say(message: str) -> None:

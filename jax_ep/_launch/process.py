@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ class Child:
     lifeline: int  # write end: the kernel kills the child's group when this process is gone
     num_starts: int = 1  # of processes of this number, up to this one
     has_started: bool = False
+    has_ended: bool = False  # its program, whose exit hooks may still run
     has_exited: bool = False
     reports: bytes = b""
 
@@ -172,6 +174,16 @@ def expects(pid: int, number: int) -> bool:
             if name in ("SigBlk", "SigIgn", "SigCgt"):
                 masks |= int(value, 16)
     return bool(masks >> (number - 1) & 1)
+
+
+def state(pid: int) -> str:
+    """What the kernel says of the process: "state T (stopped)"."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return "it is gone"
+    found = re.search(r"^State:\s*(.*)$", status, re.MULTILINE)
+    return f"state {found[1]}" if found else "state unknown"
 
 
 def has_members(groups: set[int]) -> bool:
