@@ -26,13 +26,15 @@ _POLL_S = 1.0  # slices of a blocking read, so that Ctrl-C and dead peers are no
 class BootstrapError(RuntimeError):
     """create_group could not agree with the other processes.
 
-    `process` is the one that did not come or is gone, if that was the reason.
+    `process` is the one that did not come or is gone, if that was the reason. `words` are what the
+    others are told of it.
     """
 
-    def __init__(self, text: str, process: int | None = None):
-        """Args: what it says, and of which process."""
-        super().__init__(text)
+    def __init__(self, text: str, process: int | None = None, of_call: str = ""):
+        """Args: what it says, of which process, and behind it of which call, to this one alone."""
+        super().__init__(text + of_call)
         self.process = process
+        self.words = text
 
 
 def host_id() -> str:
@@ -214,7 +216,9 @@ class Exchange:
         """Tells the others that this process has given up; never raises."""
         if self._store is None:
             return
-        words = f"{type(error).__name__}: {error}"
+        # Others add the call, which is theirs, too.
+        words = error.words if isinstance(error, BootstrapError) else str(error)
+        words = f"{type(error).__name__}: {words}"
         with contextlib.suppress(Exception):  # the store may be what failed
             # The round that this process is in may have an outcome already.
             for number in (self._round, self._round + 1):
@@ -278,11 +282,18 @@ class Exchange:
                 next_look += look_every_s
         missing = self._publish_all()
         if missing:
+            where, fix = "", ""
+            if self.number:
+                where = " of create_group"
+                fix = (
+                    "; every process of the mesh must call create_group, with the same arguments "
+                    "and in the same order"
+                )
             raise BootstrapError(
-                f"{self.label}: {_named(missing)} did not reach stage {stage!r} of create_group "
-                f"within {self.timeout_s:g} s (call {self.number} on these devices); every process "
-                "of the mesh must call create_group, with the same arguments and in the same order",
-                process=missing[0],
+                f"{self.label}: {_named(missing)} did not reach stage {stage!r}{where} within "
+                f"{self.timeout_s:g} s{fix}",
+                missing[0],
+                self._of_call(),
             )
         return self._read(stage, "outcome")
 
@@ -319,9 +330,13 @@ class Exchange:
         place = self._place(self._round, f"outcome/{process}")
         words = self._unseal(process, place, sealed).decode(errors="replace")
         raise BootstrapError(
-            f"{self.label}: process {process} failed: {words} (call {self.number} on these "
-            "devices; to try again, call create_group again in every process)"
+            f"{self.label}: process {process} failed: {words}",
+            of_call=self._of_call("; to try again, call create_group again in every process"),
         )
+
+    def _of_call(self, advice: str = "") -> str:
+        """Which call of create_group it is, for the end of a message; nothing if it is none."""
+        return f" (call {self.number} on these devices{advice})" if self.number else ""
 
     def _open(self, process: int, sealed: bytes) -> tuple[dict[str, Any], bytes]:
         place = self._place(self._round, f"records/{process}")

@@ -185,6 +185,63 @@ def test_an_error_reaches_all_with_its_words_and_at_once(client: Any) -> None:
     assert [process.result for process in again] == [PROCESSES] * PROCESSES
 
 
+def test_what_travels_from_process_to_process_names_the_call_once(client: Any) -> None:
+    # Each that passed the words on added the call and the advice again.
+    advice = r"to try again, call create_group again in every process"
+
+    def program(exchange: bootstrap.Exchange) -> None:
+        exchange.share("hello", {})
+        if exchange.me == 0:
+            raise ValueError("mine")
+        while exchange.me == 2 and "failed" not in processes[1].error:
+            time.sleep(0.01)
+        exchange._round += exchange.me == 2  # it finds what process 1 has left
+        exchange.share("connect", {})
+
+    processes = simulated.make(client, 3, timeout_s=60)
+    simulated.run(processes, program)
+    number = processes[0].exchange.number
+    call = f" (call {number} on these devices; {advice})"
+    label = "jax_ep.create_group: process"
+    assert processes[1].error == f"BootstrapError: {label} 0 failed: ValueError: mine{call}"
+    words = f"BootstrapError: {label} 1 failed: BootstrapError: {label} 0 failed: ValueError: mine"
+    assert processes[2].error == words + call
+
+    def late(exchange: bootstrap.Exchange) -> None:
+        while exchange.me == 1 and not processes[0].error:
+            time.sleep(0.01)
+        exchange.share("hello", {})
+
+    processes = simulated.make(client, 2, timeout_s=0.5)
+    simulated.run(processes, late)
+    this = f"call {processes[0].exchange.number} on these devices"
+    assert processes[0].error.endswith(f"in the same order ({this})")
+    assert "process 1 did not reach stage 'hello'" in processes[1].error
+    assert processes[1].error.endswith(f"in the same order ({this}; {advice})")
+
+
+def test_processes_that_agree_are_not_told_of_a_call_of_create_group(client: Any) -> None:
+    # "call 0 on these devices": what agree makes anew is no call of the program.
+    calls = simulated.make(client, 2, timeout_s=0.5)
+    store = [process.exchange.group_store() for process in calls]
+    made = [bootstrap.Exchange.among([0, 1], me, store[me], "7", "group g") for me in range(2)]
+    processes = [simulated.Process(exchange, calls[0].client) for exchange in made]
+    for exchange in made:
+        exchange.timeout_s = 0.5
+
+    def program(exchange: bootstrap.Exchange) -> None:
+        while exchange.me == 1 and not processes[0].error:
+            time.sleep(0.01)
+        exchange.share("connect", {})
+
+    simulated.run(processes, program)
+    said = "group g: process 1 did not reach stage 'connect' within 0.5 s"
+    assert processes[0].error == f"BootstrapError: {said}"
+    assert processes[1].error == (
+        f"BootstrapError: group g: process 0 failed: BootstrapError: {said}"
+    )
+
+
 def test_a_process_of_this_host_that_is_gone_is_named(client: Any) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
