@@ -215,14 +215,15 @@ class Config:
             num_ranks: ranks of the group.
             node_size: ranks per node; None: Config.node_size, else all in one node.
             platform: "cpu", "gpu" or "xla": where the group's operations run.
-            num_tokens: tokens per rank of the call whose rows are counted; None: max_tokens.
+            num_tokens: tokens per rank of the call whose rows are counted, at most max_tokens, as
+                which None counts.
 
         Returns:
             A `Memory`. With "gpu" its heap and network stage are known where the GPU library is
             installed, which needs no GPU.
 
         Raises:
-            ValueError: num_ranks or node_size do not fit, or there is no such platform.
+            ValueError: num_ranks, node_size or num_tokens do not fit, or there is no such platform.
 
         Example:
             >>> memory = config.memory(8, node_size=4, platform="gpu")
@@ -235,6 +236,7 @@ class Config:
         check_sizes(where, dataclasses.replace(self, node_size=node_size), num_ranks)
         tokens = self.max_tokens if num_tokens is None else num_tokens
         _as_count(f"{where} num_tokens", tokens, minimum=0)
+        check_tokens(where, self, tokens)
         f32_partials = partials(self, platform) == "float32"
         return _memory.measure(
             where,
@@ -374,6 +376,16 @@ def peer_timeout_s(config: Config) -> float:
     if config.peer_timeout_s is not None:
         return config.peer_timeout_s
     return min(DEFAULT_PEER_TIMEOUT_S, config.timeout_s)
+
+
+def check_tokens(operation: str, config: Config, num_tokens: int) -> None:
+    """Raises ValueError if no call of a group of `config` has so many tokens per rank."""
+    if num_tokens > config.max_tokens:
+        raise ValueError(
+            f"{operation}: got T={num_tokens} tokens per rank, expected at most "
+            f"max_tokens={config.max_tokens}; raise Config.max_tokens or split the tokens "
+            "(jax_ep.moe with chunks)"
+        )
 
 
 def check_sizes(operation: str, config: Config, num_ranks: int) -> None:

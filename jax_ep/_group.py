@@ -329,16 +329,18 @@ class Group:
             R, static.
 
         Raises:
-            ValueError: num_tokens is no count, or there is no such layout.
+            ValueError: num_tokens is no count or above Config.max_tokens, or there is no such
+                layout.
 
         Example:
-            >>> rows = group.recv_rows(4096)
+            >>> rows = group.recv_rows(64)
         """
         if not _config.is_count(num_tokens, minimum=0) or layout not in _config.LAYOUTS:
             raise ValueError(
                 f"jax_ep.Group.recv_rows: got num_tokens={num_tokens!r} and layout={layout!r}, "
                 f"expected an int of at least 0 and one of {_config.LAYOUTS}"
             )
+        _config.check_tokens("jax_ep.Group.recv_rows", self.config, num_tokens)
         return _config.receive_rows(self.config, self.num_ranks, num_tokens, layout)
 
     def memory(self, platform: Platform | None = None) -> Memory:

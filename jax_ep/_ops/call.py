@@ -54,7 +54,8 @@ class Call:
     @property
     def rows(self) -> int:
         """Receive rows R."""
-        return self.group.recv_rows(self.num_tokens, self.layout)
+        group = self.group
+        return _config.receive_rows(group.config, group.num_ranks, self.num_tokens, self.layout)
 
     @property
     def hidden(self) -> int:

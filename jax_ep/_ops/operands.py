@@ -114,14 +114,7 @@ def make_call(
     ):
         if value not in choices:
             raise fail(operation, f"{name}={value!r}", "", f"one of {choices}", "use one of these")
-    if num_tokens > group.config.max_tokens:
-        raise fail(
-            operation,
-            f"T={num_tokens}",
-            "tokens per rank",
-            f"at most max_tokens={group.config.max_tokens}",
-            "raise Config.max_tokens or split the tokens (jax_ep.moe with chunks)",
-        )
+    _config.check_tokens(f"jax_ep.{operation}", group.config, num_tokens)
     chosen = group._call_mode(num_tokens, mode)
     limit = group.max_ll_tokens if chosen == "ll" else group.max_ht_tokens
     if num_tokens > limit or (limit == 0 and chosen == "ht" and group.config.mode == "ll"):

@@ -455,6 +455,22 @@ def test_receive_rows_of_what_is_no_call(arguments: tuple[Any, ...]) -> None:
         group_of(Case(ranks=2), "xla").recv_rows(*arguments)
 
 
+@pytest.mark.parametrize("mode", ["ht", "ll", "auto"])
+def test_receive_rows_of_more_tokens_than_a_call_takes(mode: Any) -> None:
+    # They were numbers for which there is no call.
+    group = jax_ep.create_group(
+        mesh_of(2), "ep", jax_ep.Config(**VALID | {"mode": mode}), implementation="xla"
+    )
+    most = group.config.max_tokens
+    too_many = rf"got T={most + 1} tokens per rank, expected at most max_tokens={most}; raise"
+    for layout in ("expert_major", "expert_batched", "rank_major"):
+        assert group.recv_rows(most, layout) > 0
+        with pytest.raises(ValueError, match=f"Group.recv_rows: {too_many}"):
+            group.recv_rows(most + 1, layout)
+    with pytest.raises(ValueError, match=f"Config.memory: {too_many}"):
+        group.config.memory(2, num_tokens=most + 1)
+
+
 def test_of_two_configs_the_fields_that_differ_are_named() -> None:
     config = jax_ep.Config(
         num_experts=8, top_k=1, hidden=64, max_tokens=1, wire=jax_ep.FP8(block=32)
