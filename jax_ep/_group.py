@@ -399,12 +399,18 @@ class Group:
 
         Raises:
             ValueError: another field, a size above the group's, or sizes that no Config takes.
+            RuntimeError: the group is closed.
 
         Example:
             >>> config = jax_ep.Config(num_experts=8, top_k=4, hidden=64, max_tokens=128)
             >>> group = jax_ep.create_group(mesh, "ep", config)
             >>> narrow = group.view(num_experts=4, top_k=1, hidden=32)
         """
+        if self.closed:
+            raise RuntimeError(closed_message(self.name))
+        return self._make_view(sizes)
+
+    def _make_view(self, sizes: ViewSizes) -> Group:
         whole = self._whole
         config = _view_config.shrink(whole.config, self.config, self.num_ranks, sizes)
         view = copy.copy(whole)
@@ -419,7 +425,8 @@ class Group:
         kept: dict[Any, Group] = self._whole._kept_views
         key = (self.config, tuple(sorted(sizes.items())))
         if key not in kept:
-            kept[key] = self.view(**sizes)
+            # Who traces an operation of a closed group is told so by the operation.
+            kept[key] = self._make_view(sizes)
         return kept[key]
 
     def check(self) -> None:

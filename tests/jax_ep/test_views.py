@@ -188,6 +188,9 @@ def test_a_view_shares_memory_life_and_counters() -> None:
     assert sum(rank["dispatches"] for rank in group.stats()["ranks"]) == 2
     view.close()
     assert view.closed and group.closed and group.heap_bytes == 0
+    for closed in (group, view):  # one that nobody could use was made
+        with pytest.raises(RuntimeError, match=r"^group ep.* is closed; create a new one$"):
+            closed.view(top_k=1)
 
 
 @pytest.mark.parametrize(
