@@ -41,7 +41,11 @@ COMMON_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def launch(options: LaunchOptions) -> int:
     """Runs the job and returns its exit code: 0, or the first failure's (128 + signal)."""
     for attempt in range(1, PORT_ATTEMPTS + 1):
-        exit_code = _Job(options).run()
+        try:
+            exit_code = _Job(options).run()
+        except process.CannotStart as error:  # the others have been ended
+            _say(str(error))
+            return 1
         if exit_code is not None:
             return exit_code
         _say(f"the coordinator could not take its port (attempt {attempt} of {PORT_ATTEMPTS})")

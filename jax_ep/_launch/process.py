@@ -127,10 +127,38 @@ def start_coordinator(options: LaunchOptions, port: int) -> Child:
     return _spawn(["jax_ep._launch.coordinator"], COORDINATOR, spec, dict(os.environ))
 
 
+class CannotStart(Exception):
+    """The system gives no more of what a process takes; says which and what to do."""
+
+    def __init__(self, index: int, error: OSError):
+        """Args: which process, and what the system said."""
+        name = "the coordinator" if index == COORDINATOR else f"process {index}"
+        super().__init__(
+            f"cannot start {name}: {error.strerror}; start fewer (-n), or raise the limits of open "
+            "files and processes (ulimit -n, ulimit -u)"
+        )
+
+
 def _spawn(module: list[str], index: int, spec: dict[str, object], env: dict[str, str]) -> Child:
-    """Starts ``python -m MODULE ARGS...``, which reads `spec` from its environment."""
+    """Starts ``python -m MODULE ARGS...``, which reads `spec` from its environment.
+
+    Raises:
+        CannotStart: nothing of it is left.
+    """
+    try:
+        return _open(module, index, spec, env)
+    except OSError as error:
+        raise CannotStart(index, error) from error
+
+
+def _open(module: list[str], index: int, spec: dict[str, object], env: dict[str, str]) -> Child:
     ours, theirs = socket.socketpair()
-    lifeline_read, lifeline_write = os.pipe()
+    try:
+        lifeline_read, lifeline_write = os.pipe()
+    except OSError:
+        ours.close()
+        theirs.close()
+        raise
     ends = {"control_fd": theirs.fileno(), "lifeline_fd": lifeline_read}
     try:
         process = subprocess.Popen(

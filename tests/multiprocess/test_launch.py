@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,14 @@ from jax_ep import __main__
 from jax_ep._launch.options import cores_of
 
 pytestmark = pytest.mark.multiprocess
+
+
+FEW_FILES = """
+import resource, sys
+from jax_ep.__main__ import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
+sys.exit(main())
+"""
 
 
 class TestRunning:
@@ -541,6 +550,21 @@ class TestNothingLeftBehind:
         done = launch(path, "-n", "1")
         assert done.returncode == 0
         assert all_gone([int(done.stdout.split("pid ")[1])])
+
+
+class TestNoMoreProcesses:
+    @pytest.mark.parametrize("option", [(), ("--coordinator",)])
+    def test_a_process_that_cannot_be_started_ends_the_others(self, script, option):
+        path = script("import os, time; print('pid', os.getpid()); time.sleep(300)")
+        few = [sys.executable, "-c", FEW_FILES, "launch", "-n", "8", *option, path]
+        done = subprocess.run(
+            few, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+        assert done.returncode == 1, done.stderr
+        words = r"\[launch\] cannot start process \d: Too many open files; start fewer \(-n\), or"
+        assert re.search(words, done.stderr), done.stderr
+        assert "Traceback" not in done.stderr
+        assert all_gone([int(pid) for pid in re.findall(r"pid (\d+)", done.stdout)])
 
 
 class TestBadInput:
