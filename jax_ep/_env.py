@@ -44,12 +44,13 @@ def positive_int(name: str) -> int | None:
     if text == "":
         return None
     is_number = text.isascii() and text.isdecimal()
-    if not is_number or len(text) > len(str(MOST_COUNT)) or not 1 <= int(text) <= MOST_COUNT:
+    digits = text.lstrip("0")
+    if not is_number or not 0 < len(digits) <= len(str(MOST_COUNT)) or int(digits) > MOST_COUNT:
         raise ValueError(
             f"{name}: got {text!r}, expected an int from 1 to {MOST_COUNT}; unset it for the "
             "default"
         )
-    return int(text)
+    return int(digits)
 
 
 def log_level(name: str = "JAX_EP_LOG") -> str:

@@ -94,6 +94,7 @@ def on_gpus() -> dict[str, list[dict[str, Any]]]:
                 round_tokens=run.round_tokens,
                 # It gathers neighbours, and one token in 2^8 has no expert in the other node.
                 rows_per_message=256,
+                ll_rows_per_message=256,
                 pinned=False,
             )
             simulated = mode(rows, gpu_runs.copy_engines(), costs.gpu(), options)

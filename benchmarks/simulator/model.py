@@ -33,8 +33,9 @@ class Options:
         experts: of the whole group.
         pieces: that a call is cut into, at least; a round is one piece (simulator/rounds.py).
         round_tokens: at most so many tokens of a rank in a round; 0: as many as there is room for.
-        rows_per_message: rows of one node side by side in one write; 0: as GPUs do it today, runs
-            of neighbours that go to the same node. In mode ll: rank.
+        rows_per_message: rows of one node side by side in one write, of mode ht; 0: as GPUs do it
+            today, runs of neighbours that go to the same node.
+        ll_rows_per_message: the same of one rank and mode ll.
         once_per: a row goes once to each "node" that wants it, over the rail, and node-mates read
             it there (mode ht); or straight to each "rank", or for each "pair" (token, k).
         pinned: rows pass through pinned host memory (else the NIC reads and writes the GPU's).
@@ -47,6 +48,7 @@ class Options:
     pieces: int = 8
     round_tokens: int = 0
     rows_per_message: int = 0
+    ll_rows_per_message: int = 0
     once_per: str = "node"
     pinned: bool = True
     proxy_threads: int = 1
@@ -70,12 +72,13 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     """Microseconds of a plan, dispatch and combine between nodes of GPUs, of the slowest rank."""
     size = options.row_bytes
     cut = rounds.ht(traffic.ranks, traffic.nodes, traffic.tokens, options.round_tokens)
-    pieces = max(options.pieces, cut.number)
+    chunks = 1 if traffic.nodes == 1 else -(-traffic.tokens // rounds.CHUNK_TOKENS)
+    pieces = max(min(options.pieces, chunks), cut.number)
     ahead = rounds.AHEAD if cut.number > 1 else pieces
     by_unit = {"node": traffic.to_node, "rank": traffic.to_rank, "pair": traffic.pairs}
     rows = traffic.away(by_unit[options.once_per])
     over_rails = options.once_per == "node"
-    writes = _writes(rows, traffic.tokens, options.rows_per_message)
+    writes = _writes(rows, traffic.tokens, options.rows_per_message, pieces)
     sent = _Rows(rows.sum(1), writes.sum(1))
     if over_rails:
         received = _Rows(*(_received_over_rail(traffic, counts) for counts in (rows, writes)))
@@ -103,6 +106,7 @@ def ht(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
         wire = network.bytes_per_us
         post_us = (costs.command_us + network.post_us) / options.proxy_threads
         # One thread posts what leaves and notices what arrives, each with a signal for every piece.
+        # post_us is both, so each of the two stages takes as long as the thread with all it does.
         proxy_us = ((out.writes + into.writes) / 2 + flows * pieces) * post_us / pieces
         leave_us, enter_us = (rows.number * size / wire / pieces for rows in (out, into))
         kernels, post, leave, enter, notice = (_Stage(traffic.ranks) for _ in range(5))
@@ -178,12 +182,14 @@ class _Rows:
     writes: np.ndarray
 
 
-def _writes(rows: np.ndarray, tokens: int, rows_per_message: int) -> np.ndarray:
+def _writes(rows: np.ndarray, tokens: int, rows_per_message: int, pieces: int) -> np.ndarray:
     """How many writes carry `rows`, those of a rank to one node or rank, of `tokens` tokens."""
-    if rows_per_message > 0:
-        return rows / rows_per_message
-    # Runs in a chunk of neighbours, each of which goes there with this probability.
+    # Each token goes there with this probability.
     share = np.minimum(rows / tokens, 1.0)
+    if rows_per_message > 0:
+        with_rows = pieces * (1 - (1 - share) ** (tokens / pieces))
+        return np.maximum(rows / rows_per_message, with_rows)
+    # Runs in a chunk of neighbours.
     runs = share + (RUN_TOKENS - 1) * share * (1 - share)
     return np.maximum(runs * tokens / RUN_TOKENS, rows / RUN_TOKENS)
 
@@ -199,20 +205,24 @@ def ll(traffic: Traffic, network: Network, costs: GpuCosts, options: Options) ->
     others = traffic.ranks - traffic.node_size
     away = traffic.away(traffic.to_rank)
     rows = float(away.sum(1).max())
-    writes = float(_writes(away, traffic.tokens, options.rows_per_message).sum(1).max())
     wire = network.bytes_per_us
     post_us = (costs.command_us + network.post_us) / options.proxy_threads
     number = rounds.ll(traffic.ranks, traffic.nodes, traffic.tokens, options.round_tokens).number
+    per_message = options.ll_rows_per_message
+    writes = float(_writes(away, traffic.tokens, per_message, number).sum(1).max())
     result: dict[str, float] = {"rounds": number}
-    # To each peer in every round a count and "read"; in a dispatch routing, too.
-    for i, (name, extra) in enumerate((("dispatch_us", 3 * number), ("combine_us", 2 * number))):
-        messages = writes + extra * others
+    # To each peer in every exchange a count and "read", in a dispatch routing, too. A dispatch of
+    # several rounds exchanges its plan before them.
+    for i, (name, exchanges, signals) in enumerate(
+        (("dispatch_us", number + (number > 1), 3), ("combine_us", number, 2))
+    ):
+        messages = writes + exchanges * signals * others
         stage_us = rows * options.row_bytes / (costs.stage_gb_s[0] * 1e3) if options.pinned else 0.0
         slowest = max(messages * post_us, rows * options.row_bytes / wire, stage_us)
         scale = options.row_bytes / (7168 * 2)
-        # A round is sent when the one before it has been used.
+        # One is sent when the one before it has been used.
         result[name] = (
-            number * (costs.ll_us[i] + network.latency_us + costs.signal_us)
+            exchanges * (costs.ll_us[i] + network.latency_us + costs.signal_us)
             + costs.ll_us_per_token[i] * traffic.tokens * scale
             + slowest
         )

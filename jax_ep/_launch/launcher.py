@@ -366,8 +366,8 @@ class _Job:
         now = time.monotonic()
         if now < self._tell_at or not self._live():
             return
-        self._tell_at = now + self._tell_pause_s
         self._tell_pause_s = min(2 * self._tell_pause_s, WAITS_FOR_MOST_S)
+        self._tell_at = now + self._tell_pause_s
         seconds = now - self._last_end_at
         left = [child for child in self._live() if not child.has_ended]
         what = f"the others ended {seconds:.0f} s ago"

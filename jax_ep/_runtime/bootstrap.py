@@ -282,15 +282,14 @@ class Exchange:
                 next_look += look_every_s
         missing = self._publish_all()
         if missing:
-            where, fix = "", ""
+            fix = ""
             if self.number:
-                where = " of create_group"
                 fix = (
                     "; every process of the mesh must call create_group, with the same arguments "
                     "and in the same order"
                 )
             raise BootstrapError(
-                f"{self.label}: {_named(missing)} did not reach stage {stage!r}{where} within "
+                f"{self.label}: {_named(missing)} did not reach {self._named_stage(stage)} within "
                 f"{self.timeout_s:g} s{fix}",
                 missing[0],
                 self._of_call(),
@@ -303,7 +302,7 @@ class Exchange:
             if is_gone(pid):
                 return BootstrapError(
                     f"{self.label}: process {process} (pid {pid}) is gone; it ended in or before "
-                    f"stage {stage!r} of create_group",
+                    f"{self._named_stage(stage)}",
                     process=process,
                 )
         for process in self.processes:
@@ -333,6 +332,9 @@ class Exchange:
             f"{self.label}: process {process} failed: {words}",
             of_call=self._of_call("; to try again, call create_group again in every process"),
         )
+
+    def _named_stage(self, stage: str) -> str:
+        return f"stage {stage!r}" + (" of create_group" if self.number else "")
 
     def _of_call(self, advice: str = "") -> str:
         """Which call of create_group it is, for the end of a message; nothing if it is none."""

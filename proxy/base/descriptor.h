@@ -1,7 +1,7 @@
 // A file descriptor that is closed when its owner goes.
 #pragma once
 
-#include <fcntl.h>
+#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <string>
@@ -39,7 +39,7 @@ class Descriptor {
 inline Status CheckDescriptors(size_t count, const std::string& whose) {
   std::vector<Descriptor> opened;
   for (size_t i = 0; i < count; ++i) {
-    opened.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    opened.emplace_back(eventfd(0, EFD_CLOEXEC));
     if (opened.back().fd() < 0) {
       return Unavailable(whose + ": got " + std::to_string(i) +
                          " more file descriptors, expected at least " + std::to_string(count) +

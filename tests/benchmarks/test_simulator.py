@@ -155,6 +155,22 @@ def test_constants_of_rounds_are_those_of_the_kernels():
         assert re.findall(rf"\b{name} = (\d+);", text) == [str(value)], name
 
 
+def test_calls_have_no_more_pieces_than_chunks():
+    few = _setup(ranks=16, tokens=32)
+    assert _dispatch_us(few, pieces=8) == _dispatch_us(few, pieces=1)
+    one_node = _setup(ranks=8, tokens=4096)
+    assert _dispatch_us(one_node, pieces=8) == _dispatch_us(one_node, pieces=1)
+
+
+def test_a_write_has_no_rows_of_two_rounds():
+    from simulator import model
+
+    rows = np.full((1, 4), 64.0)  # to each of four nodes, half of 128 tokens
+    for pieces in (1, 2, 4, 32):
+        (writes,) = model._writes(rows, 128, 64, pieces).tolist()
+        assert all(0.9 * pieces <= count <= max(pieces, 1) for count in writes), (pieces, writes)
+
+
 def test_rounds_cost_their_kernels_and_wait_for_each_other():
     setup = _setup(ranks=2, node_size=1, tokens=4096)
     whole = _dispatch_us(setup, pieces=1, pinned=False)
@@ -170,8 +186,8 @@ def test_rounds_cost_their_kernels_and_wait_for_each_other():
 
 
 def test_two_gpus_took_about_what_is_simulated():
-    """The runs are recorded, so this holds the model: 64 and 128 rounds fit because a round's
-    costs are taken from them, all others are for it to explain."""
+    """The runs are recorded, so this holds the model: costs of a round are taken from 64 and 128
+    rounds, those of mode ll from one token; all other runs are for it to explain."""
     from simulator import check
 
     for name, runs in check.on_gpus().items():

@@ -138,7 +138,6 @@ TEST(GpuHeap, TheStageHasRoomForRecordsThatBeginAtLines) {
   }
 }
 
-// Sets of mode ll multiply; what mode ht takes beside them does not.
 // A chunk of neighbours crosses as one command: checks.cc refuses what it cannot carry.
 TEST(GpuHeap, ATokenTakesWhatTheLongestOfItsRecordsTakes) {
   GroupShape shape = ShapeOf(4, 128);
@@ -160,6 +159,7 @@ TEST(GpuHeap, ATokenTakesWhatTheLongestOfItsRecordsTakes) {
   EXPECT_GT(bytes_of(), most);
 }
 
+// Sets of mode ll multiply; what mode ht takes beside them does not.
 TEST(GpuHeap, OnlyModeLlTakesMoreForMoreStarts) {
   GroupShape shape = ShapeOf(4, 4096);
   shape.ll_tokens = 128;

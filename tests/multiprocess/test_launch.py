@@ -413,11 +413,16 @@ class TestWhoIsLeft:
     def test_a_process_that_is_stopped_when_the_others_have_ended_is_named(self, script, index):
         path = script(
             f"""
-            import os, signal, jax
+            import os, pathlib, signal, time, jax
+            said = pathlib.Path(__file__).with_suffix
             if jax.process_index() == {index}:
+                while not all(said(f".{{i}}").exists() for i in range(3) if i != {index}):
+                    time.sleep(0.01)  # they may need process 0 until then
                 print("pid", os.getpid(), flush=True)
                 os.kill(os.getpid(), signal.SIGSTOP)
                 print("went on")
+            else:
+                said(f".{{jax.process_index()}}").touch()
             """
         )
         job = self._start(path, "-n", "3")
@@ -443,8 +448,8 @@ class TestWhoIsLeft:
         job = self._start(path, "-n", "2", "--grace", "1")
         (line,) = wait_for_lines(job, "pid ", 1)
         pid = int(line.split()[-1])
-        (said,) = wait_for_lines(job, "[launch]", 1)
-        assert f"waits for process 1 (pid {pid}, state T (stopped)): the program ended" in said
+        words = f"[launch] waits for process 1 (pid {pid}, state T (stopped)): the program ended"
+        wait_for_lines(job, words, 1)  # before it stops, another may be spoken of
         job.send_signal(signal.SIGTERM)
         job.communicate(timeout=LIMIT_S)
         assert all_gone([pid])
