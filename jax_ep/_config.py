@@ -395,8 +395,8 @@ def check_sizes(operation: str, config: Config, num_ranks: int) -> None:
         name = "num_experts" if config.physical_experts is None else "physical_experts"
         raise ValueError(
             f"{operation}: got {name}={slots}, expected a multiple of "
-            f"the group's {num_ranks} ranks; use "
-            f"{align_up(slots, num_ranks)} experts, or another axis"
+            f"the group's {num_ranks} ranks; use {name}={align_up(slots, num_ranks)}, or another "
+            "axis"
         )
     if config.node_size is not None and num_ranks % config.node_size:
         raise ValueError(

@@ -294,9 +294,8 @@ NB_MODULE(_core, m) {
         "order, for platform \"cpu\" or a GPU platform.");
   m.attr("AGREEMENT") = jax_ep::FailureLatch::kAgreement;
   m.attr("STALL_SHARE") = jax_ep::kStallShare;
-  m.def(
-      "check_environment", &jax_ep::CheckEnvironment, nb::arg("name"),
-      "ValueError if this variable has a value that is not allowed (base/env.h).");
+  m.def("check_environment", &jax_ep::CheckEnvironment, nb::arg("name"),
+        "ValueError if this variable has a value that is not allowed (base/env.h).");
   m.def(
       "begin_stay",
       [](const std::string& what, uint32_t number) {

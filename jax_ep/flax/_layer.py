@@ -79,7 +79,7 @@ class Layer:
     def weights(self) -> dict[str, Weight]:
         """Every parameter that this layer has, with its global shape."""
         config = self.config
-        self._check_types()
+        self.check_types()
         self.placement.check(config, self.group)
         self._check_precision()
         present = ["router", "w_up", "w_down"]
@@ -88,7 +88,8 @@ class Layer:
             present += ["shared_up", "shared_down"] + ["shared_gate"] * config.gated
         return {name: Weight(self._shape(name), self._spec(name)) for name in present}
 
-    def _check_types(self) -> None:
+    def check_types(self) -> None:
+        """Raises ValueError if config, group or placement is something else."""
         kinds = {
             "config": ("a jax_ep.flax.MoEConfig", MoEConfig),
             "group": ("what jax_ep.create_group returns", jax_ep.Group),

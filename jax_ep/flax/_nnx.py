@@ -75,6 +75,8 @@ class MoE(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         """Creates the weights."""
+        # NNX refuses an attribute of a wrong type in words of its own.
+        Layer(config, group, placement, expert_fn, precision).check_types()
         self.config = config
         self.group = group
         self.placement = placement

@@ -167,8 +167,8 @@ Result<SharedMemory> SharedMemory::Create(size_t num_bytes, bool shareable) {
   }
   memory.fd_ = memfd_create("jax_ep", MFD_CLOEXEC);
   if (memory.fd_ < 0) {
-    return ResourceExhausted("shared memory: memfd_create says " + ErrnoText(errno) +
-                             "; " + kMoreDescriptors);
+    return ResourceExhausted("shared memory: memfd_create says " + ErrnoText(errno) + "; " +
+                             kMoreDescriptors);
   }
   // A memfd is made with mode 0777. Other users cannot open it through /proc anyway; nor shall they
   // if they come by a path to it.

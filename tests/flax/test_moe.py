@@ -344,11 +344,11 @@ class TestMistakesAreNamed:
         self.check("got MoEConfig.num_experts=16 with a group of num_experts=8", make(QWEN3))
         self.check("got config of type Config, expected a jax_ep.flax.MoE", make(group.config))
         self.check("got group of type NoneType", lambda: moe_of(MIXTRAL, None))
-        wrong = P("fsdp")
-        self.check(
-            "got placement of type P.*, expected a jax_ep.flax.Placement",
-            lambda: moe_of(MIXTRAL, group, placement=wrong),
-        )
+        for wrong in (P("fsdp"), jax_ep.Placement.identity(8, 8)):
+            self.check(
+                "got placement of type P.*, expected a jax_ep.flax.Placement",
+                lambda wrong=wrong: moe_of(MIXTRAL, group, placement=wrong),
+            )
         self.check("Placement.fsdp='nowhere'", make(fsdp="nowhere"))
         self.check("Placement.tp='ep'", make(tp="ep"))
         self.check("Placement.fsdp='tp'", make(fsdp="tp", tp="tp"))

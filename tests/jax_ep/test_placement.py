@@ -248,7 +248,8 @@ def test_sizes_of_slots_are_checked() -> None:
     with pytest.raises(ValueError, match=r"physical_experts: got 6, expected at least num_exp"):
         dataclasses.replace(config, physical_experts=6)
     with pytest.raises(
-        ValueError, match=r"got physical_experts=12, expected a multiple .* 5 ranks"
+        ValueError,
+        match=r"got physical_experts=12, expected a multiple .* 5 ranks; use physical_experts=15",
     ):
         config.memory(5, platform="xla")
     plain = dataclasses.replace(config, num_experts=12, physical_experts=None)
