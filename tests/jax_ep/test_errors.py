@@ -98,7 +98,7 @@ def test_a_short_timeout_shortens_the_silence_that_is_allowed() -> None:
         (
             "ep",
             {"num_experts": 9},
-            r"num_experts=9, expected a multiple of the group's 2 ranks; use 10",
+            r"num_experts=9, expected a multiple of the group's 2 ranks; use num_experts=10",
         ),
         ("tp", {}, r"axis='tp', expected .* names of the mesh axes \('ep',\)"),
         (("ep", "ep"), {}, "distinct"),
