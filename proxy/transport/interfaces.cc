@@ -1,12 +1,16 @@
 #include "proxy/transport/interfaces.h"
 
 #include <arpa/inet.h>
+#include <errno.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <string.h>
 
 #include <algorithm>
 #include <memory>
+
+#include "proxy/base/descriptor.h"
 
 namespace jax_ep {
 namespace {
@@ -28,10 +32,15 @@ std::string AddressText(const sockaddr* address) {
 
 }  // namespace
 
-std::vector<Interface> ListInterfaces() {
+Result<std::vector<Interface>> ListInterfaces() {
   std::vector<Interface> found;
   ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return found;
+  if (getifaddrs(&list) != 0) {
+    const int error = errno;
+    std::string text = std::string("the network interfaces cannot be listed: ") + strerror(error);
+    if (error == EMFILE) text += std::string("; ") + kMoreDescriptors;
+    return Unavailable(text);
+  }
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, &freeifaddrs);
   for (const int family : {AF_INET, AF_INET6}) {
     for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
@@ -65,7 +74,7 @@ std::vector<std::string> SplitNames(std::string_view text) {
 }
 
 Result<std::vector<Interface>> ChooseInterfaces(std::string_view wanted) {
-  std::vector<Interface> all = ListInterfaces();
+  JAX_EP_ASSIGN_OR_RETURN(const std::vector<Interface> all, ListInterfaces());
   std::vector<Interface> chosen;
   for (const std::string& name : SplitNames(wanted)) {
     const auto it = std::find_if(all.begin(), all.end(),

@@ -17,7 +17,8 @@ struct Interface {
 };
 
 // Interfaces that are up and have an address, in the kernel's order, loopback last.
-std::vector<Interface> ListInterfaces();
+// \error kUnavailable  the kernel does not say, as to a process without descriptors
+Result<std::vector<Interface>> ListInterfaces();
 
 // "a,b" -> {"a", "b"}; empty parts are dropped.
 std::vector<std::string> SplitNames(std::string_view text);

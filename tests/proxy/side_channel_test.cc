@@ -203,10 +203,11 @@ TEST(NetworkThreads, that_cannot_start_are_errors) {
 }
 
 TEST(Interfaces, loopback_comes_last_and_unknown_names_are_explained) {
-  const std::vector<Interface> all = ListInterfaces();
-  ASSERT_FALSE(all.empty());
+  const Result<std::vector<Interface>> all = ListInterfaces();
+  ASSERT_TRUE(all.ok()) << all.status().message();
+  ASSERT_FALSE(all->empty());
   bool seen_loopback = false;
-  for (const Interface& interface : all) {
+  for (const Interface& interface : *all) {
     EXPECT_FALSE(seen_loopback && !interface.is_loopback);
     seen_loopback |= interface.is_loopback;
   }
