@@ -7,18 +7,31 @@
 //   use of the set (slot_sets.cuh); adders come later in the grid. start is a kernel of senders,
 //   done one of adders. A whole call sums its own rows where it adds; a start pushes that partial
 //   to its own set as well. Over several nodes a whole call is a start and a done, or several
-//   (network/ll_calls.cc), and network/slots.cu takes in what crosses nodes.
+//   (network/ll_calls.cc), and the first blocks of a done take in what crosses nodes
+//   (network/take_records.cuh).
 #include <algorithm>
 
 #include "kernels/gpu/lanes/slot_combine_add.cuh"
 #include "kernels/gpu/lanes/slot_combine_send.cuh"
 #include "kernels/gpu/launch.h"
-#include "kernels/gpu/network/launchers.h"
+#include "kernels/gpu/network/take_records.cuh"
 
 namespace jax_ep::gpu {
 namespace {
 
 using namespace slot_combine;
+
+// All threads of the block of a start, whole calls of one node too: other nodes have read the set's
+// last use. The last block tells them first what this rank has read.
+__device__ inline bool IsReadElsewhere(const SlotCombineParams& params, const CallSlot& slot,
+                                       uint32_t* shared_flag) {
+  const DeviceRank& device = params.device;
+  if (device.network == nullptr) return true;
+  if (blockIdx.x == params.num_send_blocks - 1 && WarpId() == kWarps - 1) {
+    TellReads(device, params.kind, params.operation);
+  }
+  return BlockWaitRead(device, params.kind, params.operation, slot, shared_flag);
+}
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -33,11 +46,12 @@ __global__ void __launch_bounds__(kThreads, 1)
             blockIdx.x < params.num_send_blocks, call);
   const CallSlot& slot = call.slot;
   if (slot.is_ok != 0) {
-    if (blockIdx.x >= params.num_send_blocks) {
+    if (blockIdx.x >= params.num_send_blocks + params.num_take_blocks) {
       Receive<T>(params, slot, lists[WarpId()], &shared_flag);
+    } else if (params.num_take_blocks > 0) {
+      BlockTakeRecords(device, params.taken, slot, blockIdx.x, &shared_flag);
     } else if (WaitReusable(device, params.kind, params.operation, call, &shared_flag) &&
-               (device.network == nullptr ||
-                BlockWaitRead(device, params.kind, params.operation, slot, &shared_flag))) {
+               IsReadElsewhere(params, slot, &shared_flag)) {
       Send<T>(params, slot, lists[WarpId()]);
     }
   }
@@ -152,17 +166,16 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const
     if (const char* error = LaunchIndexPairs(rank, pairs, stream)) return error;
   }
   if (has_network && part == CallPart::kDone) {
-    const TakeRecordsParams records{.device = rank.device,
-                                    .operation = params.operation,
-                                    .start_operation = params.start_operation,
-                                    .kind = params.kind,
-                                    .num_tokens = num_tokens,
-                                    .num_pieces = params.pieces.count,
-                                    .has_rows = has_rows,
-                                    .has_ids = false,
-                                    .has_weights = false,
-                                    .epoch = epoch_in};
-    if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
+    params.taken = {.operation = params.operation,
+                    .start_operation = params.start_operation,
+                    .kind = params.kind,
+                    .num_tokens = num_tokens,
+                    .num_pieces = params.pieces.count,
+                    .has_rows = has_rows};
+    if (const char* error =
+            PrepareToTake(rank, epoch_in, params.taken, params.num_take_blocks, stream)) {
+      return error;
+    }
   }
 #if JAX_EP_BULK_COPIES
   const bool moves_rows = (part == CallPart::kDone || params.y != nullptr) &&
@@ -192,7 +205,7 @@ const char* LaunchSlotCombine(RankHandle& rank, const CombineParams& call, const
       params.num_send_blocks = blocks = blocks_for(send_units, most);
       break;
     case CallPart::kDone:
-      blocks = blocks_for(add_units, most);
+      blocks = params.num_take_blocks + blocks_for(add_units, most - params.num_take_blocks);
       break;
   }
   KernelOf(shape, is_vectorised)<<<blocks, kThreads, 0, stream>>>(params);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/gpu/launch_state.h"
+#include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/slots.cuh"
 #include "kernels/gpu/protocol/open_end.cuh"
 #include "kernels/gpu/protocol/push.cuh"
@@ -27,7 +28,9 @@ struct SlotCombineParams {
   Operation operation;        // this kernel's
   Operation start_operation;  // the one whose flags are waited for
   uint32_t num_send_blocks;
-  uint32_t num_tokens;  // of the round
+  uint32_t num_take_blocks;  // of a done, before those that add
+  RecordsToTake taken;       // by these
+  uint32_t num_tokens;       // of the round
   LlRound round;
   uint32_t rank_rows;  // slots of one rank in send_slot
   Pieces pieces;
@@ -124,7 +127,7 @@ __device__ inline void FinishSlotCombine(const SlotCombineParams& params, uint64
     if (is_part && !has_failed && is_start) {
       FinishSending(device, params.kind, params.operation, slot, /*num_more=*/0);
     } else if (is_part && !has_failed && params.part == CallPart::kDone) {
-      SayRead(device, params.kind, params.operation, slot.set);
+      NoteRead(device, params.kind, params.operation, slot.set);
     }
   }
   if (HasFailed(device)) {

@@ -47,8 +47,9 @@ template <typename T>
 __device__ void Receive(const SlotCombineParams& params, const CallSlot& slot, RowList& list,
                         uint32_t* shared_flag) {
   const DeviceRank& device = params.device;
-  const uint32_t num_blocks = gridDim.x - params.num_send_blocks;
-  const uint32_t block = blockIdx.x - params.num_send_blocks;
+  const uint32_t num_before = params.num_send_blocks + params.num_take_blocks;
+  const uint32_t num_blocks = gridDim.x - num_before;
+  const uint32_t block = blockIdx.x - num_before;
   const bool is_whole = params.part == CallPart::kWhole;
   const RowIndex index(device, slot.sequence, params.num_tokens);
   if (is_whole) {

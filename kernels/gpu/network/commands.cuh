@@ -133,14 +133,19 @@ __device__ bool WarpPushToRail(const DeviceRank& device, Operation operation, Ma
       [&](uint32_t peer) { return peer % device.shape.node_size == LocalRankOf(device); }, make);
 }
 
+// Where signals of `source` to this rank's mate `local` are counted.
+__device__ inline const uint64_t* SignalOf(const DeviceRank& device, uint32_t local,
+                                           Channel channel, uint32_t source) {
+  return device.network->signals[local] + SignalIndex(device.shape.num_ranks, channel, source);
+}
+
 // One thread waits until `source` has sent `wanted` signals (epochs of a counted channel) to this
 // rank's mate `local`. What they followed can be read in that mate's stage.
 __device__ inline bool WaitSignals(const DeviceRank& device, uint32_t local, Channel channel,
                                    uint32_t source, Operation operation, uint64_t wanted) {
-  const uint64_t* flag =
-      device.network->signals[local] + SignalIndex(device.shape.num_ranks, channel, source);
-  return SpinOn(device, flag, source, {operation, WaitPhaseOf(channel)}, wanted,
-                FailureKind::kTimeout, [](uint64_t seen, uint64_t sought) {
+  return SpinOn(device, SignalOf(device, local, channel, source), source,
+                {operation, WaitPhaseOf(channel)}, wanted, FailureKind::kTimeout,
+                [](uint64_t seen, uint64_t sought) {
                   return seen >= sought ? Seen::kThere : Seen::kTooEarly;
                 });
 }

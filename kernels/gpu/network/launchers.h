@@ -49,9 +49,8 @@ struct IndexPairsParams {
   uint64_t recv_rows;
 };
 const char* LaunchIndexPairs(RankHandle& rank, const IndexPairsParams& call, cudaStream_t stream);
-// LL: before a done, what other nodes have sent: to where node-mates push, or flags alone.
-struct TakeRecordsParams {
-  DeviceRank device;
+// LL: what a done takes in of what other nodes have sent (take_records.cuh).
+struct RecordsToTake {
   Operation operation;
   Operation start_operation;
   SetKind kind;
@@ -59,8 +58,16 @@ struct TakeRecordsParams {
   uint32_t num_pieces;  // flags of a row
   bool has_rows;
   bool has_ids, has_weights;  // of a dispatch
-  const int32_t* epoch;
+  uint32_t num_parts;         // in which blocks share the records of a rank
+
+  // Of a dispatch without rows nothing but the head has come.
+  __host__ __device__ uint32_t num_records() const {
+    return kind == SetKind::kLlDispatch && !has_rows ? 0 : num_tokens;
+  }
 };
-const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& call, cudaStream_t stream);
+// For the done of `epoch`: chooses taken.num_parts, and how many of its first blocks take. 0: a
+// kernel in front of it does, which is launched.
+const char* PrepareToTake(RankHandle& rank, const int32_t* epoch, RecordsToTake& taken,
+                          uint32_t& num_take_blocks, cudaStream_t stream);
 
 }  // namespace jax_ep::gpu

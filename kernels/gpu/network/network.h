@@ -38,6 +38,7 @@ struct RingCounters {
 struct NetSets {
   uint64_t started;         // epochs sent
   uint64_t read;            // epochs that this rank has read from its stage
+  uint64_t read_told;       // of these, how many it has told the others
   uint64_t read_by_others;  // epochs of which it is known here
   struct {
     uint64_t epoch;  // that used the set last

@@ -4,18 +4,16 @@
 //                to each.
 //   IndexPairs   before the start of a combine, which sends its records itself
 //                (slot_combine_send.cuh): which rows it has of whose tokens.
-//   TakeRecords  before a done: waits for the counts of other nodes' ranks, copies what they have
-//                sent to where node-mates push, but for records that the done reads in the GPU's
-//                own stage, and sets the same flags.
+//   TakeRecords  before a done of many remote ranks: takes in what they have sent
+//                (take_records.cuh). Of few, the first blocks of the done do.
 //
-// The done says that the stage's set has been read (SayRead).
+// The done notes that the stage's set has been read, the next start tells it (NoteRead).
 #include <algorithm>
 
 #include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/network/slots.cuh"
-#include "kernels/gpu/protocol/push.cuh"
-#include "kernels/gpu/protocol/tagged_words.cuh"
+#include "kernels/gpu/network/take_records.cuh"
 
 namespace jax_ep::gpu {
 namespace {
@@ -131,6 +129,9 @@ __global__ void __launch_bounds__(kThreads)
   }
   SyncBlock();
   const uint64_t epoch = NetSetsOf(device, kKind).started + 1;
+  if (slot.is_ok != 0 && blockIdx.x == gridDim.x - 1 && WarpId() == kWarps - 1) {
+    TellReads(device, kKind, params.operation);
+  }
   if (slot.is_ok != 0 && BlockWaitRead(device, kKind, params.operation, slot, &shared_flag)) {
     const uint32_t num_rows = params.x != nullptr ? params.num_tokens : 0;
     if (blockIdx.x == gridDim.x - 1 && WarpId() == 0) SendHead(params, slot, epoch);
@@ -160,105 +161,24 @@ __global__ void __launch_bounds__(kThreads)
       gridDim.x * kThreads);
 }
 
-// What a record of a kind has, and where it goes.
-struct RecordFacts {
-  PushArea area;
-  uint64_t tag, row_bytes;
+struct TakeRecordsParams {
+  DeviceRank device;
+  RecordsToTake taken;
+  const int32_t* epoch;
 };
-__device__ inline RecordFacts FactsOf(const DeviceRank& device, SetKind kind) {
-  const NetLayout& layout = device.network->layout;
-  const GroupShape& shape = device.shape;
-  if (kind == SetKind::kLlDispatch) {
-    return {device.layout.ll_dispatch, layout.ll_row_tag,
-            shape.hidden * ElemBytes(shape.elem_type)};
-  }
-  const ElemType partial = shape.f32_partials ? ElemType::kF32 : shape.elem_type;
-  return {device.layout.ll_combine, layout.ll_sum_tag, shape.hidden * ElemBytes(partial)};
-}
-
-// Of a dispatch without rows nothing but the head has come.
-__host__ __device__ inline uint32_t NumRecords(const TakeRecordsParams& params) {
-  const bool is_head_alone = params.kind == SetKind::kLlDispatch && !params.has_rows;
-  return is_head_alone ? 0 : params.num_tokens;
-}
-
-// All threads of the block: its part of what `source` has sent.
-__device__ void TakeFrom(const TakeRecordsParams& params, const CallSlot& slot, uint32_t source,
-                         uint32_t part, uint32_t num_parts) {
-  const DeviceRank& device = params.device;
-  const GroupShape& shape = device.shape;
-  const NetLayout& layout = device.network->layout;
-  const RecordFacts facts = FactsOf(device, params.kind);
-  const SentRecords records = RecordsOf(device, params.kind, slot.set, source);
-  const bool is_dispatch = params.kind == SetKind::kLlDispatch;
-  const bool are_copied = !AreReadInStage(device, source);
-  const uint64_t value = StartFlag(slot, params.start_operation);
-  auto* block = OwnHeapAt<std::byte>(device, facts.area.blocks.At(slot.set, source));
-  if (part == 0) {
-    const uint32_t cells = params.num_tokens * shape.top_k;
-    if (is_dispatch) {
-      const std::byte* from = records.begin - layout.ll_head_bytes;
-      const auto tag = [&](uint64_t to, uint64_t at, uint32_t count) {  // a share by each warp
-        const uint32_t share = (count + kWarps - 1) / kWarps;
-        const uint32_t first = WarpId() * share;
-        if (first >= count) return;
-        WarpTag(reinterpret_cast<uint64_t*>(block + to) + first,
-                from + at + first * sizeof(uint32_t), first + share < count ? share : count - first,
-                slot.started);
-      };
-      tag(0, 0, PushHeader::kNumWords);
-      if (params.has_ids) tag(device.layout.push_ids, layout.ll_ids, cells);
-      if (params.has_weights) tag(device.layout.push_weights, layout.ll_weights, cells);
-    } else if (threadIdx.x == 0) {
-      *OwnHeapAt<uint64_t>(device, facts.area.meta_flags.At(slot.set, source)) = value;
-    }
-  }
-  const uint64_t scalars_bytes = shape.top_k * sizeof(float);
-  for (uint32_t token = part * kWarps + WarpId(); token < NumRecords(params);
-       token += num_parts * kWarps) {
-    const std::byte* record = records.Of(token);
-    // Relaxed: the count came after it.
-    const uint64_t tag = *reinterpret_cast<const volatile uint64_t*>(record + facts.tag);
-    if (tag != value) {
-      if (LaneId() == 0 && tag >> kCallBits == value >> kCallBits) {
-        Fail(device, FailureKind::kWrongOrder, params.operation, source, value, tag);
-      }
-      continue;
-    }
-    if (params.has_rows && are_copied) {
-      WarpCopyBytes(block + facts.area.rows + token * facts.area.pitch, record, facts.row_bytes);
-    }
-    if (!is_dispatch && are_copied) {
-      WarpCopyBytes(block + token * scalars_bytes, record + layout.ll_sum_scalars, scalars_bytes);
-    }
-    SyncWarp();
-    for (uint32_t piece = LaneId(); piece < params.num_pieces; piece += kWarpSize) {
-      *OwnHeapAt<uint64_t>(device, PieceFlag(facts.area, slot.set, source, token, piece)) = value;
-    }
-  }
-}
-
 __global__ void __launch_bounds__(kThreads)
     TakeRecords(const __grid_constant__ TakeRecordsParams params) {
   __shared__ CallSlot slot;
   __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
-  const uint32_t num_remotes = NumRemotes(device);
-  const uint32_t source = RemoteRank(device, blockIdx.x % num_remotes);
-  const NetSets& sets = NetSetsOf(device, params.kind);
+  const RecordsToTake& taken = params.taken;
   if (threadIdx.x == 0) {
-    if (blockIdx.x == 0) StampBegin(device, params.operation);
-    slot = FindOpenSet(device, params.kind, params.operation, *params.epoch);
-    shared_flag = slot.is_ok != 0 && !HasFailed(device) &&
-                          WaitSignals(device, LocalRankOf(device), ChannelsOf(params.kind).records,
-                                      source, params.operation, sets.sets[slot.set].epoch)
-                      ? 1
-                      : 0;
+    if (blockIdx.x == 0) StampBegin(device, taken.operation);
+    slot = FindOpenSet(device, taken.kind, taken.operation, *params.epoch);
+    if (HasFailed(device)) slot.is_ok = 0;
   }
   SyncBlock();
-  if (shared_flag != 0) {
-    TakeFrom(params, slot, source, blockIdx.x / num_remotes, gridDim.x / num_remotes);
-  }
+  if (slot.is_ok != 0) BlockTakeRecords(device, taken, slot, blockIdx.x, &shared_flag);
 }
 
 }  // namespace
@@ -284,15 +204,21 @@ const char* LaunchIndexPairs(RankHandle& rank, const IndexPairsParams& params,
   return LaunchResult("IndexPairs");
 }
 
-const char* LaunchTakeRecords(RankHandle& rank, const TakeRecordsParams& params,
-                              cudaStream_t stream) {
+const char* PrepareToTake(RankHandle& rank, const int32_t* epoch, RecordsToTake& taken,
+                          uint32_t& num_take_blocks, cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const uint32_t num_remotes = shape.num_ranks - shape.node_size;
-  const uint32_t most_parts = std::max(rank.ll_blocks / num_remotes, 1u);
+  const uint32_t most_of_done = rank.ll_blocks / 4;
+  const bool is_in_done = num_remotes <= most_of_done;
+  const uint32_t most_parts =
+      std::max((is_in_done ? most_of_done : rank.ll_blocks) / num_remotes, 1u);
   // Each looks at the host's signal; without rows to copy there is little to share.
-  const uint32_t records_of_warp = rank.has_device_stages ? 4 : 1;
-  const uint32_t parts = BlocksFor(NumRecords(params), records_of_warp * kWarps, most_parts);
-  TakeRecords<<<num_remotes * parts, kThreads, 0, stream>>>(params);
+  const uint32_t records_of_block = rank.has_device_stages ? kThreads : kWarps;
+  taken.num_parts = BlocksFor(taken.num_records(), records_of_block, most_parts);
+  const uint32_t blocks = num_remotes * taken.num_parts;
+  num_take_blocks = is_in_done ? blocks : 0;
+  if (is_in_done) return nullptr;
+  TakeRecords<<<blocks, kThreads, 0, stream>>>({rank.device, taken, epoch});
   return LaunchResult("TakeRecords");
 }
 

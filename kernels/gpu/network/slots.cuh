@@ -1,7 +1,7 @@
 // Slot sets between nodes (mode ll): what a start does for ranks of other nodes. A rank that it has
 // records for gets one command per run of tokens, then their count; the proxy there counts
 // arrivals, so their order is of no matter. A stage's set may be written again when its reader has
-// said so.
+// said so, as a rule at the beginning of its next start: until then nobody needs to know.
 #pragma once
 
 #include "kernels/gpu/network/send.cuh"
@@ -44,9 +44,10 @@ __device__ inline bool AreReadInStage(const DeviceRank& device, uint32_t source)
 }
 
 // All threads of each block of the kernel; `shared_flag` is in shared memory. True: every other
-// node has read the last use of the set, here and there. Signals are in the host's memory, where
-// blocks that look at one take a microsecond each, one after the other: so the first block looks
-// and says so, and the others look themselves only if it takes long.
+// node has read the last use of the set, here and there. As a rule a done has seen that already
+// (NoteReads). Signals are in the host's memory, where blocks that look at one take a microsecond
+// each, one after the other: so the first block looks and says so, and the others look themselves
+// only if it takes long.
 __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Operation operation,
                                      const CallSlot& slot, uint32_t* shared_flag) {
   constexpr uint64_t kPatienceNs = 1'000'000;
@@ -54,11 +55,12 @@ __device__ inline bool BlockWaitRead(const DeviceRank& device, SetKind kind, Ope
   const uint64_t read = sets.sets[slot.set].read;
   if (WarpId() == 0) {
     bool is_ok = true;
-    if (blockIdx.x > 0 && LaneId() == 0) {
-      is_ok = ComesSoon(&sets.read_by_others, kPatienceNs,
-                        [read](uint64_t seen) { return seen >= read; });
+    if (LaneId() == 0) {
+      const auto is_there = [read](uint64_t seen) { return seen >= read; };
+      is_ok = blockIdx.x == 0 ? is_there(LoadAcquireSys(&sets.read_by_others))
+                              : ComesSoon(&sets.read_by_others, kPatienceNs, is_there);
     }
-    if (blockIdx.x == 0 || !AllHaveWaited(is_ok)) {
+    if (!AllHaveWaited(is_ok)) {
       is_ok = true;
       for (uint32_t number = LaneId(); number < NumRemotes(device) && read > 0;
            number += kWarpSize) {
@@ -122,24 +124,58 @@ __device__ inline void WarpPushGroup(const DeviceRank& device, Operation operati
   WarpPush(device, operation, command.dst_rank / device.shape.node_size, run.begins, command);
 }
 
-// All threads of the last block of a done, before it ends the operation, which fails if this does:
-// other nodes may write to the set again. Not inline:
-// kernels of one node have it and never call it.
-__device__ __noinline__ inline void SayRead(const DeviceRank& device, SetKind kind,
-                                            Operation operation, uint32_t set) {
+// One warp that has time: how far other nodes have read, which the next start asks for. Of many
+// nodes that start looks itself.
+__device__ inline void NoteReads(const DeviceRank& device, SetKind kind) {
+  if (NumRemotes(device) > kWarpSize) return;
   NetSets& sets = NetSetsOf(device, kind);
-  const uint64_t read = sets.read + 1;
-  if (WarpId() == 0) {
+  uint64_t read = ~uint64_t{0};
+  if (LaneId() < NumRemotes(device)) {
+    read = LoadAcquireSys(
+        SignalOf(device, LocalRankOf(device), ChannelsOf(kind).read, RemoteRank(device, LaneId())));
+  }
+  for (uint32_t mask = kWarpSize / 2; mask > 0; mask /= 2) {
+    const uint64_t other = FromLaneXor(read, mask);
+    read = other < read ? other : read;
+  }
+  SyncWarp();  // what all lanes have acquired comes before what lane 0 publishes
+  if (LaneId() == 0 && read > LoadRelaxedSys(&sets.read_by_others)) {
+    StoreReleaseSys(&sets.read_by_others, read);
+  }
+}
+
+// One warp: other nodes may write again to the sets that this rank has read. Not inline: kernels of
+// one node have it and never call it.
+__device__ __noinline__ inline void TellReads(const DeviceRank& device, SetKind kind,
+                                              Operation operation) {
+  NetSets& sets = NetSetsOf(device, kind);
+  const uint64_t read = sets.read;
+  for (uint64_t epoch = sets.read_told + 1; epoch <= read; ++epoch) {
     WarpPushToAllRemotes(device, operation, [&](uint32_t peer) {
       return Command{
-          .op = Op::kSignal, .dst_rank = peer, .channel = ChannelsOf(kind).read, .epoch = read};
+          .op = Op::kSignal, .dst_rank = peer, .channel = ChannelsOf(kind).read, .epoch = epoch};
     });
   }
-  SyncBlock();
-  if (threadIdx.x == 0) {
-    sets.read = read;
-    sets.sets[set].read = read;
+  SyncWarp();  // all lanes have seen how many were told
+  if (LaneId() == 0) sets.read_told = read;
+}
+
+// All threads of the last block of a done, before it ends the operation, which fails if this does:
+// `set` has been read. To tell it costs the call microseconds, so that waits for the next start,
+// unless that one can only take this set.
+__device__ __noinline__ inline void NoteRead(const DeviceRank& device, SetKind kind,
+                                             Operation operation, uint32_t set) {
+  NetSets& sets = NetSetsOf(device, kind);
+  if (WarpId() != 0) return;
+  const SetState* state = StateOf(device, kind);
+  const bool is_other = LaneId() < device.shape.depth && LaneId() != set;
+  const bool has_free_set = Ballot(is_other && state->sets[LaneId()].is_open == 0) != 0;
+  if (LaneId() == 0) {
+    sets.read += 1;
+    sets.sets[set].read = sets.read;
   }
+  SyncWarp();
+  if (!has_free_set) TellReads(device, kind, operation);
 }
 
 // All threads of the last block of the kernel that sent: the counts. `num_more` commands were sent

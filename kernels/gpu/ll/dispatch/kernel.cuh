@@ -4,6 +4,7 @@
 
 #include "kernels/gpu/ll/dispatch/receive.cuh"
 #include "kernels/gpu/ll/dispatch/send_bulk.cuh"
+#include "kernels/gpu/network/take_records.cuh"
 #include "kernels/gpu/protocol/open_end.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -30,8 +31,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const CallSlot& slot = call.slot;
   [[maybe_unused]] bool has_sent = false;  // read where there are bulk copies
   if (slot.is_ok != 0) {
-    if (blockIdx.x >= params.num_send_blocks) {
+    if (blockIdx.x >= params.num_send_blocks + params.num_take_blocks) {
       Receive<Rows>(params, slot, items);
+    } else if (params.num_take_blocks > 0) {
+      BlockTakeRecords(device, params.taken, slot, blockIdx.x, &shared_flag);
     } else if (WaitReusable(device, kKind, params.operation, call, &shared_flag)) {
       has_sent = true;
       if (!sends_in_bulk) Rows::Send(params, slot);
@@ -53,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!LastToArrive(device, &shared_flag)) return;
   if (device.network != nullptr && params.part == CallPart::kDone &&
       !SyncBlockAny(threadIdx.x == 0 && HasFailed(device))) {
-    SayRead(device, kKind, params.operation, slot.set);
+    NoteRead(device, kKind, params.operation, slot.set);
   }
   if (threadIdx.x == 0) {
     write();

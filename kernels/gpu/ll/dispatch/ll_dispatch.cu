@@ -9,8 +9,8 @@
 //   for the readers of an older use of the set (slot_sets.cuh); receivers come later in the grid.
 //   start is a kernel of senders, done one of receivers. A whole call reads its own rows in place;
 //   a start pushes them to its own set as well. Over several nodes a whole call is a start and a
-//   done, or several (network/ll_calls.cc), and network/slots.cu sends and takes in what crosses
-//   nodes.
+//   done, or several (network/ll_calls.cc). What crosses nodes is sent by a kernel before the start
+//   (network/slots.cu), and taken in by the first blocks of the done (network/take_records.cuh).
 #include <algorithm>
 
 #include "kernels/gpu/launch.h"
@@ -211,17 +211,18 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
     if (const char* error = LaunchSendRecords(rank, records, stream)) return error;
   }
   if (has_network && part == CallPart::kDone) {
-    const TakeRecordsParams records{.device = rank.device,
-                                    .operation = params.operation,
-                                    .start_operation = params.start_operation,
-                                    .kind = kKind,
-                                    .num_tokens = planner.num_tokens,
-                                    .num_pieces = pieces.count,
-                                    .has_rows = params.has_rows,
-                                    .has_ids = is_routed,
-                                    .has_weights = params.has_weights,
-                                    .epoch = epoch_in};
-    if (const char* error = LaunchTakeRecords(rank, records, stream)) return error;
+    params.taken = {.operation = params.operation,
+                    .start_operation = params.start_operation,
+                    .kind = kKind,
+                    .num_tokens = planner.num_tokens,
+                    .num_pieces = pieces.count,
+                    .has_rows = params.has_rows,
+                    .has_ids = is_routed,
+                    .has_weights = params.has_weights};
+    if (const char* error =
+            PrepareToTake(rank, epoch_in, params.taken, params.num_take_blocks, stream)) {
+      return error;
+    }
   }
   const uint64_t num_dests = shape.num_ranks - (part == CallPart::kWhole ? 1 : 0);
   if (is_vectorised && part == CallPart::kWhole && num_dests > 0 && !is_tagged) {
@@ -275,7 +276,9 @@ const char* LaunchLlDispatch(RankHandle& rank, const PlanParams* plan, const Dis
       params.num_send_blocks = blocks = blocks_for(send_items, rank.ll_blocks);
       break;
     case CallPart::kDone:
-      blocks = num_totals_blocks + blocks_for(receive_items, rank.ll_blocks - num_totals_blocks);
+      blocks =
+          params.num_take_blocks + num_totals_blocks +
+          blocks_for(receive_items, rank.ll_blocks - params.num_take_blocks - num_totals_blocks);
       break;
   }
   const auto shared_bytes =

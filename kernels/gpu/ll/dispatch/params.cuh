@@ -8,6 +8,7 @@
 #include "kernels/gpu/device/record_format.h"
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/ll/plan/params.cuh"
+#include "kernels/gpu/network/launchers.h"
 #include "kernels/gpu/protocol/push.cuh"
 
 namespace jax_ep::gpu::ll {
@@ -28,6 +29,8 @@ struct LlDispatchKernelParams {
   Operation operation;    // this kernel's
   Operation start_operation;  // the one whose flags are waited for
   uint32_t num_send_blocks;
+  uint32_t num_take_blocks;  // of a done, before those that receive
+  RecordsToTake taken;       // by these
   uint32_t num_bulk_warps;   // of a block that send rows with bulk copies; 0: lanes store them
   uint32_t num_place_warps;  // of a block that place rows with bulk copies; 0: likewise
   uint32_t place_offset;     // of their room, behind the plan's shared memory

@@ -74,10 +74,11 @@ template <typename Rows>
 __device__ void Receive(const LlDispatchKernelParams& params, const CallSlot& slot,
                         PlacedRows* items) {
   const DeviceRank& device = params.device;
-  const uint32_t number = blockIdx.x - params.num_send_blocks;
+  const uint32_t num_before = params.num_send_blocks + params.num_take_blocks;
+  const uint32_t number = blockIdx.x - num_before;
   const uint32_t num_totals_blocks = params.has_totals_block ? 1 : 0;
   const bool is_totals_block = number < num_totals_blocks;
-  const uint32_t num_blocks = gridDim.x - params.num_send_blocks - num_totals_blocks;
+  const uint32_t num_blocks = gridDim.x - num_before - num_totals_blocks;
   const TokenPartition partition{.num_ranks = device.shape.num_ranks,
                                  .num_blocks = num_blocks,
                                  .block = is_totals_block ? num_blocks : number - num_totals_blocks,
