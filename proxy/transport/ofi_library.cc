@@ -1,7 +1,6 @@
 #include "proxy/transport/ofi_library.h"
 
 #include <dlfcn.h>
-#include <errno.h>
 #include <netinet/in.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -196,10 +195,8 @@ Result<const OfiLibrary*> OfiLibrary::Get() {
 
 std::string OfiLibrary::Describe(const char* operation, long error) const {
   const int number = static_cast<int>(std::abs(error));
-  std::string text =
-      std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
-  if (number == EMFILE) text += std::string("; ") + kMoreDescriptors;
-  return text;
+  return std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")" +
+         DescriptorAdvice(number);
 }
 
 Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,
