@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "proxy/base/descriptor.h"
@@ -164,6 +165,7 @@ std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wante
 }
 
 Result<const OfiLibrary*> Open() {
+  JAX_EP_RETURN_IF_ERROR(CheckDescriptors(kOpenDescriptors, "ofi"));
   void* handle = OpenLibrary("libfabric.so.1");
   if (handle == nullptr) {
     return Unavailable("libfabric is not installed (Debian: libfabric1): " +
@@ -189,7 +191,12 @@ Result<const OfiLibrary*> Open() {
 }  // namespace
 
 Result<const OfiLibrary*> OfiLibrary::Get() {
-  static const Result<const OfiLibrary*> opened = Open();
+  static std::mutex mutex;
+  static const OfiLibrary* opened = nullptr;
+  const std::lock_guard lock(mutex);
+  if (opened == nullptr) {
+    JAX_EP_ASSIGN_OR_RETURN(opened, Open());
+  }
   return opened;
 }
 
