@@ -519,6 +519,16 @@ class TestSignals:
         assert rest.count("done") == 2 and job.returncode == 0
         assert "processes [1] do not handle SIGUSR1: they have no open group" in rest
 
+    def test_a_stopped_process_acts_on_the_signal_too(self, script):
+        """It stood still for the whole --grace."""
+        job = start(script(SAYS_WHAT_IT_GOT), "-n", "2", "--grace", "30", stderr=subprocess.STDOUT)
+        pids = [int(line.split()[-1]) for line in wait_for_lines(job, "pid", 2)]
+        os.kill(pids[1], signal.SIGSTOP)
+        job.send_signal(signal.SIGTERM)
+        rest, _ = job.communicate(timeout=LIMIT_S)
+        assert rest.count(f"got {int(signal.SIGTERM)}") == 2, rest
+        assert "ending process" not in rest and job.returncode == 0
+
     def test_an_unhandled_sigterm_ends_the_job(self, script):
         # JAX's preemption service used to swallow it.
         path = script("import time; print('pid'); time.sleep(100)")
