@@ -6,9 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import types
 
 import pytest
-from jobs import LIMIT_S, all_gone, environment, launch, wait_for_lines
+from jobs import LIMIT_S, all_gone, environment, wait_for_lines
+
+from jax_ep._launch import launcher
+from jax_ep._launch.options import LaunchOptions
 
 pytestmark = pytest.mark.multiprocess
 
@@ -72,7 +76,24 @@ def test_a_process_whose_exit_hangs_is_named(script):
     assert all_gone([pid])
 
 
-def test_who_ends_in_time_is_not_spoken_of(script):
-    path = script("import time, jax; time.sleep(0.5 * jax.process_index())")
-    done = launch(path, "-n", "2")
-    assert done.returncode == 0 and "[launch]" not in done.stderr, done.stderr
+def test_who_ends_in_time_is_not_spoken_of(monkeypatch, capsys):
+    """Each has the whole time from the newest end on; by a clock that goes on here alone."""
+    now = 100.0
+    monkeypatch.setattr(launcher, "time", types.SimpleNamespace(monotonic=lambda: now))
+    job = launcher._Job(LaunchOptions(3, [__file__]))
+    itself = types.SimpleNamespace(pid=os.getpid())
+    job._children = [launcher.Child(index, itself, None, -1) for index in range(3)]
+
+    def what_it_says() -> str:
+        job._tell_who_is_left()
+        return capsys.readouterr().err
+
+    for child in job._children[:2]:
+        now += launcher.WAITS_FOR_S - 0.5
+        assert what_it_says() == ""
+        job._note_good_end(child)
+        child.has_exited = True
+    now += launcher.WAITS_FOR_S - 0.5
+    assert what_it_says() == ""
+    now += 0.5
+    assert what_it_says().startswith(f"[launch] waits for process 2 (pid {os.getpid()}, ")
