@@ -8,33 +8,25 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string_view>
 #include <thread>
 #include <utility>
 
-#include "proxy/base/deadline.h"
 #include "proxy/base/descriptor.h"
 #include "proxy/base/log.h"
 #include "proxy/base/thread.h"
+#include "xla_ffi/report_clients.h"
 
 namespace jax_ep {
 namespace {
-
-// How long one that has connected may take to read: for each piece, and when no other is begun.
-constexpr timeval kSendTime{.tv_sec = 1, .tv_usec = 0};
-constexpr std::chrono::seconds kAnswerTime{1};
-
-// How long it may take to ask. Who asks for pages has shut its side down, and is answered at once.
-constexpr int kRequestTimeMs = 200;
 
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
@@ -215,55 +207,49 @@ class Reporter {
            std::to_string(num_uncounted) + "}";
   }
 
-  // What to send to who has connected, by what it asks for.
-  std::string AnswerTo(int peer) {
-    pollfd asked{.fd = peer, .events = POLLIN, .revents = 0};
-    std::array<char, 256> text{};
-    ssize_t length = 0;
-    if (poll(&asked, 1, kRequestTimeMs) > 0) {
-      length = recv(peer, text.data(), text.size(), MSG_DONTWAIT);
-    }
-    const std::string_view request(text.data(), static_cast<size_t>(std::max<ssize_t>(length, 0)));
+  std::string AnswerTo(std::string_view request) {
     if (request.empty()) return AllPages();
     if (request == kCountersRequest) return AllCounters();
     return R"({"version": 1, "error": "this job knows the request of version 1 only"})";
   }
 
   void Loop() noexcept {
+    ReportClients clients;
+    std::array<pollfd, 3 + ReportClients::kMost> events;
     while (true) {
-      std::array<pollfd, 3> events{{{.fd = stop_.fd(), .events = POLLIN, .revents = 0},
-                                    {.fd = signal_.fd(), .events = POLLIN, .revents = 0},
-                                    {.fd = socket_.fd(), .events = POLLIN, .revents = 0}}};
-      if (poll(events.data(), events.size(), -1) < 0 && errno != EINTR) return;
+      const int listened = clients.is_full() ? -1 : socket_.fd();
+      events[0] = {.fd = stop_.fd(), .events = POLLIN, .revents = 0};
+      events[1] = {.fd = signal_.fd(), .events = POLLIN, .revents = 0};
+      events[2] = {.fd = listened, .events = POLLIN, .revents = 0};
+      const auto of_clients = std::span(events).last<ReportClients::kMost>();
+      const int limit_ms = clients.Watch(of_clients);
+      if (poll(events.data(), events.size(), limit_ms) < 0 && errno != EINTR) return;
       if (events[0].revents != 0) return;
-      try {
-        uint64_t count = 0;
-        if (events[1].revents != 0 && read(signal_.fd(), &count, sizeof(count)) > 0) {
-          std::string text = AllPages();
-          for (char& letter : text) letter = letter == kReportSeparator ? '\n' : letter;
-          LogWarning("SIGUSR1: this process's groups\n" + text);
-        }
-        if (events[2].revents != 0) Answer();
-      } catch (...) {  // no memory: nobody gets a page
+      if (uint64_t count = 0;
+          events[1].revents != 0 && read(signal_.fd(), &count, sizeof(count)) > 0) {
+        WritePages();
       }
+      clients.Serve(of_clients, [this](std::string_view request) { return AnswerTo(request); });
+      if (events[2].revents != 0) Accept(clients);
     }
   }
 
-  void Answer() {
-    const Descriptor peer(accept4(socket_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
+  void WritePages() noexcept {
+    try {
+      std::string text = AllPages();
+      for (char& letter : text) letter = letter == kReportSeparator ? '\n' : letter;
+      LogWarning("SIGUSR1: this process's groups\n" + text);
+    } catch (...) {  // no memory: nobody gets a page
+    }
+  }
+
+  void Accept(ReportClients& clients) {
+    Descriptor peer(accept4(socket_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
     if (peer.fd() < 0) return;
     ucred who{};
     socklen_t length = sizeof(who);
     if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
-    if (who.uid != geteuid() && who.uid != 0) return;
-    setsockopt(peer.fd(), SOL_SOCKET, SO_SNDTIMEO, &kSendTime, sizeof(kSendTime));
-    const std::string text = AnswerTo(peer.fd());
-    const Deadline deadline = Deadline::After(kAnswerTime);
-    for (std::string_view left = text; !left.empty() && !deadline.expired();) {
-      const ssize_t sent = send(peer.fd(), left.data(), left.size(), MSG_NOSIGNAL);
-      if (sent <= 0) return;
-      left.remove_prefix(static_cast<size_t>(sent));
-    }
+    if (who.uid == geteuid() || who.uid == 0) clients.Add(std::move(peer));
   }
 
   const pid_t creator_ = getpid();

@@ -7,7 +7,8 @@
 // kCountersRequest at once gets the counters of all groups as a JSON object:
 //   {"version": 1, "groups": [CountersJson()...], "uncounted": groups whose GPUs did not answer}
 // Who sends anything else gets {"version": 1, "error": why}. Who sends nothing gets the pages, with
-// kReportSeparator between them. Then the stream ends.
+// kReportSeparator between them. Then the stream ends. Who is slow to ask, or to read, holds up
+// nobody else.
 //
 // SIGUSR1 is taken only if it has its default action, which ends the process, and only while
 // groups are open; a handler that the program sets, before or after, stays. Where there is neither

@@ -17,6 +17,7 @@ SESSION = [
     "order.cc",
     "rank_records.cc",
     "report.cc",
+    "report_clients.cc",
     "reporter.cc",
     "session.cc",
     "session_barrier.cc",

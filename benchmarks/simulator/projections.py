@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from simulator import check, costs, model, traffic
+from simulator import costs, gpu_check, model, traffic
 from simulator.networks import NETWORKS, Network
 
 RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -97,7 +97,7 @@ def project() -> dict[str, Any]:
         "scaling": scaling,
         "settings": settings,
         "zipf": zipf,
-        "two GPUs over cuda, [measured, simulated]": check.on_gpus(),
+        "two GPUs over cuda, [measured, simulated]": gpu_check.compare(),
     }
 
 

@@ -58,6 +58,13 @@ def _all(prefix: str) -> list[Process]:
     for path in find(prefix):
         if process := read(path):
             processes.append(process)
+            if process.num_left_out:
+                print(
+                    f"{path}: the last {process.num_left_out:,} of {process.num_bytes:,} bytes are "
+                    "left out, for they are no whole record: its process was killed while it wrote "
+                    "them, or the file is damaged or was not copied to its end",
+                    file=sys.stderr,
+                )
         else:
             print(f"{path} is empty and left out: its process ended before it wrote anything")
     if not processes:

@@ -49,6 +49,9 @@ class Kind(enum.IntEnum):
     ACKNOWLEDGED = 8
 
 
+_HEADER = struct.Struct("<II")  # of a record: its kind, and how many bytes follow
+
+
 class _Record(enum.IntEnum):
     PROCESS = 1
     TRACK = 2
@@ -56,6 +59,9 @@ class _Record(enum.IntEnum):
     SITE = 4
     EVENTS = 5
     DROPPED = 6
+
+
+_KINDS = frozenset(_Record)
 
 
 @dataclasses.dataclass
@@ -89,6 +95,8 @@ class Process:
     real_offset_ns: int  # real time minus monotonic time
     tracks: dict[int, Track] = dataclasses.field(default_factory=dict)
     sites: dict[int, str] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0  # of the file
+    num_left_out: int = 0  # of these, the last: no whole record
 
 
 def find(prefix: str) -> list[Path]:
@@ -112,7 +120,7 @@ def find(prefix: str) -> list[Path]:
 def read(path: Path) -> Process | None:
     """One file; None if it is empty, since its process was killed before it wrote anything.
 
-    What a killed process has not written to the end is left out.
+    What a killed process has not written to the end is left out: `num_left_out` of the result.
 
     Raises:
         ValueError: it is no such file, of another version of jax_ep, or damaged.
@@ -135,7 +143,9 @@ def _parse(path: Path, data: bytes) -> Process | None:
     process: Process | None = None
     tracks: dict[int, Track] = {}
     sites: dict[int, str] = {}
+    num_read = 0
     for kind, body in _records(data):
+        num_read += _HEADER.size + len(body)
         if kind == _Record.PROCESS:
             if process is None and (process := _process(path, body)) is None:
                 break
@@ -153,6 +163,7 @@ def _parse(path: Path, data: bytes) -> Process | None:
             tracks[_u32(body)].num_dropped = struct.unpack_from("<Q", body, 8)[0]
     if process is not None:
         process.tracks, process.sites = tracks, sites
+        process.num_bytes, process.num_left_out = len(data), len(data) - num_read
     return process
 
 
@@ -175,11 +186,12 @@ def _check(track: Track) -> None:
 
 
 def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Kinds and bodies, up to the first that is no whole record."""
     at = 0
-    while at + 8 <= len(data):
-        kind, length = struct.unpack_from("<II", data, at)
-        at += 8
-        if at + length > len(data):
+    while at + _HEADER.size <= len(data):
+        kind, length = _HEADER.unpack_from(data, at)
+        at += _HEADER.size
+        if kind not in _KINDS or at + length > len(data):
             return
         yield kind, data[at : at + length]
         at += length

@@ -219,7 +219,7 @@ class _Job:
                     _say(f"processes {silent} do not handle SIGUSR1: they have no open group")
                 continue
             for child in self._live():
-                child.send_signal(number)
+                child.ask_to_end(number)
             now = time.monotonic()
             is_second = self._term_at is not None
             self._term_at = now if is_second else now + self._options.grace_s
@@ -356,8 +356,7 @@ class _Job:
                 indices = ", ".join(str(child.index) for child in live)
                 _say(f"ending process {indices}: SIGTERM, SIGKILL after {TERM_TO_KILL_S:g} s")
             for child in live:
-                child.send_signal(signal.SIGTERM)
-                child.send_signal(signal.SIGCONT)  # a stopped process cannot act on SIGTERM
+                child.ask_to_end(signal.SIGTERM)
 
     def _tell_who_is_left(self) -> None:
         """Says now and then who keeps the launcher; it ends nobody, whom a user may debug."""

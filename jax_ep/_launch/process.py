@@ -64,6 +64,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
+    def ask_to_end(self, number: int) -> None:
+        """Signals the whole group, and lets it go on: who is stopped cannot act on the signal."""
+        self.send_signal(number)
+        self.send_signal(signal.SIGCONT)
+
 
 def start(
     options: LaunchOptions,

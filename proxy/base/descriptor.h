@@ -1,6 +1,7 @@
 // A file descriptor that is closed when its owner goes.
 #pragma once
 
+#include <errno.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -14,6 +15,11 @@ namespace jax_ep {
 
 inline constexpr const char* kMoreDescriptors =
     "raise the limit of open files (ulimit -n) or create fewer groups";
+
+// To follow what the system says of an errno: "", or what to do where descriptors are lacking.
+inline std::string DescriptorAdvice(int error) {
+  return error == EMFILE ? std::string("; ") + kMoreDescriptors : "";
+}
 
 class Descriptor {
  public:

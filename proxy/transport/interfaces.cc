@@ -37,9 +37,8 @@ Result<std::vector<Interface>> ListInterfaces() {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) {
     const int error = errno;
-    std::string text = std::string("the network interfaces cannot be listed: ") + strerror(error);
-    if (error == EMFILE) text += std::string("; ") + kMoreDescriptors;
-    return Unavailable(text);
+    return Unavailable(std::string("the network interfaces cannot be listed: ") + strerror(error) +
+                       DescriptorAdvice(error));
   }
   const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(list, &freeifaddrs);
   for (const int family : {AF_INET, AF_INET6}) {

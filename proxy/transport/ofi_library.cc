@@ -1,7 +1,6 @@
 #include "proxy/transport/ofi_library.h"
 
 #include <dlfcn.h>
-#include <errno.h>
 #include <netinet/in.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -10,6 +9,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "proxy/base/descriptor.h"
@@ -165,6 +165,7 @@ std::vector<OfiInfo> QueryRails(const OfiLibrary& library, const Env& env, Wante
 }
 
 Result<const OfiLibrary*> Open() {
+  JAX_EP_RETURN_IF_ERROR(CheckDescriptors(kOpenDescriptors, "ofi"));
   void* handle = OpenLibrary("libfabric.so.1");
   if (handle == nullptr) {
     return Unavailable("libfabric is not installed (Debian: libfabric1): " +
@@ -190,16 +191,19 @@ Result<const OfiLibrary*> Open() {
 }  // namespace
 
 Result<const OfiLibrary*> OfiLibrary::Get() {
-  static const Result<const OfiLibrary*> opened = Open();
+  static std::mutex mutex;
+  static const OfiLibrary* opened = nullptr;
+  const std::lock_guard lock(mutex);
+  if (opened == nullptr) {
+    JAX_EP_ASSIGN_OR_RETURN(opened, Open());
+  }
   return opened;
 }
 
 std::string OfiLibrary::Describe(const char* operation, long error) const {
   const int number = static_cast<int>(std::abs(error));
-  std::string text =
-      std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")";
-  if (number == EMFILE) text += std::string("; ") + kMoreDescriptors;
-  return text;
+  return std::string(operation) + ": " + strerror(number) + " (" + std::to_string(number) + ")" +
+         DescriptorAdvice(number);
 }
 
 Result<std::string> ChooseOfiRails(const OfiLibrary& library, const Env& env,

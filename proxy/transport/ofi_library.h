@@ -24,8 +24,8 @@ struct OfiLibrary {
   decltype(&::fi_strerror) strerror = nullptr;
   decltype(&::fi_version) version = nullptr;
 
-  // Opens it once per process, for good.
-  // \error kUnavailable  not installed, or too old
+  // Opens it once per process, for good; a call after a failure tries again.
+  // \error kUnavailable  not installed, or too old; or no descriptors are left
   static Result<const OfiLibrary*> Get();
 
   // "fi_x: Resource temporarily unavailable (11)"; `error` may have either sign.

@@ -3,7 +3,13 @@
 
 #include <dlfcn.h>
 
+#include <cstddef>
+
 namespace jax_ep {
+
+// What to ask of CheckDescriptors first: files are opened one after the other, and initializers may
+// open some. glibc tried without any finds later only what lies in its default folders.
+inline constexpr size_t kOpenDescriptors = 4;
 
 // Opens `name` for good, with the signal handlers of this process as they were: libraries below
 // libfabric (libinfinipath of the psm provider) otherwise take SIGTERM, SIGINT, SIGSEGV and others

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <fstream>
+#include <mutex>
 #include <utility>
 
+#include "proxy/base/descriptor.h"
 #include "proxy/transport/interfaces.h"
 #include "proxy/transport/open_library.h"
 
@@ -17,6 +19,7 @@ namespace {
 constexpr const char* kSysClass = "/sys/class/infiniband/";
 
 Result<const VerbsLibrary*> Open() {
+  JAX_EP_RETURN_IF_ERROR(CheckDescriptors(kOpenDescriptors, "verbs"));
   void* handle = OpenLibrary("libibverbs.so.1");
   if (handle == nullptr) {
     return Unavailable("libibverbs is not installed (Debian: libibverbs1, ibverbs-providers): " +
@@ -141,7 +144,12 @@ Nic NicOf(const VerbsPort& port) {
 }  // namespace
 
 Result<const VerbsLibrary*> VerbsLibrary::Get() {
-  static const Result<const VerbsLibrary*> opened = Open();
+  static std::mutex mutex;
+  static const VerbsLibrary* opened = nullptr;
+  const std::lock_guard lock(mutex);
+  if (opened == nullptr) {
+    JAX_EP_ASSIGN_OR_RETURN(opened, Open());
+  }
   return opened;
 }
 

@@ -44,8 +44,8 @@ struct VerbsLibrary {
   int (*dereg_mr)(ibv_mr*) = nullptr;
   const char* (*wc_status_str)(ibv_wc_status) = nullptr;
 
-  // Opens it once per process, for good.
-  // \error kUnavailable  not installed
+  // Opens it once per process, for good; a call after a failure tries again.
+  // \error kUnavailable  not installed; or no descriptors are left
   static Result<const VerbsLibrary*> Get();
 };
 

@@ -188,9 +188,9 @@ def test_rounds_cost_their_kernels_and_wait_for_each_other():
 def test_two_gpus_took_about_what_is_simulated():
     """The runs are recorded, so this holds the model: costs of a round are taken from 64 and 128
     rounds, those of mode ll from one token; all other runs are for it to explain."""
-    from simulator import check
+    from simulator import gpu_check
 
-    for name, runs in check.on_gpus().items():
+    for name, runs in gpu_check.compare().items():
         # Those of mode ll in rounds are of kernels before the others'.
         bound = 1.7 if name == "ll in rounds" else 1.35
         for run in runs:

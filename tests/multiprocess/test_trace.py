@@ -267,10 +267,28 @@ class TestCommand:
         said = capsys.readouterr().err
         assert "host.1.jaxep" in said and "host.2.jaxep" in said and "two runs" in said
 
-    def test_a_half_written_record_at_the_end_is_left_out(self, tmp_path):
+    @pytest.mark.parametrize(
+        "tail",
+        [
+            _process()[:-1],
+            _process()[:3],
+            b"\5\0\0\0\xff\xff\xff\xff" + _track(),
+            bytes(64),  # a host that went down has not written them
+        ],
+        ids=["half a record", "half a header", "a damaged length", "zeros"],
+    )
+    def test_what_is_left_out_at_the_end_is_told(self, tmp_path, capsys, tail):
+        """Nobody was told, and took the picture for all that the process had done."""
         path = tmp_path / "run.host.5.jaxep"
-        path.write_bytes(_process() + _process()[:20])
-        assert trace_files.read(path).real_offset_ns == 2
+        whole = _process() + _track()
+        path.write_bytes(whole + tail)
+        assert command_line.main(["trace", str(tmp_path / "run")]) == 0
+        told = capsys.readouterr().err
+        assert f"{path}: the last {len(tail)} of {path.stat().st_size:,} bytes are left out" in told
+        assert len(_slices(tmp_path / "run.pftrace")[0]) == 1
+        path.write_bytes(whole)
+        assert command_line.main(["trace", str(tmp_path / "run")]) == 0
+        assert capsys.readouterr().err == ""
 
 
 class TestClocks:

@@ -17,6 +17,7 @@ TESTS = [
     "ofi_fault_test.cc",
     "ofi_stranger_test.cc",
     "ofi_test.cc",
+    "open_library_test.cc",
     "progress_model_test.cc",
     "protocol_model_test.cc",
     "proxy_failure_test.cc",

@@ -9,6 +9,7 @@ TESTS = [
     "monitor_test.cc",
     "rank_records_test.cc",
     "report_test.cc",
+    "reporter_test.cc",
     "run_names_test.cc",
     "session_options_test.cc",
     "session_table_test.cc",
