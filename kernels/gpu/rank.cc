@@ -98,9 +98,14 @@ const char* CopyFromHeap(const RankHandle& rank, uint64_t offset, size_t num_byt
 }  // namespace
 
 uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows) {
-  if (!rank.has_budget || rank.device.shape.num_nodes() > 1) return rank.max_blocks;
+  if (rank.device.shape.num_nodes() > 1) return BlocksBetweenNodes(rank);
+  if (!rank.has_budget) return rank.max_blocks;
   return std::min(rank.num_sms, SmsFor(work, rank.device.shape, static_cast<uint64_t>(num_tokens),
                                        static_cast<uint64_t>(num_rows)));
+}
+
+uint32_t BlocksBetweenNodes(const RankHandle& rank) {
+  return rank.has_budget && rank.has_fast_wire ? rank.ll_blocks : rank.max_blocks;
 }
 
 int32_t* WholeEpochOf(const RankHandle& rank) {

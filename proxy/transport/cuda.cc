@@ -31,6 +31,9 @@ namespace {
 constexpr uint64_t kKeyMagic = 0x3359454b4c504541;
 // Longer than a copy takes to begin, at the rate of a copy engine.
 constexpr uint64_t kManyBytes = uint64_t{2} << 20;
+// Of a batch, whose writes are reported together when its last copy has ended: 40 us of a copy
+// engine.
+constexpr uint64_t kMostBytes = uint64_t{16} << 20;
 // Those of one call come closer together than the first of these; for the other at most they wait
 // while no copy runs.
 constexpr uint64_t kQuietNs = 1'500;
@@ -171,6 +174,7 @@ class CudaTransport : public Transport {
 
   // Whether it is better to wait for more writes than to start those that are here.
   bool IsGathering() const {
+    if (num_waiting_bytes_ >= kMostBytes) return false;
     const uint64_t now_ns = MonotonicNs();
     if (now_ns - newest_ns_ >= kQuietNs) return false;
     const bool is_idle = num_started_ == num_finished_;
@@ -181,13 +185,15 @@ class CudaTransport : public Transport {
     if (waiting_.empty() || num_started_ - num_finished_ == flying_.size() || IsGathering()) {
       return Status::Ok();
     }
+    Batch& batch = BatchOf(num_started_ + 1);
+    TakeOldest(batch);
     const auto place = [](const WriteRequest& write) {
       return std::tie(write.peer, write.remote_region, write.local_region, write.remote_offset);
     };
-    std::sort(waiting_.begin(), waiting_.end(),
+    std::sort(batch.begin(), batch.end(),
               [&](const auto& a, const auto& b) { return place(a) < place(b); });
-    WriteRequest joined = waiting_.front();
-    for (const WriteRequest& write : std::span(waiting_).subspan(1)) {
+    WriteRequest joined = batch.front();
+    for (const WriteRequest& write : std::span(batch).subspan(1)) {
       const uint64_t ahead = write.remote_offset - joined.remote_offset;
       if (write.peer == joined.peer && write.remote_region == joined.remote_region &&
           write.local_region == joined.local_region && ahead <= joined.length_bytes &&
@@ -200,10 +206,22 @@ class CudaTransport : public Transport {
     }
     JAX_EP_RETURN_IF_ERROR(Start(joined));
     JAX_EP_RETURN_IF_ERROR(copies_.EndBatch());
-    num_writes_ += waiting_.size();
-    num_waiting_bytes_ = 0;
-    BatchOf(++num_started_).swap(waiting_);
+    num_writes_ += batch.size();
+    ++num_started_;
     return Status::Ok();
+  }
+
+  // Moves what waits to `batch`, which is empty: the oldest of it, up to kMostBytes.
+  void TakeOldest(Batch& batch) {
+    uint64_t num_bytes = 0;
+    auto end = waiting_.begin();
+    for (; end != waiting_.end(); ++end) {
+      if (num_bytes > 0 && num_bytes + end->length_bytes > kMostBytes) break;
+      num_bytes += end->length_bytes;
+    }
+    batch.assign(waiting_.begin(), end);
+    waiting_.erase(waiting_.begin(), end);
+    num_waiting_bytes_ -= num_bytes;
   }
 
   Status Start(const WriteRequest& joined) {

@@ -90,6 +90,53 @@ TEST_F(Cuda, joins_writes_that_continue_each_other_whatever_their_order) {
   EXPECT_TRUE(std::equal(at(from_bytes_, 1088), at(from_bytes_, 1152), at(to_bytes_, 3072)));
 }
 
+// Writes of a batch are reported together: the oldest must not wait for the end of much that came
+// after them.
+TEST(CudaBatches, end_at_16_MiB_of_the_oldest_writes) {
+  constexpr uint64_t kWrite = uint64_t{1} << 20, kWrites = 40, kOfBatch = 16;
+  std::vector<std::byte> from_bytes(kWrite * kWrites), to_bytes(kWrite * kWrites);
+  const FakeCopies::Mapped mapped{{"to", to_bytes}};
+  FakeCopies copies(&mapped, /*seed=*/1, /*delay=*/50), to_copies(&mapped, 2, 2);
+  auto from = MakeTransport("cuda", TransportOptions{.rank = 0, .copies = &copies});
+  auto to =
+      MakeTransport("cuda", TransportOptions{.rank = 1, .inbox_slots = 64, .copies = &to_copies});
+  ASSERT_TRUE(from.ok() && to.ok());
+  const auto own = (*from)->Register({.bytes = from_bytes, .export_blob = "from", .device = 0});
+  const auto its = (*to)->Register({.bytes = to_bytes, .export_blob = "to", .device = 1});
+  const auto peer =
+      (*from)->Connect((*to)->LocalAddress(), Deadline::After(std::chrono::seconds(1)));
+  ASSERT_TRUE(own.ok() && its.ok() && peer.ok());
+  ASSERT_TRUE((*from)->ImportRemoteKey(*peer, its->key).ok());
+  // The oldest lie behind the others.
+  for (uint32_t i = 0; i < kWrites; ++i) {
+    const uint64_t at = (kWrites - 1 - i) * kWrite;
+    ASSERT_TRUE((*from)
+                    ->PostWrite({.peer = 0,
+                                 .local_offset = at,
+                                 .remote_offset = at,
+                                 .length_bytes = kWrite,
+                                 .has_immediate = true,
+                                 .immediate = i,
+                                 .token = i})
+                    .ok());
+  }
+  std::array<TransportEvent, 64> events;
+  std::vector<size_t> reported;
+  size_t num_sent = 0;
+  const Deadline deadline = Deadline::After(std::chrono::seconds(5));
+  while (num_sent < kWrites && !deadline.expired()) {
+    const Result<size_t> count = (*from)->Poll(events);
+    ASSERT_TRUE(count.ok()) << count.status().message();
+    for (size_t i = 0; i < *count; ++i) {
+      EXPECT_EQ(events[i].token / kOfBatch, reported.size()) << "the oldest come first";
+    }
+    if (*count > 0) reported.push_back(*count);
+    num_sent += *count;
+  }
+  EXPECT_EQ(reported, (std::vector<size_t>{kOfBatch, kOfBatch, kWrites - 2 * kOfBatch}));
+  EXPECT_EQ(copies.num_copies(), 3u);  // each continues itself
+}
+
 TEST_F(Cuda, gathers_what_comes_while_copies_run) {
   size_t num_sent = 0;
   const auto begin = [&](uint32_t row) {

@@ -3,6 +3,7 @@
 
 #include "kernels/gpu/ht/combine/combine.cuh"
 #include "kernels/gpu/lanes/token_sums.cuh"
+#include "kernels/gpu/network/send.cuh"
 #include "kernels/gpu/network/steps.cuh"
 
 namespace jax_ep::gpu {
@@ -62,6 +63,41 @@ __device__ inline uint32_t StepTag(const DeviceRank& device, const TokenSlice& s
   return TagOf(StepOf(device, slice));
 }
 
+// Where this node's sum of a token of `owner`, of another one, is in this rank's stage.
+struct StagedSum {
+  std::byte* row;
+  float* scalars;  // [node_size][K]
+
+  __device__ StagedSum(const DeviceRank& device, const TokenSlice& slice, uint32_t owner,
+                       uint64_t token) {
+    const GroupShape& shape = device.shape;
+    const NetLayout& layout = device.network->layout;
+    const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
+    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), owner / shape.node_size);
+    std::byte* sums = OwnStage(device) + layout.sums_send.At(set, other);
+    const uint64_t at = token - slice.round_begin();
+    row = sums + at * layout.sums_pitch;
+    scalars =
+        reinterpret_cast<float*>(sums + layout.sums_scalars) + at * shape.node_size * shape.top_k;
+  }
+};
+// The partial of a node's only rank is its sum, and is made where that goes.
+__device__ inline bool IsNodeSum(const DeviceRank& device, uint32_t owner) {
+  return device.shape.node_size == 1 && !IsMate(device, owner);
+}
+
+// One thread: this rank has a partial of a token of `owner`, of another node.
+__device__ inline void NoteRemotePartial(const DeviceRank& device, const TokenSlice& slice,
+                                         uint32_t owner, uint64_t token, const ReducePlace& place) {
+  const GroupShape& shape = device.shape;
+  if (IsNodeSum(device, owner)) {
+    WantToken(device, slice, token,
+              OtherNode(shape.num_nodes(), NodeOf(device), owner / shape.node_size));
+  } else {
+    *place.Presence() = StepTag(device, slice);
+  }
+}
+
 template <typename T>
 __device__ inline WordRange RowWords(const CombineKernelParams& params) {
   return {0, static_cast<uint32_t>(params.row_bytes / sizeof(typename T::Word))};
@@ -79,11 +115,18 @@ __device__ void SendPartial(const CombineKernelParams& params, const RowIndex& i
   const uint32_t target = device.node_begin + owner % device.shape.node_size;
   const ReducePlace place(device, target, round, ReduceBlockOf(device, owner, device.rank), token);
   if (range.begin == 0) {
-    if (!IsMate(device, owner) && LaneId() == 0) *place.Presence() = StepTag(device, params.slice);
-    if (params.pair_scalars != nullptr) WriteScalars(params, rows, place.Scalars());
+    if (!IsMate(device, owner) && LaneId() == 0)
+      NoteRemotePartial(device, params.slice, owner, token, place);
+    if (params.pair_scalars != nullptr) {
+      WriteScalars(params, rows,
+                   IsNodeSum(device, owner) ? StagedSum(device, params.slice, owner, token).scalars
+                                            : place.Scalars());
+    }
   }
   if (params.y == nullptr) return;
-  WritePartial<T>(params, list, rows.count, range, place.Row());
+  WritePartial<T>(
+      params, list, rows.count, range,
+      IsNodeSum(device, owner) ? StagedSum(device, params.slice, owner, token).row : place.Row());
 }
 
 // Of a token of this rank, inside its node.

@@ -2,7 +2,8 @@
 //
 //   SumRows      this rank's partial of every token of a slice: to the owner's reduce area inside
 //                the node, to that of the mate on the owner's rail for owners elsewhere; then a
-//                filled flag to the mates.
+//                filled flag to the mates. A node's only rank makes them in the stage and sends
+//                them.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
 //                go to its stage, one row per token that has any; a signal follows each slice, and
 //                says with the first which call this is. The next slice's rows are summed
@@ -27,7 +28,9 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
-constexpr uint32_t kRowPieces = 4;  // of a token's row, each a warp's: a slice has few tokens
+// Of a token's row, each a warp's: a slice has few tokens. Of 1,024 that is two rounds of 100
+// blocks.
+constexpr uint32_t kRowPieces = 3;
 
 // Partials of a token of this rank: of mates, and the sums of other nodes in this rank's stage.
 struct NodePartials {
@@ -64,6 +67,51 @@ struct NodePartials {
 
 constexpr __device__ Pieces PiecesOf(uint32_t num_words, uint32_t count = kRowPieces) {
   return {count, (num_words + count - 1) / count};
+}
+
+// All threads of the last block of a kernel that has made sums in the stage: the commands of the
+// slice, then its signal.
+__device__ void PushSums(const CombineKernelParams& params) {
+  const DeviceRank& device = params.device;
+  const GroupShape& shape = device.shape;
+  const NetLayout& layout = device.network->layout;
+  const TokenSlice& slice = params.slice;
+  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
+  const uint64_t epoch = NetStateOf(device)->sum_slices + slice.number + 1;
+  const uint64_t scalars_bytes = uint64_t{shape.node_size} * shape.top_k * sizeof(float);
+  // From the sums of a node's tokens to where it keeps those of this one; `offset` in both.
+  const auto command_to = [&](uint32_t node, uint64_t offset) {
+    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
+    const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
+    return Command{.op = Op::kWrite,
+                   .dst_rank = RailRank(device, node),
+                   .local_offset = layout.sums_send.At(set, other) + offset,
+                   .remote_offset = layout.sums_recv.At(set, back) + offset,
+                   .channel = Channel::kCombine,
+                   .epoch = epoch};
+  };
+  PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
+    const auto push = [&](uint64_t offset, uint64_t pitch) {
+      return WarpPush(device, Operation::kCombine, node, has,
+                      run.Of(command_to(node, offset), pitch));
+    };
+    const bool is_ok = params.y == nullptr || push(0, layout.sums_pitch);
+    return is_ok && (params.pair_scalars == nullptr || push(layout.sums_scalars, scalars_bytes));
+  });
+  if (WarpId() != 0) return;
+  const bool is_first = slice.IsFirst();
+  for (uint32_t other = LaneId(); is_first && other + 1 < shape.num_nodes(); other += kWarpSize) {
+    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(set, other) +
+                                   layout.sums_call) = {
+        FlagValue(SequenceOf(device), Operation::kCombine, device.program)};
+  }
+  SyncWarp();
+  WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {
+    Command command = command_to(peer / shape.node_size, layout.sums_call);
+    command.op = is_first ? Op::kWriteSignal : Op::kSignal;
+    command.length_bytes = is_first ? sizeof(CallRecord) : 0;
+    return command;
+  });
 }
 
 template <typename T>
@@ -107,6 +155,7 @@ __global__ void __launch_bounds__(kThreads)
     // Own partials for other nodes' tokens are among these: the last owner is not this rank.
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+  if (device.shape.node_size == 1) return PushSums(params);
   BlockSignalMates(device, device.layout.filled_flags, StepFlag(device, kOperation, slice));
 }
 
@@ -127,34 +176,30 @@ __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uin
 // One warp: the sum of those parts, or their scalars, to their places in the stage.
 template <typename T>
 __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, uint64_t token,
-                             uint64_t parts, std::byte* to) {
+                             uint64_t parts) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
-  const NetLayout& layout = device.network->layout;
+  const StagedSum to(device, params.slice, owner, token);
   const uint64_t first_block = ReduceBlockOf(device, owner, device.node_begin);
   const ReduceRound round = ReduceRoundOf(device, params.slice);
   const auto place_of = [&](uint32_t local) {
     return ReducePlace(device, device.rank, round, first_block + local, token);
   };
-  const uint64_t at = token - round.begin;  // in the stage
   if (params.pair_scalars != nullptr) {
-    auto* scalars =
-        reinterpret_cast<float*>(to + layout.sums_scalars) + at * shape.node_size * shape.top_k;
     for (uint32_t i = LaneId(); i < shape.node_size * shape.top_k; i += kWarpSize) {
       const uint32_t local = i / shape.top_k;
       if ((parts >> local & 1) == 0) continue;
-      scalars[i] = place_of(local).Scalars()[i % shape.top_k];
+      to.scalars[i] = place_of(local).Scalars()[i % shape.top_k];
     }
   }
   if (params.y == nullptr) return;
   const WordRange range = RowWords<T>(params);
   if ((parts & (parts - 1)) == 0) {  // one part is the sum
     const auto local = static_cast<uint32_t>(__ffsll(static_cast<long long>(parts))) - 1;
-    WarpCopyBytes(to + at * layout.sums_pitch, place_of(local).Row(),
-                  range.end * sizeof(typename T::PartialWord));
+    WarpCopyBytes(to.row, place_of(local).Row(), range.end * sizeof(typename T::PartialWord));
     return;
   }
-  auto* out = reinterpret_cast<typename T::PartialWord*>(to + at * layout.sums_pitch);
+  auto* out = reinterpret_cast<typename T::PartialWord*>(to.row);
   constexpr uint32_t kWords = 1;
   WriteSumOfRanks<T, typename T::Partial, kWords, /*kIsUnrolled=*/false>(
       RankLeaves(shape.node_size), /*has_any=*/true, range, out,
@@ -171,79 +216,24 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     SendNodeSums(const __grid_constant__ CombineKernelParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ bool is_wanted[kNetChunkTokens];
   const DeviceRank& device = params.device;
-  const GroupShape& shape = device.shape;
-  const NetLayout& layout = device.network->layout;
-  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + params.slice.round());
-  const uint64_t epoch = NetStateOf(device)->sum_slices + params.slice.number + 1;
-  const uint32_t num_others = shape.num_nodes() - 1;
-  const auto num_items = static_cast<uint32_t>(params.slice.num_chunks()) * num_others;
-  const uint64_t scalars_bytes =
-      static_cast<uint64_t>(shape.node_size) * shape.top_k * sizeof(float);
-  const bool is_ok =
-      BlockWaitMates(device, device.layout.filled_flags, Operation::kCombine,
-                     StepFlag(device, Operation::kCombine, params.slice), &shared_flag);
-  for (uint32_t item = blockIdx.x; is_ok && item < num_items; item += gridDim.x) {
-    const uint32_t other = item % num_others;
-    const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
-    const uint32_t owner = RailRank(device, node);
-    const uint64_t send = layout.sums_send.At(set, other);
-    const uint64_t first = params.slice.begin + uint64_t{item / num_others} * kNetChunkTokens;
-    const uint32_t count = NumChunkTokens(params.slice, first);
-    for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
-      const uint64_t parts = i < count ? PartsOf(device, owner, first + i, params.slice) : 0;
-      if (parts != 0) {
-        WriteNodeSum<T>(params, owner, first + i, parts, OwnStage(device) + send);
-      }
-      if (LaneId() == 0) is_wanted[i] = parts != 0;
-    }
-    SyncBlock();  // sums of all warps come before the commands that name them
-    if (WarpId() == 0) {
-      const auto has_parts =
-          static_cast<uint32_t>(Ballot(LaneId() < kNetChunkTokens && is_wanted[LaneId()]));
-      const uint32_t wanted = WithGaps(device, has_parts, count);
-      Command command{.op = Op::kWrite,
-                      .dst_rank = owner,
-                      .local_offset = send,
-                      .remote_offset = layout.sums_recv.At(
-                          set, OtherNode(shape.num_nodes(), node, NodeOf(device))),
-                      .channel = Channel::kCombine,
-                      .epoch = epoch};
-      bool is_pushed = AllLanes(!HasFailed(device));
-      if (params.y != nullptr && is_pushed) {
-        is_pushed = WarpPushRuns(device, Operation::kCombine, node, wanted,
-                                 first - params.slice.round_begin(), layout.sums_pitch, command);
-      }
-      if (params.pair_scalars != nullptr && is_pushed) {
-        command.local_offset += layout.sums_scalars;
-        command.remote_offset += layout.sums_scalars;
-        WarpPushRuns(device, Operation::kCombine, node, wanted, first - params.slice.round_begin(),
-                     scalars_bytes, command);
-      }
-    }
-    SyncBlock();  // is_wanted is free
+  const TokenSlice& slice = params.slice;
+  const uint32_t num_nodes = device.shape.num_nodes();
+  const bool is_ok = BlockWaitMates(device, device.layout.filled_flags, Operation::kCombine,
+                                    StepFlag(device, Operation::kCombine, slice), &shared_flag);
+  const uint64_t num_items = is_ok ? slice.num_tokens() * (num_nodes - 1) : 0;
+  for (uint64_t item = blockIdx.x * kWarps + WarpId(); item < num_items;
+       item += gridDim.x * kWarps) {
+    const auto other = static_cast<uint32_t>(item % (num_nodes - 1));
+    const uint64_t token = slice.begin + item / (num_nodes - 1);
+    const uint32_t owner = RailRank(device, NodeOfOther(num_nodes, NodeOf(device), other));
+    const uint64_t parts = PartsOf(device, owner, token, slice);
+    if (parts == 0) continue;
+    if (LaneId() == 0) WantToken(device, slice, token, other);
+    WriteNodeSum<T>(params, owner, token, parts);
   }
-  if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
-  const bool is_first = params.slice.IsFirst();
-  for (uint32_t other = LaneId(); is_first && other < num_others; other += kWarpSize) {
-    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(set, other) +
-                                   layout.sums_call) = {
-        FlagValue(SequenceOf(device), Operation::kCombine, device.program)};
-  }
-  SyncWarp();
-  WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {
-    const uint32_t node = peer / shape.node_size;
-    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
-    const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
-    return Command{.op = is_first ? Op::kWriteSignal : Op::kSignal,
-                   .dst_rank = peer,
-                   .length_bytes = is_first ? sizeof(CallRecord) : 0,
-                   .local_offset = layout.sums_send.At(set, other) + layout.sums_call,
-                   .remote_offset = layout.sums_recv.At(set, back) + layout.sums_call,
-                   .channel = Channel::kCombine,
-                   .epoch = epoch};
-  });
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+  PushSums(params);
 }
 
 __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
@@ -307,14 +297,19 @@ struct Kernels {
   Kernel sum_rows, send_node_sums, add_nodes;
 };
 
-// One depth of the tree: the network is slower than registers that spill, and each costs a minute
-// of the build.
+// Trees of few leaves leave registers for more words on their way. Odd rows are rare, and each
+// kernel costs seconds of the build.
 Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
+    constexpr uint32_t kFewLevels = 3;
+    using Few = SumTypes<Elem, Partial, true, kFewLevels>;
     using Words = SumTypes<Elem, Partial, true, kFastLevels>;
     using Elems = SumTypes<Elem, Partial, false, kFastLevels>;
-    return is_vectorised ? Kernels{&SumRows<Words>, &SendNodeSums<Words>, &AddNodes<Words>}
-                         : Kernels{&SumRows<Elems>, &SendNodeSums<Elems>, &AddNodes<Elems>};
+    if (!is_vectorised) return Kernels{&SumRows<Elems>, &SendNodeSums<Elems>, &AddNodes<Elems>};
+    if (RankLeaves(shape).count > 1u << kFewLevels) {
+      return Kernels{&SumRows<Words>, &SendNodeSums<Words>, &AddNodes<Words>};
+    }
+    return Kernels{&SumRows<Words>, &SendNodeSums<Few>, &AddNodes<Few>};
   });
 }
 
@@ -336,9 +331,7 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   CombineKernelParams params = call;
   const GroupShape& shape = rank.device.shape;
   const Kernels kernels = KernelsOf(shape, is_vectorised);
-  // Sums wait for memory more than for the wire, where that is fast: more SMs hide more of it.
-  const bool is_by_need = rank.has_budget && rank.has_fast_wire;
-  const uint32_t most = is_by_need ? rank.ll_blocks : rank.max_blocks;
+  const uint32_t most = BlocksBetweenNodes(rank);
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
   const TokenCut cut(params.num_tokens, rank.device.layout.rounds, shape.num_nodes(),
                      rank.has_fast_wire);
@@ -346,9 +339,10 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
     params.slice = slice;
     const uint64_t num_units = slice.num_tokens() * (shape.num_ranks - 1) * kRowPieces;
     kernels.sum_rows<<<blocks_for(num_units), kThreads, 0, stream>>>(params);
-    if (const char* error = LaunchResult("SumRows")) return error;
-    const uint64_t num_sends = slice.num_chunks() * (shape.num_nodes() - 1);
-    kernels.send_node_sums<<<BlocksFor(num_sends, 1, most), kThreads, 0, stream>>>(params);
+    const char* error = LaunchResult("SumRows");
+    if (error != nullptr || shape.node_size == 1) return error;
+    const uint64_t num_sums = slice.num_tokens() * (shape.num_nodes() - 1);
+    kernels.send_node_sums<<<blocks_for(num_sums), kThreads, 0, stream>>>(params);
     return LaunchResult("SendNodeSums");
   };
   const auto use = [&](const TokenSlice& slice) {

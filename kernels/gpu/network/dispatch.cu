@@ -9,7 +9,8 @@
 //              entry flag. It fails if the rows are of another program's call.
 //
 // PullRows then reads the slice from the mates' stages like rows of node-mates, while the next one
-// is on its way: all slices of the only round, or two rounds, are sent before the first is awaited.
+// is on its way: all slices of the only round, or two rounds, are sent before the first is awaited,
+// and rows of node-mates are pulled before that.
 //
 // Four sets for rounds are enough. A rank sends rows of round e after it has met those of e - 2
 // from its rail. They were sent after that node had left e - 4 (left flags), and after that rank
@@ -27,6 +28,7 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
+constexpr uint32_t kRowPieces = 3;  // of a row, each a warp's: two rounds of 100 blocks for a slice
 
 struct SendRowsParams {
   DeviceRank device;
@@ -40,15 +42,33 @@ struct SendRowsParams {
   const int32_t* send_slot;  // [T * K]
 };
 
+// One warp: whether other nodes hold rows of a token; where `says_so`, each of them wants it.
+__device__ bool IsWantedElsewhere(const SendRowsParams& params, uint64_t token, bool says_so) {
+  const DeviceRank& device = params.device;
+  const GroupShape& shape = device.shape;
+  bool is_wanted = false;
+  for (uint32_t first = 0; first < shape.top_k; first += kWarpSize) {
+    const uint32_t k = first + LaneId();
+    const int32_t slot = k < shape.top_k ? params.send_slot[token * shape.top_k + k] : -1;
+    const uint32_t rank = RemoteHolderOf(device, slot, params.recv_rows);
+    if (rank != kNoRank && says_so) {
+      WantToken(device, params.slice, token,
+                OtherNode(shape.num_nodes(), NodeOf(device), rank / shape.node_size));
+    }
+    is_wanted = Ballot(rank != kNoRank) != 0 || is_wanted;
+  }
+  return is_wanted;
+}
+
 __global__ void __launch_bounds__(kThreads)
     SendRows(const __grid_constant__ SendRowsParams params) {
   __shared__ uint32_t shared_flag;
-  __shared__ StoredSet nodes_of[kNetChunkTokens];
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const NetLayout& layout = device.network->layout;
-  const uint32_t set = RoundSet(device, NetStateOf(device)->row_rounds + params.slice.round());
-  const uint64_t epoch = NetStateOf(device)->row_slices + params.slice.number + 1;
+  const TokenSlice& slice = params.slice;
+  const uint32_t set = RoundSet(device, NetStateOf(device)->row_rounds + slice.round());
+  const uint64_t epoch = NetStateOf(device)->row_slices + slice.number + 1;
   const uint64_t send = layout.rows_send.At(set);
   std::byte* stage = OwnStage(device) + send;
   const auto remote_of = [&](uint32_t node) {
@@ -57,45 +77,33 @@ __global__ void __launch_bounds__(kThreads)
   // Of a rank that has failed the stage may be gone.
   if (threadIdx.x == 0) shared_flag = params.has_rows && !HasFailed(device) ? 1 : 0;
   SyncBlock();
-  const auto num_chunks = shared_flag != 0 ? static_cast<uint32_t>(params.slice.num_chunks()) : 0u;
-  for (uint32_t chunk = blockIdx.x; chunk < num_chunks; chunk += gridDim.x) {
-    const auto first = static_cast<uint32_t>(params.slice.begin + chunk * kNetChunkTokens);
-    const uint32_t count = NumChunkTokens(params.slice, first);
-    for (uint32_t i = WarpId(); i < kNetChunkTokens; i += kWarps) {
-      WarpSet nodes;
-      if (i < count) {
-        nodes = RemoteNodesOf(device, params.send_slot, first + i, params.recv_rows);
-      }
-      if (!nodes.IsEmpty()) {
-        const uint64_t token = first + i;
-        WarpCopyBytes(stage + (token - params.slice.round_begin()) * params.row_bytes,
-                      params.x + token * params.row_bytes, params.row_bytes);
-      }
-      nodes.Store(nodes_of[i], kMaxRanks);
-    }
-    SyncBlock();  // rows of all warps come before the commands that name them
-    bool is_ok = AllLanes(!HasFailed(device));
-    for (uint32_t other = WarpId(); is_ok && other + 1 < shape.num_nodes(); other += kWarps) {
-      const uint32_t node = NodeOfOther(shape.num_nodes(), NodeOf(device), other);
-      const bool is_wanted = LaneId() < kNetChunkTokens && WarpSet::Has(nodes_of[LaneId()], node);
-      const auto wanted = static_cast<uint32_t>(Ballot(is_wanted));
-      is_ok = WarpPushRuns(device, Operation::kDispatch, node, WithGaps(device, wanted, count),
-                           first - params.slice.round_begin(), params.row_bytes,
-                           {.op = Op::kWrite,
-                            .dst_rank = RailRank(device, node),
-                            .local_offset = send,
-                            .remote_offset = remote_of(node),
-                            .channel = Channel::kDispatch,
-                            .epoch = epoch});
-    }
-    SyncBlock();  // nodes_of is free
+  const uint64_t num_units = shared_flag != 0 ? slice.num_tokens() * kRowPieces : 0;
+  const uint64_t share = AlignUp(DivideUp(params.row_bytes, uint64_t{kRowPieces}), kWireUnitBytes);
+  for (uint64_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
+       unit += gridDim.x * kWarps) {
+    const uint64_t token = slice.begin + unit / kRowPieces;
+    const uint64_t begin = unit % kRowPieces * share;
+    if (!IsWantedElsewhere(params, token, begin == 0) || begin >= params.row_bytes) continue;
+    WarpCopyBytes(stage + (token - slice.round_begin()) * params.row_bytes + begin,
+                  params.x + token * params.row_bytes + begin,
+                  begin + share < params.row_bytes ? share : params.row_bytes - begin);
   }
   if (params.weights_bytes > 0 && !HasFailed(device)) {
     GridCopyBytes(stage + layout.rows_weights, reinterpret_cast<const std::byte*>(params.weights),
                   params.weights_bytes);
   }
-  if (!LastToArrive(device, &shared_flag) || HasFailed(device) || WarpId() != 0) return;
-  const bool is_first = params.slice.IsFirst();
+  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
+  PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
+    const Command command{.op = Op::kWrite,
+                          .dst_rank = RailRank(device, node),
+                          .local_offset = send,
+                          .remote_offset = remote_of(node),
+                          .channel = Channel::kDispatch,
+                          .epoch = epoch};
+    return WarpPush(device, Operation::kDispatch, node, has, run.Of(command, params.row_bytes));
+  });
+  if (WarpId() != 0) return;
+  const bool is_first = slice.IsFirst();
   if (is_first && LaneId() == 0) {
     *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
         FlagValue(SequenceOf(device), Operation::kDispatch, device.program)};
@@ -173,7 +181,8 @@ const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const T
       .x = call.x,
       .weights = has_weights ? call.weights.data() : nullptr,
       .send_slot = call.send_slot.data()};
-  const uint32_t blocks = BlocksFor(slice.num_chunks(), 1, rank.max_blocks);
+  const uint32_t blocks =
+      BlocksFor(slice.num_tokens() * kRowPieces, kWarps, BlocksBetweenNodes(rank));
   SendRows<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("SendRows");
 }

@@ -1,16 +1,11 @@
-// What kernels share that send rows to other nodes, a chunk of kNetChunkTokens per block.
+// What kernels share that send rows to other nodes: those of a chunk of kNetChunkTokens by as few
+// commands as possible.
 #pragma once
 
-#include "kernels/gpu/device/warp_set.cuh"
 #include "kernels/gpu/network/commands.cuh"
+#include "kernels/gpu/network/token_slices.h"
 
 namespace jax_ep::gpu {
-
-static_assert(kMaxRanks <= WarpSet::kMost);
-
-// Nodes of a token, as WarpSet::Store has them. In shared memory, one per token; a word
-// more, so that lanes that look at many tokens meet all banks.
-using StoredSet = uint32_t[kMaxRanks / WarpSet::kBitsPerLane + 1];
 
 // The rank of another node that holds the row of a pair, or kNoRank. `rank_rows`: slots of one
 // rank.
@@ -23,21 +18,19 @@ __device__ inline uint32_t RemoteHolderOf(const DeviceRank& device, int32_t slot
   return is_remote ? rank : kNoRank;
 }
 
-// One warp: the other nodes that hold rows of a token.
-__device__ inline WarpSet RemoteNodesOf(const DeviceRank& device, const int32_t* send_slot,
-                                        uint32_t token, uint32_t rank_rows) {
-  const GroupShape& shape = device.shape;
-  WarpSet nodes;
-  for (uint32_t first = 0; first < shape.top_k; first += kWarpSize) {
-    const uint32_t k = first + LaneId();
-    const int32_t slot =
-        k < shape.top_k ? send_slot[static_cast<uint64_t>(token) * shape.top_k + k] : -1;
-    const uint32_t rank = RemoteHolderOf(device, slot, rank_rows);
-    nodes.Add(rank != kNoRank, rank / shape.node_size);
-  }
-  return nodes;
+// Which tokens of a chunk another node wants, as bits, from the warps that put their rows into the
+// stage to the block that pushes the commands. Zero between the kernels that send.
+__device__ inline uint32_t* WantedOf(const DeviceRank& device, const TokenSlice& slice,
+                                     uint64_t token, uint32_t other) {
+  const uint64_t chunk = (token - slice.round_begin()) / kNetChunkTokens;
+  return OwnHeapAt<uint32_t>(device, device.layout.net_wanted) +
+         chunk * (device.shape.num_nodes() - 1) + other;
 }
-
+// One thread.
+__device__ inline void WantToken(const DeviceRank& device, const TokenSlice& slice, uint64_t token,
+                                 uint32_t other) {
+  atomicOr(WantedOf(device, slice, token, other), 1u << token % kNetChunkTokens);
+}
 // One warp copies a row, 16 bytes a lane where both ends allow it.
 __device__ inline void WarpCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
   const auto ends = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
@@ -90,23 +83,54 @@ __device__ inline uint32_t WithGaps(const DeviceRank& device, uint32_t wanted, u
   return device.network->has_fast_wire && is_dense ? ~0u >> (kBits - count) : wanted;
 }
 
-// One warp: the tokens first + i of the chunk with bit i in `wanted`, each run of them as one
-// command like `command`, whose offsets are those of token 0. What a run is widened by, to whole
-// units of the wire, are rows of the same chunk. False: this rank has failed.
-__device__ inline bool WarpPushRuns(const DeviceRank& device, Operation operation, uint32_t node,
-                                    uint32_t wanted, uint64_t first, uint64_t pitch,
-                                    Command command) {
-  static_assert(kNetChunkTokens <= 32, "tokens are bits");
-  const Run run = RunOfLane(wanted);
-  if (run.begins) {
-    const uint64_t token = first + LaneId();
-    const uint64_t begin = token * pitch / kWireUnitBytes * kWireUnitBytes;
-    const uint64_t end = AlignUp((token + run.length) * pitch, kWireUnitBytes);
-    command.local_offset += begin;
-    command.remote_offset += begin;
-    command.length_bytes = end - begin;
+// Tokens that are neighbours in a chunk, counted from the round's first one.
+struct TokenRun {
+  uint64_t begin;
+  uint32_t length;
+
+  // Their command: like `command`, whose offsets are those of token 0. What it is widened by, to
+  // whole units of the wire, are rows of the same chunk.
+  __device__ Command Of(Command command, uint64_t pitch) const {
+    const uint64_t first = begin * pitch / kWireUnitBytes * kWireUnitBytes;
+    command.local_offset += first;
+    command.remote_offset += first;
+    command.length_bytes = AlignUp((begin + length) * pitch, kWireUnitBytes) - first;
+    return command;
   }
-  return WarpPush(device, operation, node, run.begins, command);
+};
+
+// All threads of the last block of a kernel that wanted tokens. push(node, has, run), by one warp:
+// the runs that another node wants, one of each lane with `has`; false: this rank has failed. As
+// many as possible at once, since each push waits for its stores to the host.
+template <typename Push>
+__device__ void PushRuns(const DeviceRank& device, const TokenSlice& slice, Push&& push) {
+  static_assert(kNetChunkTokens <= 32, "tokens are bits");
+  const uint32_t num_nodes = device.shape.num_nodes();
+  const auto num_chunks = static_cast<uint32_t>(slice.num_chunks());
+  bool is_ok = true;
+  for (uint32_t other = WarpId(); other + 1 < num_nodes; other += blockDim.x / kWarpSize) {
+    const uint32_t node = NodeOfOther(num_nodes, NodeOf(device), other);
+    for (uint32_t before = 0; before < num_chunks; before += kWarpSize) {
+      const uint32_t chunk = before + LaneId();
+      const uint64_t first = slice.begin + chunk * kNetChunkTokens;
+      uint32_t left =
+          chunk < num_chunks ? atomicExch(WantedOf(device, slice, first, other), 0u) : 0;
+      if (left != 0) left = WithGaps(device, left, NumChunkTokens(slice, first));
+      while (is_ok && Ballot(left != 0) != 0) {
+        TokenRun run{.begin = 0, .length = 0};
+        const bool has = left != 0;
+        if (has) {
+          const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(left))) - 1;
+          const uint64_t rest = ~(uint64_t{left} >> bit);  // its lowest bit is behind the run
+          run.begin = first - slice.round_begin() + bit;
+          run.length = static_cast<uint32_t>(__ffsll(static_cast<long long>(rest))) - 1;
+          left &= ~static_cast<uint32_t>(((uint64_t{1} << run.length) - 1) << bit);
+        }
+        is_ok = push(node, has, run);
+      }
+    }
+  }
+  SyncBlock();  // the signal comes after all of them
 }
 
 }  // namespace jax_ep::gpu

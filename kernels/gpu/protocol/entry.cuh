@@ -181,8 +181,10 @@ class EntryPart {
     if (!entry.is_over) part.DoMissing();
     bool is_ok = true;
     if (WarpId() == 0) {
-      is_ok = WarpWaitFlags(device, device.layout.entry_flags, 0, device.shape.num_ranks,
-                            entry.operation, part.value_);
+      const uint32_t begin = entry.is_of_mates ? device.node_begin : 0;
+      const uint32_t end = entry.is_of_mates ? MatesEnd(device) : device.shape.num_ranks;
+      is_ok = WarpWaitFlags(device, device.layout.entry_flags, begin, end, entry.operation,
+                            part.value_);
     }
     return !SyncBlockAny(!is_ok);
   }

@@ -213,6 +213,7 @@ struct GpuHeapLayout {
   // Groups of several nodes only.
   HeapArea remote_lists;         // [1][N - node_size]: i32 [T * K], see NetLayout::list_recv
   uint64_t reduce_presence = 0;  // u32 [A][N - 1][T']: tag of the newest step with a partial
+  uint64_t net_wanted = 0;       // u32 [chunks of a round][other node] (send.cuh)
 
   // Block of the reduce area of `owner` that `holder` writes.
   static constexpr uint64_t ReduceBlock(uint32_t num_ranks, uint32_t owner, uint32_t holder) {
@@ -353,6 +354,8 @@ constexpr GpuHeapLayout GpuHeapLayout::Make(const GroupShape& shape) {
     layout.remote_lists.offset =
         take((num_ranks - shape.node_size) * layout.remote_lists.peer_stride);
     layout.reduce_presence = take(num_partials * sizeof(uint32_t));
+    const uint64_t net_chunks = (layout.rounds.tokens + kNetChunkTokens - 1) / kNetChunkTokens;
+    layout.net_wanted = take(net_chunks * (shape.num_nodes() - 1) * sizeof(uint32_t));
   }
   layout.total_bytes = end;
   return layout;

@@ -6,7 +6,8 @@
 //   peers, indexes the rows and waits for all entry flags (protocol/entry.h); each warp takes
 //   (source, token) pairs, reads the row once and writes it to all its places; the last warps of a
 //   block zero padding and fetch weights; the last block exchanges the tail flags. Over several
-//   nodes it runs once per slice of the tokens (network/dispatch.cu, network/token_slices.h).
+//   nodes it runs first for the rows of this node, then once per slice of the others' tokens
+//   (network/dispatch.cu, network/token_slices.h).
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -37,6 +38,16 @@ const char* LaunchPull(RankHandle& rank, const PullParams& params, cudaStream_t 
   }
 #endif
   return LaunchPullRows(params, stream);
+}
+
+// All rows of this node's ranks at once, whatever the slices.
+const char* LaunchPullOfMates(RankHandle& rank, const PullParams& call, cudaStream_t stream) {
+  if (call.recv_x == nullptr && call.recv_dots == nullptr) return nullptr;
+  PullParams params = call;
+  params.sources = Sources::kMates;
+  params.entry.is_of_mates = true;
+  params.slice = {.end = call.num_tokens};
+  return LaunchPull(rank, params, stream);
 }
 
 // What is different where rows travel as records.
@@ -123,7 +134,11 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
     return is_between_nodes ? LaunchSendRows(rank, call, slice, stream) : nullptr;
   };
   const auto use = [&](const TokenSlice& slice) {
+    if (is_between_nodes && slice.IsFirst()) {
+      if (const char* error = LaunchPullOfMates(rank, params, stream)) return error;
+    }
     params.slice = slice;
+    params.sources = is_between_nodes ? Sources::kOthers : Sources::kAll;
     const char* error = is_between_nodes ? LaunchAwaitRows(rank, slice, stream) : nullptr;
     return error != nullptr ? error : LaunchPull(rank, params, stream);
   };

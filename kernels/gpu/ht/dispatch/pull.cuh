@@ -37,6 +37,7 @@ __device__ inline bool CheckRecords(const PullParams& params) {
   const DeviceRank& device = params.device;
   const auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
   for (uint32_t peer = threadIdx.x; peer < device.shape.num_ranks; peer += blockDim.x) {
+    if (params.sources == Sources::kMates && !IsMate(device, peer)) continue;
     const PeerMemory memory = PublishedMemory(device, peer);
     const auto check = [&](uint64_t place, uint64_t num_bytes) {
       if ((place & 1) == 0 || num_bytes == 0) return;
@@ -63,12 +64,15 @@ class ItemCursor {
  public:
   __device__ ItemCursor(const PullParams& params, uint64_t sequence, uint32_t num_warps)
       : index_(params.device, sequence, params.num_tokens),
-        num_ranks_(params.device.shape.num_ranks),
+        num_sources_(params.num_sources()),
+        first_source_(params.sources == Sources::kMates ? params.device.node_begin : 0),
+        gap_begin_(params.sources == Sources::kOthers ? params.device.node_begin : kNoGap),
+        gap_(params.device.shape.node_size),
         own_rank_(params.device.rank),
         top_k_(params.device.shape.top_k),
-        end_(num_ranks_ * params.slice.end),
-        first_taken_(num_ranks_ * params.slice.begin + gridDim.x * num_warps),
-        position_(num_ranks_ * params.slice.begin + blockIdx.x * num_warps + WarpId()),
+        end_(num_sources_ * params.slice.end),
+        first_taken_(num_sources_ * params.slice.begin + gridDim.x * num_warps),
+        position_(num_sources_ * params.slice.begin + blockIdx.x * num_warps + WarpId()),
         taken_(&ControlOf(params.device)->items_taken[params.slice.number_in_round()]) {
     Load();
   }
@@ -101,21 +105,28 @@ class ItemCursor {
   __device__ uint32_t source() const { return source_; }
   __device__ uint64_t token() const { return token_; }
   __device__ uint32_t num_rows() const { return num_rows_; }
-  // The next pair that this warp looks at, of num_ranks * slice.end; all before it were taken.
+  // The next pair that this warp looks at, of num_sources * slice.end; all before it were taken.
   __device__ uint64_t position() const { return position_; }
 
  private:
   __device__ void Load() {
     if (position_ >= end_) return;
     if (LaneId() == 0) number_ = atomicAdd(taken_, 1u);
-    next_token_ = position_ / num_ranks_;
-    next_source_ = static_cast<uint32_t>(
-        (position_ % num_ranks_ + own_rank_ + Scatter(next_token_)) % num_ranks_);
+    next_token_ = position_ / num_sources_;
+    next_source_ =
+        first_source_ +
+        static_cast<uint32_t>((position_ % num_sources_ + own_rank_ + Scatter(next_token_)) %
+                              num_sources_);
+    if (next_source_ >= gap_begin_) next_source_ += gap_;
     entries_.Load(index_, next_source_, next_token_, top_k_);
   }
 
+  static constexpr uint32_t kNoGap = ~0u;
+
   RowIndex index_;
-  uint32_t num_ranks_, own_rank_, top_k_;
+  uint32_t num_sources_;
+  uint32_t first_source_, gap_begin_, gap_;  // from one on, `gap_` ranks are left out
+  uint32_t own_rank_, top_k_;
   uint64_t end_, first_taken_, position_;
   uint32_t* taken_;
   uint32_t number_ = 0;  // in lane 0: what it took for after the next pair
@@ -133,8 +144,8 @@ class Progress {
   __device__ Progress(const PullParams& params, uint32_t* positions, uint32_t num_warps)
       : positions_(positions),
         num_warps_(num_warps),
-        begin_(static_cast<uint32_t>(params.device.shape.num_ranks * params.slice.begin)),
-        end_(static_cast<uint32_t>(params.device.shape.num_ranks * params.slice.end)) {}
+        begin_(static_cast<uint32_t>(params.num_sources() * params.slice.begin)),
+        end_(static_cast<uint32_t>(params.num_sources() * params.slice.end)) {}
   // One lane of a pulling warp.
   __device__ void Set(uint64_t position) const {
     StoreReleaseBlock(positions_ + WarpId(),
@@ -162,13 +173,13 @@ class Progress {
   uint32_t begin_, end_;
 };
 
-// The last warps of each block, in the first slice: weights of the received rows, and zeroes in
-// what no row fills. This warp is number `warp` of `num_warps`. zero_row(row, number, total) is
-// called by the whole warp for each of its rows of padding.
+// The last warps of each block, in the first slice of other nodes' if there are any: weights of the
+// received rows, and zeroes in what no row fills. This warp is number `warp` of `num_warps`.
+// zero_row(row, number, total) is called by the whole warp for each of its rows of padding.
 template <typename ZeroRow>
 __device__ void FillWeightsAndPadding(const PullParams& params, uint32_t warp, uint32_t num_warps,
                                       ZeroRow&& zero_row) {
-  if (!params.slice.IsFirst()) return;
+  if (!params.slice.IsFirst() || params.sources == Sources::kMates) return;
   const DeviceRank& device = params.device;
   const uint32_t top_k = device.shape.top_k;
   const uint64_t source_codes = device.shape.max_tokens * top_k;
@@ -330,7 +341,8 @@ __device__ inline void FinishPull(const PullParams& params, uint64_t sequence, u
   if (LaneId() == 0 && num_pulled > 0) {
     CountUp(&ControlOf(device)->bytes_pulled, num_pulled * params.wire_bytes);
   }
-  if (!params.slice.EndsRound() || !LastToArrive(device, shared_flag)) return;
+  const bool ends_round = params.slice.EndsRound() && params.sources != Sources::kMates;
+  if (!ends_round || !LastToArrive(device, shared_flag)) return;
   if (!params.slice.IsLast()) {
     const uint64_t left = StepFlag(device, Operation::kDispatch, params.slice);
     LeaveTogether(device, device.layout.left_flags, left, shared_flag);
@@ -377,7 +389,7 @@ __device__ inline void RunPull(const PullParams& params, Pull&& pull) {
 
 // Blocks of `num_warps` pulling warps that a call is worth.
 inline uint32_t PullBlocks(const PullParams& params, uint32_t num_warps) {
-  const uint64_t num_items = params.device.shape.num_ranks * params.slice.num_tokens();
+  const uint64_t num_items = params.num_sources() * params.slice.num_tokens();
   // Weights and padding go with the first slice.
   const uint64_t num_filled = params.slice.IsFirst() ? params.recv_rows : 0;
   return std::max(BlocksFor(num_items, num_warps, params.max_blocks),

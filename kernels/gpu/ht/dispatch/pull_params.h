@@ -11,6 +11,10 @@
 
 namespace jax_ep::gpu {
 
+// Whose rows a kernel pulls. Between nodes those of this node's ranks come first, while the others
+// are on their way.
+enum class Sources : uint8_t { kAll, kMates, kOthers };
+
 struct PullParams {
   DeviceRank device;
   Entry entry;
@@ -19,6 +23,7 @@ struct PullParams {
   bool is_vectorised;  // rows are multiples of 16 bytes and 16-byte aligned
   uint64_t num_tokens;
   TokenSlice slice;  // of every source's tokens that this kernel pulls
+  Sources sources;
   uint64_t recv_rows;
   uint64_t row_bytes;   // of recv_x
   uint64_t wire_bytes;  // of a row that comes
@@ -39,6 +44,12 @@ struct PullParams {
   uint32_t piece_bytes;
   uint32_t ring_slots;
   uint32_t zero_bytes;  // of the block's buffer of zeroes; weighted dispatch only
+
+  __host__ __device__ uint32_t num_sources() const {
+    const GroupShape& shape = device.shape;
+    if (sources == Sources::kAll) return shape.num_ranks;
+    return sources == Sources::kMates ? shape.node_size : shape.num_ranks - shape.node_size;
+  }
 };
 
 const char* PreparePullRows(const RankHandle& rank);
