@@ -90,15 +90,17 @@ __device__ void PushSums(const CombineKernelParams& params) {
                    .channel = Channel::kCombine,
                    .epoch = epoch};
   };
-  PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
-    const auto push = [&](uint64_t offset, uint64_t pitch) {
-      return WarpPush(device, Operation::kCombine, node, has,
-                      run.Of(command_to(node, offset), pitch));
-    };
-    const bool is_ok = params.y == nullptr || push(0, layout.sums_pitch);
-    return is_ok && (params.pair_scalars == nullptr || push(layout.sums_scalars, scalars_bytes));
-  });
-  if (WarpId() != 0) return;
+  const bool are_pushed =
+      PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
+        const auto push = [&](uint64_t offset, uint64_t pitch) {
+          return WarpPush(device, Operation::kCombine, node, has,
+                          run.Of(command_to(node, offset), pitch));
+        };
+        const bool is_ok = params.y == nullptr || push(0, layout.sums_pitch);
+        return is_ok &&
+               (params.pair_scalars == nullptr || push(layout.sums_scalars, scalars_bytes));
+      });
+  if (!are_pushed || WarpId() != 0) return;
   const bool is_first = slice.IsFirst();
   for (uint32_t other = LaneId(); is_first && other + 1 < shape.num_nodes(); other += kWarpSize) {
     *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(set, other) +

@@ -93,16 +93,17 @@ __global__ void __launch_bounds__(kThreads)
                   params.weights_bytes);
   }
   if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
-  PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
-    const Command command{.op = Op::kWrite,
-                          .dst_rank = RailRank(device, node),
-                          .local_offset = send,
-                          .remote_offset = remote_of(node),
-                          .channel = Channel::kDispatch,
-                          .epoch = epoch};
-    return WarpPush(device, Operation::kDispatch, node, has, run.Of(command, params.row_bytes));
-  });
-  if (WarpId() != 0) return;
+  const bool are_pushed =
+      PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
+        const Command command{.op = Op::kWrite,
+                              .dst_rank = RailRank(device, node),
+                              .local_offset = send,
+                              .remote_offset = remote_of(node),
+                              .channel = Channel::kDispatch,
+                              .epoch = epoch};
+        return WarpPush(device, Operation::kDispatch, node, has, run.Of(command, params.row_bytes));
+      });
+  if (!are_pushed || WarpId() != 0) return;
   const bool is_first = slice.IsFirst();
   if (is_first && LaneId() == 0) {
     *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
   const uint64_t row_bytes = shape.hidden * ElemBytes(shape.elem_type);
   const uint64_t value = FlagValue(SequenceOf(device), Operation::kDispatch, device.program);
   auto* records = OwnHeapAt<DispatchRecord>(device, device.layout.records);
-  // The pull of the round before has ended.
+  // The pull of the round before, or of the mates, has ended.
   if (threadIdx.x == 0) ControlOf(device)->items_taken[slice.number_in_round()] = 0;
   for (uint32_t number = threadIdx.x; number < NumRemotes(device); number += kThreads) {
     const uint32_t source = RemoteRank(device, number);

@@ -101,9 +101,10 @@ struct TokenRun {
 
 // All threads of the last block of a kernel that wanted tokens. push(node, has, run), by one warp:
 // the runs that another node wants, one of each lane with `has`; false: this rank has failed. As
-// many as possible at once, since each push waits for its stores to the host.
+// many as possible at once, since each push waits for its stores to the host. False: this rank has
+// failed, and no signal may follow.
 template <typename Push>
-__device__ void PushRuns(const DeviceRank& device, const TokenSlice& slice, Push&& push) {
+__device__ bool PushRuns(const DeviceRank& device, const TokenSlice& slice, Push&& push) {
   static_assert(kNetChunkTokens <= 32, "tokens are bits");
   const uint32_t num_nodes = device.shape.num_nodes();
   const auto num_chunks = static_cast<uint32_t>(slice.num_chunks());
@@ -130,7 +131,7 @@ __device__ void PushRuns(const DeviceRank& device, const TokenSlice& slice, Push
       }
     }
   }
-  SyncBlock();  // the signal comes after all of them
+  return !SyncBlockAny(!is_ok);  // the signal comes after all of them
 }
 
 }  // namespace jax_ep::gpu

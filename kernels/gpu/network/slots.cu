@@ -7,7 +7,7 @@
 //   TakeRecords  before a done of many remote ranks: takes in what they have sent
 //                (take_records.cuh). Of few, the first blocks of the done do.
 //
-// The done notes that the stage's set has been read, the next start tells it (NoteRead).
+// The done notes that the stage's set has been read; as a rule the next start tells it (NoteRead).
 #include <algorithm>
 
 #include "kernels/gpu/launch.h"

@@ -151,10 +151,11 @@ __device__ __noinline__ inline void TellReads(const DeviceRank& device, SetKind 
   NetSets& sets = NetSetsOf(device, kind);
   const uint64_t read = sets.read;
   for (uint64_t epoch = sets.read_told + 1; epoch <= read; ++epoch) {
-    WarpPushToAllRemotes(device, operation, [&](uint32_t peer) {
+    const bool is_told = WarpPushToAllRemotes(device, operation, [&](uint32_t peer) {
       return Command{
           .op = Op::kSignal, .dst_rank = peer, .channel = ChannelsOf(kind).read, .epoch = epoch};
     });
+    if (!is_told) return;  // this rank has failed: nobody may get the next one without this
   }
   SyncWarp();  // all lanes have seen how many were told
   if (LaneId() == 0) sets.read_told = read;
@@ -166,16 +167,18 @@ __device__ __noinline__ inline void TellReads(const DeviceRank& device, SetKind 
 __device__ __noinline__ inline void NoteRead(const DeviceRank& device, SetKind kind,
                                              Operation operation, uint32_t set) {
   NetSets& sets = NetSetsOf(device, kind);
-  if (WarpId() != 0) return;
-  const SetState* state = StateOf(device, kind);
-  const bool is_other = LaneId() < device.shape.depth && LaneId() != set;
-  const bool has_free_set = Ballot(is_other && state->sets[LaneId()].is_open == 0) != 0;
-  if (LaneId() == 0) {
-    sets.read += 1;
-    sets.sets[set].read = sets.read;
+  if (WarpId() == 0) {
+    const SetState* state = StateOf(device, kind);
+    const bool is_other = LaneId() < device.shape.depth && LaneId() != set;
+    const bool has_free_set = Ballot(is_other && state->sets[LaneId()].is_open == 0) != 0;
+    if (LaneId() == 0) {
+      sets.read += 1;
+      sets.sets[set].read = sets.read;
+    }
+    SyncWarp();
+    if (!has_free_set) TellReads(device, kind, operation);
   }
-  SyncWarp();
-  if (!has_free_set) TellReads(device, kind, operation);
+  SyncBlock();  // all threads see whether that failed
 }
 
 // All threads of the last block of the kernel that sent: the counts. `num_more` commands were sent

@@ -3,7 +3,7 @@
 // reads in the GPU's own stage, and sets the same flags.
 //
 // The first blocks of the done do that, the others wait for those flags. Of many ranks it is a
-// kernel in front of the done (LaunchTakeRecords): its blocks need less of an SM, and one that
+// kernel in front of the done (PrepareToTake): its blocks need less of an SM, and one that
 // waits in vain keeps no other from its rank.
 #pragma once
 

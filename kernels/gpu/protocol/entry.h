@@ -19,7 +19,7 @@ struct Entry {
   bool is_over;      // a kernel of its own was launched for it
   bool has_record;   // of arrays that peers will read
   bool has_index;    // rows are indexed
-  bool is_of_mates;  // the kernel needs no rank of another node
+  bool is_of_mates;  // the kernel needs no rank of another node; of one that is over
   // A number above 1 that no other call of this rank has that may run meanwhile. Captured calls
   // keep theirs, so a graph must not run beside itself, by way of two instances or parents.
   uint32_t launch;

@@ -49,7 +49,7 @@ struct alignas(64) Control {
   uint32_t partials_taken;
   uint32_t sums_taken;
   // Items of each slice of the running dispatch's round that have been taken, besides the first of
-  // each warp; 0 between dispatches.
+  // each warp; in the first one before that those of the node's own rows. 0 between dispatches.
   uint32_t items_taken[kMostTokenSlices];
   uint32_t records_taken;   // of the running dispatch whose rows are quantised; 0 between such
   uint32_t blocks_started;  // of the running combine with bulk copies; 0 between combines

@@ -9,9 +9,9 @@
 
 namespace jax_ep::gpu {
 
-// Tokens that one block sends together, as few commands as their rows allow. A multiple of 8, so
-// that rows of any size and scalars of any K begin a chunk at a multiple of kWireUnitBytes; at most
-// as many as the lanes of a warp.
+// Tokens that are sent together, by as few commands as their rows allow. A multiple of 8, so that
+// rows of any size and scalars of any K begin a chunk at a multiple of kWireUnitBytes; at most as
+// many as a u32 has bits.
 inline constexpr uint64_t kNetChunkTokens = 32;
 
 // All blocks [rank] of a reduce area have the partials, and all blocks [node] of a stage area the

@@ -56,10 +56,10 @@ __device__ inline uint32_t Untag(const DeviceRank& rank, const uint64_t* word, u
   return WaitTagged(rank, word, sequence, peer, operation);
 }
 
-// One warp: tags words of its own GPU.
+// One warp: tags words of its own GPU, for which other blocks may wait.
 __device__ inline void WarpTag(uint64_t* to, const void* from, uint32_t count, uint64_t sequence) {
   for (uint32_t i = LaneId(); i < count; i += kWarpSize) {
-    to[i] = Tagged(sequence, static_cast<const uint32_t*>(from)[i]);
+    StoreRelaxedSys(to + i, Tagged(sequence, static_cast<const uint32_t*>(from)[i]));
   }
 }
 
