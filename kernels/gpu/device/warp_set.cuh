@@ -29,14 +29,6 @@ class WarpSet {
   }
   __device__ bool IsEmpty() const { return Ballot(bits_ != 0) == 0; }
 
-  // The same in memory, of numbers below `most`, which all threads can ask.
-  __device__ void Store(uint32_t* words, uint32_t most) const {
-    if (LaneId() < most / kBitsPerLane) words[LaneId()] = bits_;
-  }
-  __device__ static bool Has(const uint32_t* words, uint32_t number) {
-    return (words[number / kBitsPerLane] >> number % kBitsPerLane & 1) != 0;
-  }
-
  private:
   uint32_t bits_ = 0;
 };

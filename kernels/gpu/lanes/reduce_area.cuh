@@ -115,8 +115,9 @@ __device__ void SendPartial(const CombineKernelParams& params, const RowIndex& i
   const uint32_t target = device.node_begin + owner % device.shape.node_size;
   const ReducePlace place(device, target, round, ReduceBlockOf(device, owner, device.rank), token);
   if (range.begin == 0) {
-    if (!IsMate(device, owner) && LaneId() == 0)
+    if (!IsMate(device, owner) && LaneId() == 0) {
       NoteRemotePartial(device, params.slice, owner, token, place);
+    }
     if (params.pair_scalars != nullptr) {
       WriteScalars(params, rows,
                    IsNodeSum(device, owner) ? StagedSum(device, params.slice, owner, token).scalars

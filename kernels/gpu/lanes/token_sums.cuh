@@ -87,6 +87,8 @@ __device__ void WriteScalars(const Call& call, const TokenRows<>& rows, float* s
   }
 }
 
+static_assert(kMaxRanks <= WarpSet::kMost);
+
 // A token of this rank whose partials are added.
 struct OwnToken {
   static constexpr uint32_t kNobody = ~0u;

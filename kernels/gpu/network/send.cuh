@@ -31,6 +31,7 @@ __device__ inline void WantToken(const DeviceRank& device, const TokenSlice& sli
                                  uint32_t other) {
   atomicOr(WantedOf(device, slice, token, other), 1u << token % kNetChunkTokens);
 }
+
 // One warp copies a row, 16 bytes a lane where both ends allow it.
 __device__ inline void WarpCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
   const auto ends = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
@@ -57,6 +58,11 @@ __device__ inline void WarpCopyBytes(std::byte* to, const std::byte* from, uint6
   }
 }
 
+// How many bits of a word are set from bit `at` on, without a gap.
+__device__ inline uint32_t RunLength(uint32_t bits, uint32_t at) {
+  const uint64_t rest = ~(uint64_t{bits} >> at);  // its lowest bit is behind the run
+  return static_cast<uint32_t>(__ffsll(static_cast<long long>(rest))) - 1;
+}
 // Of bits in a word, by lane: where a run of them begins, and how many it has.
 struct Run {
   bool begins;
@@ -68,10 +74,7 @@ __device__ inline Run RunOfLane(uint32_t bits) {
   Run run{.begins = lane < kBits && (bits >> lane & 1) != 0 &&
                     (lane == 0 || (bits >> (lane - 1) & 1) == 0),
           .length = 0};
-  if (run.begins) {
-    const uint64_t left = ~(uint64_t{bits} >> lane);  // its lowest bit is behind the run
-    run.length = static_cast<uint32_t>(__ffsll(static_cast<long long>(left))) - 1;
-  }
+  if (run.begins) run.length = RunLength(bits, lane);
   return run;
 }
 
@@ -122,9 +125,8 @@ __device__ bool PushRuns(const DeviceRank& device, const TokenSlice& slice, Push
         const bool has = left != 0;
         if (has) {
           const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(left))) - 1;
-          const uint64_t rest = ~(uint64_t{left} >> bit);  // its lowest bit is behind the run
           run.begin = first - slice.round_begin() + bit;
-          run.length = static_cast<uint32_t>(__ffsll(static_cast<long long>(rest))) - 1;
+          run.length = RunLength(left, bit);
           left &= ~static_cast<uint32_t>(((uint64_t{1} << run.length) - 1) << bit);
         }
         is_ok = push(node, has, run);
