@@ -39,9 +39,13 @@ struct RankHandle {
 // Blocks of a whole HT call that handles `num_rows` rows, at most.
 uint32_t MostBlocks(const RankHandle& rank, RowWork work, int64_t num_tokens, int64_t num_rows);
 
-// The same of any HT kernel between nodes. Over a fast wire it is memory that decides, which more
+// The same of an HT kernel between nodes. Over a fast wire it is memory that decides, which more
 // SMs keep busier.
 uint32_t BlocksBetweenNodes(const RankHandle& rank);
+
+// The same of a dispatch's kernels that only copy rows beside the wire: more take bandwidth of the
+// memory from the copy engines.
+uint32_t BlocksBesideWire(const RankHandle& rank);
 
 // Word of the device between the start and the done that a whole call is made of in mode ll where
 // there are several nodes.

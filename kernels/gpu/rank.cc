@@ -108,6 +108,11 @@ uint32_t BlocksBetweenNodes(const RankHandle& rank) {
   return rank.has_budget && rank.has_fast_wire ? rank.ll_blocks : rank.max_blocks;
 }
 
+uint32_t BlocksBesideWire(const RankHandle& rank) {
+  const uint32_t most = BlocksBetweenNodes(rank);
+  return rank.has_budget ? std::min(most, kSmsBesideWire) : most;
+}
+
 int32_t* WholeEpochOf(const RankHandle& rank) {
   return reinterpret_cast<int32_t*>(OwnHeap(rank.device) + rank.device.layout.net_state +
                                     offsetof(NetState, whole_epoch));

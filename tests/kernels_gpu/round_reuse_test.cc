@@ -29,17 +29,20 @@ std::vector<Step> StepsOfCalls(std::mt19937& random) {
   int first = 0;
   for (int call = 0; call < 6; ++call) {
     const TokenCut cut(1 + random() % (6 * kNetChunkTokens), kRounds, kNodes, random() % 2 == 0);
-    const auto add = [&](Kind kind) {
-      return [&, kind](const TokenSlice& slice) -> const char* {
-        steps.push_back({.kind = kind,
-                         .round = first + static_cast<int>(slice.round()),
-                         .left = first + static_cast<int>(slice.num_left()) - 1,
-                         .begins_call = kind == Kind::kSend && slice.IsFirst()});
-        if (slice.num_left() == 0) steps.back().left = -1;
-        return nullptr;
-      };
+    const auto add = [&](Kind kind, const TokenSlice& slice) -> const char* {
+      steps.push_back({.kind = kind,
+                       .round = first + static_cast<int>(slice.round()),
+                       .left = first + static_cast<int>(slice.num_left()) - 1,
+                       .begins_call = kind == Kind::kSend && slice.IsFirst()});
+      if (slice.num_left() == 0) steps.back().left = -1;
+      return nullptr;
     };
-    EXPECT_EQ(cut.ForEachSlice(add(Kind::kSend), add(Kind::kUse)), nullptr);
+    const auto send = [&](const SliceSpan& slices) {
+      EXPECT_EQ(slices.count(), 1u);
+      return add(Kind::kSend, slices.At(0));
+    };
+    const auto use = [&](const TokenSlice& slice) { return add(Kind::kUse, slice); };
+    EXPECT_EQ(cut.ForEachSlice(/*sends_round=*/true, send, use), nullptr);
     first += static_cast<int>(cut.num_slices());
   }
   return steps;

@@ -18,6 +18,12 @@ std::vector<TokenSlice> SlicesOf(const TokenCut& cut) {
   return slices;
 }
 
+std::vector<uint64_t> SizesOf(const TokenCut& cut) {
+  std::vector<uint64_t> sizes;
+  for (const TokenSlice& slice : SlicesOf(cut)) sizes.push_back(slice.num_tokens());
+  return sizes;
+}
+
 TEST(TokenSlices, CoverAllTokensInOrder) {
   for (const HtRounds rounds :
        {HtRounds{.tokens = 200}, HtRounds{.tokens = 128, .are_several = true},
@@ -74,14 +80,16 @@ TEST(TokenSlices, OfSeveralRoundsAreNoFewerThanOfOne) {
          {uint64_t{32}, uint64_t{100}, uint64_t{1024}, uint64_t{1100}}) {
       const TokenCut cut(num_tokens, kRounds, 4, has_fast_wire);
       const TokenCut of_one(num_tokens, {.tokens = 4096}, 4, has_fast_wire);
-      EXPECT_EQ(cut.num_slices(), of_one.num_slices());
+      // Two short ones make one.
+      const auto most =
+          static_cast<uint32_t>(has_fast_wire ? kMostSlicesOfFastWire - 1 : kMostTokenSlices);
+      EXPECT_EQ(cut.num_slices(), std::min(of_one.num_slices(), most));
     }
   }
   EXPECT_EQ(TokenCut(16384, kRounds, 4, /*has_fast_wire=*/true).num_slices(), 16u);
-  const std::vector<TokenSlice> slices =
-      SlicesOf(TokenCut(4096, {.tokens = 1344, .are_several = true}, 3, /*has_fast_wire=*/true));
-  ASSERT_EQ(slices.size(), 4u);
-  for (const TokenSlice& slice : slices) EXPECT_EQ(slice.num_tokens(), 1024u);
+  EXPECT_EQ(
+      SizesOf(TokenCut(4096, {.tokens = 1344, .are_several = true}, 3, /*has_fast_wire=*/true)),
+      std::vector<uint64_t>(4, 1024));
 }
 
 TEST(TokenSlices, AreOneRoundElse) {
@@ -98,14 +106,27 @@ TEST(TokenSlices, AreOneRoundElse) {
   }
 }
 
-TEST(TokenSlices, AreAlikeInSize) {
+TEST(TokenSlices, AreAlikeOrShortAtBothEnds) {
   constexpr uint64_t kTokens = 4096;
-  for (const bool has_fast_wire : {false, true}) {
-    const TokenCut cut(kTokens, {.tokens = kTokens}, 2, has_fast_wire);
-    const uint32_t count = cut.num_slices();
-    EXPECT_EQ(count, has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
-    for (const TokenSlice& slice : SlicesOf(cut)) EXPECT_EQ(slice.num_tokens(), kTokens / count);
-  }
+  const HtRounds one{.tokens = kTokens};
+  EXPECT_EQ(SizesOf(TokenCut(kTokens, one, 2, /*has_fast_wire=*/false)),
+            std::vector<uint64_t>(kMostTokenSlices, kTokens / kMostTokenSlices));
+  EXPECT_EQ(SizesOf(TokenCut(kTokens, one, 2, /*has_fast_wire=*/true)),
+            (std::vector<uint64_t>{512, 1024, 1024, 1024, 512}));
+  // As many chunks as shares, and one less, which cannot be cut so.
+  EXPECT_EQ(SizesOf(TokenCut(8 * kNetChunkTokens, one, 2, /*has_fast_wire=*/true)),
+            (std::vector<uint64_t>{32, 64, 64, 64, 32}));
+  EXPECT_EQ(SizesOf(TokenCut(7 * kNetChunkTokens, one, 2, /*has_fast_wire=*/true)),
+            (std::vector<uint64_t>{32, 32, 64, 32, 64}));
+}
+
+TEST(TokenSlices, SpanHasTheSlicesOfACut) {
+  const TokenCut cut(1000, {.tokens = 1000}, 2, /*has_fast_wire=*/true);
+  const SliceSpan span(cut, 1, 4);
+  ASSERT_EQ(span.count(), 3u);
+  for (uint32_t i = 0; i < span.count(); ++i) EXPECT_EQ(span.At(i).number, 1 + i);
+  EXPECT_EQ(span.begin(), cut.SliceOf(1).begin);
+  EXPECT_EQ(span.num_tokens(), cut.SliceOf(3).end - cut.SliceOf(1).begin);
 }
 
 TEST(TokenSlices, OneNodeHasOne) {
@@ -117,16 +138,19 @@ TEST(TokenSlices, OneNodeHasOne) {
 }
 
 TEST(TokenSlices, AllOfARoundOrTwoRoundsAreSentAhead) {
-  const auto order_of = [](uint64_t num_tokens, const HtRounds& rounds) {
+  const auto order_of = [](uint64_t num_tokens, const HtRounds& rounds, bool sends_round = false) {
     std::string order;
     const TokenCut cut(num_tokens, rounds, 2, /*has_fast_wire=*/true);
-    const auto note = [&](const char* what) {
-      return [&order, what](const TokenSlice& slice) -> const char* {
-        order += what + std::to_string(slice.number);
-        return nullptr;
-      };
+    const auto send = [&](const SliceSpan& slices) -> const char* {
+      order += " s";
+      for (uint32_t i = 0; i < slices.count(); ++i) order += std::to_string(slices.At(i).number);
+      return nullptr;
     };
-    EXPECT_EQ(cut.ForEachSlice(note(" s"), note(" u")), nullptr);
+    const auto use = [&](const TokenSlice& slice) -> const char* {
+      order += " u" + std::to_string(slice.number);
+      return nullptr;
+    };
+    EXPECT_EQ(cut.ForEachSlice(sends_round, send, use), nullptr);
     return order;
   };
   constexpr HtRounds kRounds{.tokens = 32, .are_several = true};
@@ -135,10 +159,12 @@ TEST(TokenSlices, AllOfARoundOrTwoRoundsAreSentAhead) {
   EXPECT_EQ(order_of(0, kRounds), " s0 u0");
   EXPECT_EQ(order_of(32, kRounds), " s0 u0");
   EXPECT_EQ(order_of(128, kRounds), " s0 s1 u0 s2 u1 s3 u2 u3");
+  EXPECT_EQ(order_of(96, {.tokens = 96}, /*sends_round=*/true), " s012 u0 u1 u2");
+  EXPECT_EQ(order_of(0, {.tokens = 96}, /*sends_round=*/true), " s0 u0");
+  EXPECT_EQ(order_of(128, kRounds, /*sends_round=*/true), " s0 s1 u0 s2 u1 s3 u2 u3");
   const TokenCut cut(96, kRounds, 2, /*has_fast_wire=*/true);
-  EXPECT_STREQ(cut.ForEachSlice([](const TokenSlice&) -> const char* { return nullptr; },
-                                [](const TokenSlice&) { return "lost"; }),
-               "lost");
+  const auto send = [](const SliceSpan&) -> const char* { return nullptr; };
+  EXPECT_STREQ(cut.ForEachSlice(false, send, [](const TokenSlice&) { return "lost"; }), "lost");
 }
 
 // As many tokens as areas have room for, in whole chunks; tests ask for fewer.

@@ -1,4 +1,4 @@
-// A whole grid copies an array to its stage.
+// Blocks of a grid copy an array to its stage.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,11 @@
 
 namespace jax_ep::gpu {
 
-__device__ inline void GridCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
+// The first `num_blocks` blocks.
+__device__ inline void BlocksCopyBytes(uint32_t num_blocks, std::byte* to, const std::byte* from,
+                                       uint64_t num_bytes) {
   const uint64_t thread = static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const uint64_t num_threads = static_cast<uint64_t>(gridDim.x) * blockDim.x;
+  const uint64_t num_threads = static_cast<uint64_t>(num_blocks) * blockDim.x;
   const auto ends = reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to);
   const bool is_aligned = ends % sizeof(uint4) == 0;
   const uint64_t num_words = is_aligned ? num_bytes / sizeof(uint4) : 0;
@@ -29,6 +31,9 @@ __device__ inline void GridCopyBytes(std::byte* to, const std::byte* from, uint6
   for (uint64_t byte = num_words * sizeof(uint4) + thread; byte < num_bytes; byte += num_threads) {
     to[byte] = from[byte];
   }
+}
+__device__ inline void GridCopyBytes(std::byte* to, const std::byte* from, uint64_t num_bytes) {
+  BlocksCopyBytes(gridDim.x, to, from, num_bytes);
 }
 
 }  // namespace jax_ep::gpu

@@ -79,7 +79,8 @@ __device__ void RunTasks(const CombineKernelParams& params, uint64_t sequence, R
     const uint64_t token = uint64_t{task.chunk} * kChunkTokens + warp;
     if (!task.is_empty && task.is_partial) {
       if (token < params.num_tokens) {
-        SendPartial<T>(params, index, {}, task.owner, token, list, RowWords<T>(params));
+        SendPartial<T>(params, index, /*slice=*/{}, /*round=*/{}, task.owner, token, list,
+                       RowWords<T>(params));
       }
     } else if (!task.is_empty) {
       const uint64_t* flags = ChunkFlag(device, 0, task.chunk);
@@ -144,7 +145,6 @@ using Kernel = void (*)(CombineKernelParams);
 
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_ranks, bool is_vectorised) {
-  constexpr uint32_t kFewLevels = 3;
   constexpr uint32_t kMostLevels = 6;
   static_assert(kMaxNodeRanks <= 1u << kMostLevels);
   // Odd rows are rare, and each kernel costs seconds of the build.

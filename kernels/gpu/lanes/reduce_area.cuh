@@ -63,30 +63,29 @@ __device__ inline uint32_t StepTag(const DeviceRank& device, const TokenSlice& s
   return TagOf(StepOf(device, slice));
 }
 
-// Where this node's sum of a token of `owner`, of another one, is in this rank's stage.
-struct StagedSum {
+struct SumPlace {
   std::byte* row;
-  float* scalars;  // [node_size][K]
-
-  __device__ StagedSum(const DeviceRank& device, const TokenSlice& slice, uint32_t owner,
-                       uint64_t token) {
-    const GroupShape& shape = device.shape;
-    const NetLayout& layout = device.network->layout;
-    const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
-    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), owner / shape.node_size);
-    std::byte* sums = OwnStage(device) + layout.sums_send.At(set, other);
-    const uint64_t at = token - slice.round_begin();
-    row = sums + at * layout.sums_pitch;
-    scalars =
-        reinterpret_cast<float*>(sums + layout.sums_scalars) + at * shape.node_size * shape.top_k;
-  }
+  float* scalars;  // [K], of a node's sum [node_size][K]
 };
+// Where this node's sum of a token of `owner`, of another one, is in this rank's stage.
+__device__ inline SumPlace StagedSumOf(const DeviceRank& device, const TokenSlice& slice,
+                                       uint32_t owner, uint64_t token) {
+  const GroupShape& shape = device.shape;
+  const NetLayout& layout = device.network->layout;
+  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
+  const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), owner / shape.node_size);
+  std::byte* sums = OwnStage(device) + layout.sums_send.At(set, other);
+  const uint64_t at = token - slice.round_begin();
+  auto* scalars = reinterpret_cast<float*>(sums + layout.sums_scalars);
+  return {sums + at * layout.sums_pitch, scalars + at * shape.node_size * shape.top_k};
+}
 // The partial of a node's only rank is its sum, and is made where that goes.
 __device__ inline bool IsNodeSum(const DeviceRank& device, uint32_t owner) {
   return device.shape.node_size == 1 && !IsMate(device, owner);
 }
 
-// One thread: this rank has a partial of a token of `owner`, of another node.
+// One thread: this rank has a partial of a token of `owner`, of another node, at `place` if it is
+// not the node's sum.
 __device__ inline void NoteRemotePartial(const DeviceRank& device, const TokenSlice& slice,
                                          uint32_t owner, uint64_t token, const ReducePlace& place) {
   const GroupShape& shape = device.shape;
@@ -103,31 +102,27 @@ __device__ inline WordRange RowWords(const CombineKernelParams& params) {
   return {0, static_cast<uint32_t>(params.row_bytes / sizeof(typename T::Word))};
 }
 
-// One warp: those words of this rank's partial of a token of `owner`, to the owner or to the mate
-// on its rail. With the first goes what else there is.
+// One warp: those words of this rank's partial of a token of `owner`, in `slice`, to the owner or
+// to the mate on its rail. With the first goes what else there is.
 template <typename T>
 __device__ void SendPartial(const CombineKernelParams& params, const RowIndex& index,
-                            const ReduceRound& round, uint32_t owner, uint64_t token, RowList& list,
-                            const WordRange& range) {
+                            const TokenSlice& slice, const ReduceRound& round, uint32_t owner,
+                            uint64_t token, RowList& list, const WordRange& range) {
   const DeviceRank& device = params.device;
   const TokenRows<> rows = FindRows(params, index, owner, token, list);
   if (rows.count == 0) return;
   const uint32_t target = device.node_begin + owner % device.shape.node_size;
   const ReducePlace place(device, target, round, ReduceBlockOf(device, owner, device.rank), token);
+  const SumPlace to = IsNodeSum(device, owner) ? StagedSumOf(device, slice, owner, token)
+                                               : SumPlace{place.Row(), place.Scalars()};
   if (range.begin == 0) {
     if (!IsMate(device, owner) && LaneId() == 0) {
-      NoteRemotePartial(device, params.slice, owner, token, place);
+      NoteRemotePartial(device, slice, owner, token, place);
     }
-    if (params.pair_scalars != nullptr) {
-      WriteScalars(params, rows,
-                   IsNodeSum(device, owner) ? StagedSum(device, params.slice, owner, token).scalars
-                                            : place.Scalars());
-    }
+    if (params.pair_scalars != nullptr) WriteScalars(params, rows, to.scalars);
   }
   if (params.y == nullptr) return;
-  WritePartial<T>(
-      params, list, rows.count, range,
-      IsNodeSum(device, owner) ? StagedSum(device, params.slice, owner, token).row : place.Row());
+  WritePartial<T>(params, list, rows.count, range, to.row);
 }
 
 // Of a token of this rank, inside its node.

@@ -62,7 +62,6 @@ using Kernel = void (*)(SlotCombineParams);
 
 template <typename Elem, typename Partial>
 Kernel KernelOf(uint32_t num_leaves, bool is_vectorised) {
-  constexpr uint32_t kFewLevels = 3;
   // Odd rows are rare, and each kernel costs seconds of the build.
   if (!is_vectorised) return &SlotCombine<SumTypes<Elem, Partial, false, kFastLevels>>;
   return num_leaves <= 1u << kFewLevels ? &SlotCombine<SumTypes<Elem, Partial, true, kFewLevels>>

@@ -136,31 +136,55 @@ __device__ void WriteOwnScalars(const Call& call, const OwnToken& token, Scalars
   }
 }
 
+// One warp: where partials of other ranks are, into the list. In the loop over words that would
+// take longer than the sums.
+template <typename PartialOf>
+__device__ void ListPartials(const RankLeaves& leaves, const OwnToken& token, RowList& list,
+                             PartialOf&& partial_of) {
+  const uint32_t leaf = LaneId() % RowList::kMostPartials;
+  const uint32_t rank = leaves.RankOf(leaf);
+  const bool is_there = token.partials.Has(rank == RankLeaves::kNone ? 0 : rank);
+  const bool is_other = rank != RankLeaves::kNone && is_there && rank != token.own;
+  SyncWarp();  // the token before has been summed
+  if (LaneId() < RowList::kMostPartials) {
+    list.partials[leaf] = is_other ? partial_of(rank) : nullptr;
+  }
+  SyncWarp();
+}
+
 // Those words of the sum of such a token; partials of other ranks are at partial_of(rank).
 template <typename T, typename Call, typename PartialOf>
 __device__ void WriteOwnSum(const Call& call, const RankLeaves& leaves, const OwnToken& token,
-                            const RowList& list, WordRange range, PartialOf&& partial_of) {
-  constexpr uint32_t kWords = T::kLevels > 3 || sizeof(typename T::Storage) > 2 ? 1 : 2;
+                            RowList& list, WordRange range, PartialOf&& partial_of) {
+  constexpr bool kAreFew = T::kLevels <= kFewLevels;
+  static_assert(!kAreFew || 1u << T::kLevels <= RowList::kMostPartials);
+  constexpr uint32_t kWords = !kAreFew || sizeof(typename T::Storage) > 2 ? 1 : 2;
+  if constexpr (kAreFew) ListPartials(leaves, token, list, partial_of);
+  const auto find = [&](uint32_t leaf) -> const std::byte* {
+    if constexpr (kAreFew) {
+      return list.partials[leaf];
+    } else {
+      const uint32_t rank = leaves.RankOf(leaf);
+      const bool is_there = rank != RankLeaves::kNone && token.partials.Has(rank);
+      return is_there && rank != token.own ? partial_of(rank) : nullptr;
+    }
+  };
+  const uint32_t own_leaf = token.rows.count > 0 ? leaves.LeafOf(token.own) : RankLeaves::kNone;
   auto* out = reinterpret_cast<typename T::Word*>(call.out + token.token * call.row_bytes);
   WriteSumOfRanks<T, typename T::Elem, kWords, /*kIsUnrolled=*/false>(
       leaves, !token.partials.IsEmpty(), range, out,
       [&](uint32_t leaf, uint32_t word, LeafWords<T, kWords>& words) {
-        bool has_own = false;
 #pragma unroll
         for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
-          const uint32_t rank = leaves.RankOf(leaf + i);
-          const bool is_there = rank != RankLeaves::kNone && token.partials.Has(rank);
-          const bool is_other = is_there && rank != token.own;
-          has_own |= is_there && rank == token.own;
-          LoadPartial<T>(is_other ? partial_of(rank) : nullptr, is_other, word, range.end,
-                         words[i]);
+          const std::byte* partial = find(leaf + i);
+          LoadPartial<T>(partial, partial != nullptr, word, range.end, words[i]);
         }
-        if (!has_own) return;
+        if (own_leaf - leaf >= kLeavesAtOnce) return;  // also if it is below
         float sums[kWords][T::kElems];
         SumTokenRows<T>(call, list, token.rows.count, word, range.end, sums);
 #pragma unroll
         for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
-          if (leaves.RankOf(leaf + i) != token.own) continue;
+          if (leaf + i != own_leaf) continue;
 #pragma unroll
           for (uint32_t j = 0; j < kWords; ++j) {
             // As if it had been stored: bits do not depend on who owns the token.

@@ -3,7 +3,7 @@
 //   SumRows      this rank's partial of every token of a slice: to the owner's reduce area inside
 //                the node, to that of the mate on the owner's rail for owners elsewhere; then a
 //                filled flag to the mates. A node's only rank makes them in the stage and sends
-//                them.
+//                them, all slices of the only round by one kernel.
 //   SendNodeSums the partials of each rank of the rail in other nodes are added along the tree and
 //                go to its stage, one row per token that has any; a signal follows each slice, and
 //                says with the first which call this is. The next slice's rows are summed
@@ -29,7 +29,7 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
 // Of a token's row, each a warp's: a slice has few tokens. Of 1,024 that is two rounds of 100
-// blocks.
+// blocks, of 512 one.
 constexpr uint32_t kRowPieces = 3;
 
 // Partials of a token of this rank: of mates, and the sums of other nodes in this rank's stage.
@@ -69,96 +69,131 @@ constexpr __device__ Pieces PiecesOf(uint32_t num_words, uint32_t count = kRowPi
   return {count, (num_words + count - 1) / count};
 }
 
-// All threads of the last block of a kernel that has made sums in the stage: the commands of the
-// slice, then its signal.
-__device__ void PushSums(const CombineKernelParams& params) {
+// Where sums of the round of a slice are: in this rank's stage, and in those of the rail's ranks. A
+// copy, so that the pusher loads nothing behind its wait.
+struct SumPlaces {
+  uint32_t set;
+  HeapArea here, there;
+  uint64_t pitch, scalars, call;  // the latter from a node's first sum on
+
+  __device__ SumPlaces(const DeviceRank& device, const TokenSlice& slice)
+      : set(RoundSet(device, NetStateOf(device)->sum_rounds + slice.round())),
+        here(device.network->layout.sums_send),
+        there(device.network->layout.sums_recv),
+        pitch(device.network->layout.sums_pitch),
+        scalars(device.network->layout.sums_scalars),
+        call(device.network->layout.sums_call) {}
+};
+
+// All threads of the pusher of a kernel that makes sums in the stage.
+__device__ void PushSums(const CombineKernelParams& params, const SliceSpan& slices,
+                         bool has_failed) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
-  const NetLayout& layout = device.network->layout;
-  const TokenSlice& slice = params.slice;
-  const uint32_t set = RoundSet(device, NetStateOf(device)->sum_rounds + slice.round());
-  const uint64_t epoch = NetStateOf(device)->sum_slices + slice.number + 1;
-  const uint64_t scalars_bytes = uint64_t{shape.node_size} * shape.top_k * sizeof(float);
-  // From the sums of a node's tokens to where it keeps those of this one; `offset` in both.
-  const auto command_to = [&](uint32_t node, uint64_t offset) {
-    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
-    const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
-    return Command{.op = Op::kWrite,
-                   .dst_rank = RailRank(device, node),
-                   .local_offset = layout.sums_send.At(set, other) + offset,
-                   .remote_offset = layout.sums_recv.At(set, back) + offset,
-                   .channel = Channel::kCombine,
-                   .epoch = epoch};
-  };
-  const bool are_pushed =
-      PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
-        const auto push = [&](uint64_t offset, uint64_t pitch) {
-          return WarpPush(device, Operation::kCombine, node, has,
-                          run.Of(command_to(node, offset), pitch));
-        };
-        const bool is_ok = params.y == nullptr || push(0, layout.sums_pitch);
-        return is_ok &&
-               (params.pair_scalars == nullptr || push(layout.sums_scalars, scalars_bytes));
-      });
-  if (!are_pushed || WarpId() != 0) return;
-  const bool is_first = slice.IsFirst();
-  for (uint32_t other = LaneId(); is_first && other + 1 < shape.num_nodes(); other += kWarpSize) {
-    *reinterpret_cast<CallRecord*>(OwnStage(device) + layout.sums_send.At(set, other) +
-                                   layout.sums_call) = {
+  const uint64_t sum_slices = NetStateOf(device)->sum_slices;
+  const SumPlaces places(device, slices.At(0));
+  const SlicePusher pusher(device, Operation::kCombine);
+  const bool says_call = !has_failed && slices.At(0).IsFirst();
+  for (uint32_t other = threadIdx.x; says_call && other + 1 < shape.num_nodes();
+       other += blockDim.x) {
+    *reinterpret_cast<CallRecord*>(OwnStage(device) + places.here.At(places.set, other) +
+                                   places.call) = {
         FlagValue(SequenceOf(device), Operation::kCombine, device.program)};
   }
-  SyncWarp();
-  WarpPushToRail(device, Operation::kCombine, [&](uint32_t peer) {
-    Command command = command_to(peer / shape.node_size, layout.sums_call);
-    command.op = is_first ? Op::kWriteSignal : Op::kSignal;
-    command.length_bytes = is_first ? sizeof(CallRecord) : 0;
-    return command;
-  });
+  const uint64_t scalars_bytes = uint64_t{shape.node_size} * shape.top_k * sizeof(float);
+  const uint32_t num_parts = (params.y != nullptr) + (params.pair_scalars != nullptr);
+  bool is_ok = true;
+  for (uint32_t i = 0; i < slices.count(); ++i) {
+    const TokenSlice slice = slices.At(i);
+    is_ok = AwaitMakers(device, slice, is_ok);
+    if (!is_ok) continue;
+    // From the sums of a node's tokens to where it keeps those of this one; `offset` in both.
+    const auto command_to = [&](uint32_t node, uint64_t offset) {
+      const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
+      const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
+      return Command{.op = Op::kWrite,
+                     .dst_rank = RailRank(device, node),
+                     .local_offset = places.here.At(places.set, other) + offset,
+                     .remote_offset = places.there.At(places.set, back) + offset,
+                     .channel = Channel::kCombine,
+                     .epoch = sum_slices + slice.number + 1};
+    };
+    is_ok = pusher.Push(
+        slice, num_parts,
+        [&](uint32_t part, uint32_t node, const TokenRun& run) {
+          const bool are_rows = part == 0 && params.y != nullptr;
+          return are_rows ? run.Of(command_to(node, 0), places.pitch)
+                          : run.Of(command_to(node, places.scalars), scalars_bytes);
+        },
+        [&](uint32_t node) {
+          return SliceSignal(command_to(node, places.call),
+                             slice.IsFirst() ? sizeof(CallRecord) : 0);
+        });
+  }
+}
+
+// All threads of a maker: whether the places of a slice's partials are free; they are, for slices
+// that wait for nothing, since the call began. False: this rank has failed.
+__device__ bool AwaitPlaces(const DeviceRank& device, const TokenSlice& slice,
+                            uint32_t* shared_flag) {
+  constexpr Operation kOperation = Operation::kCombine;
+  if (slice.IsFirst()) {
+    return BlockWaitMates(device, device.layout.entry_flags, kOperation,
+                          FlagValue(SequenceOf(device), kOperation, device.program), shared_flag);
+  }
+  if (slice.num_left() > 0) {
+    return BlockWaitMates(device, device.layout.left_flags, kOperation,
+                          FreeFlag(device, kOperation, slice), shared_flag);
+  }
+  return !SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SumRows(const __grid_constant__ CombineKernelParams params) {
+    SumRows(const __grid_constant__ CombineKernelParams params,
+            const __grid_constant__ SliceSpan slices) {
   __shared__ uint32_t shared_flag;
   __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
-  const TokenSlice& slice = params.slice;
-  constexpr Operation kOperation = Operation::kCombine;
-  const uint64_t sequence = SequenceOf(device);
-  // Slices that wait for nothing have had their places since the call began.
-  bool is_free = false;
-  if (slice.IsFirst()) {
-    is_free = BlockWaitMates(device, device.layout.entry_flags, kOperation,
-                             FlagValue(sequence, kOperation, device.program), &shared_flag);
-  } else if (slice.num_left() > 0) {
-    is_free = BlockWaitMates(device, device.layout.left_flags, kOperation,
-                             FreeFlag(device, kOperation, slice), &shared_flag);
-  } else {
-    is_free = !SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
-  }
-  if (is_free) {
-    const RowIndex index(device, sequence, params.num_tokens);
-    const ReduceRound round = ReduceRoundOf(device, slice);
-    const uint32_t num_owners = device.shape.num_ranks - 1;
-    const uint32_t num_words = RowWords<T>(params).end;
-    const uint64_t num_items = slice.num_tokens() * num_owners;
-    // Of many ranks there are enough of them, most without rows here, which cost a look each.
-    const bool is_whole = params.y == nullptr || num_items >= gridDim.x * kWarps;
-    const Pieces pieces = PiecesOf(num_words, is_whole ? 1 : kRowPieces);
-    const uint64_t num_units = num_items * pieces.count;
-    for (uint64_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
-         unit += gridDim.x * kWarps) {
-      const uint64_t item = unit / pieces.count;
-      const auto step = static_cast<uint32_t>(item % num_owners);
-      const uint32_t owner = (device.rank + 1 + step) % device.shape.num_ranks;
-      SendPartial<T>(params, index, round, owner, slice.begin + item / num_owners, lists[WarpId()],
-                     WordsOf(pieces, static_cast<uint32_t>(unit % pieces.count), num_words));
+  if (IsPusher()) {
+    if (device.shape.node_size == 1) {
+      return PushSums(params, slices, SyncBlockAny(threadIdx.x == 0 && HasFailed(device)));
     }
-    // Own partials for other nodes' tokens are among these: the last owner is not this rank.
+    for (uint32_t i = 0; i < slices.count(); ++i) {
+      const TokenSlice slice = slices.At(i);
+      if (!AwaitMakers(device, slice, /*is_ok=*/true)) continue;
+      BlockSignalMates(device, device.layout.filled_flags,
+                       StepFlag(device, Operation::kCombine, slice));
+    }
+    return;
   }
-  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
-  if (device.shape.node_size == 1) return PushSums(params);
-  BlockSignalMates(device, device.layout.filled_flags, StepFlag(device, kOperation, slice));
+  const uint32_t num_owners = device.shape.num_ranks - 1;
+  const uint32_t num_words = RowWords<T>(params).end;
+  // Of many ranks there are enough items, most without rows here, which cost a look each. The wire
+  // waits for the first slice, which may be a short one.
+  const uint64_t first_items = slices.At(0).num_tokens() * num_owners;
+  const bool is_whole = params.y == nullptr || first_items >= uint64_t{NumMakers()} * kWarps;
+  const Pieces pieces = PiecesOf(num_words, is_whole ? 1 : kRowPieces);
+  const uint64_t span_begin = slices.begin();
+  uint64_t unit = blockIdx.x * kWarps + WarpId();
+  for (uint32_t i = 0; i < slices.count(); ++i) {
+    const TokenSlice slice = slices.At(i);
+    if (AwaitPlaces(device, slice, &shared_flag)) {
+      const RowIndex index(device, SequenceOf(device), params.num_tokens);
+      const ReduceRound round = ReduceRoundOf(device, slice);
+      const uint64_t end = (slice.end - span_begin) * num_owners * pieces.count;
+      for (; unit < end; unit += NumMakers() * kWarps) {
+        const uint64_t item = unit / pieces.count;
+        const auto step = static_cast<uint32_t>(item % num_owners);
+        // Own partials for other nodes' tokens are among these: the last owner is not this rank.
+        const uint32_t owner = (device.rank + 1 + step) % device.shape.num_ranks;
+        SendPartial<T>(params, index, slice, round, owner, span_begin + item / num_owners,
+                       lists[WarpId()],
+                       WordsOf(pieces, static_cast<uint32_t>(unit % pieces.count), num_words));
+      }
+    }
+    EndSlice(device, slice);
+  }
 }
 
 // One warp: the mates that have a partial of a token of `owner`, by local rank.
@@ -177,13 +212,13 @@ __device__ inline uint64_t PartsOf(const DeviceRank& device, uint32_t owner, uin
 
 // One warp: the sum of those parts, or their scalars, to their places in the stage.
 template <typename T>
-__device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, uint64_t token,
-                             uint64_t parts) {
+__device__ void WriteNodeSum(const CombineKernelParams& params, const TokenSlice& slice,
+                             uint32_t owner, uint64_t token, uint64_t parts) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
-  const StagedSum to(device, params.slice, owner, token);
+  const SumPlace to = StagedSumOf(device, slice, owner, token);
   const uint64_t first_block = ReduceBlockOf(device, owner, device.node_begin);
-  const ReduceRound round = ReduceRoundOf(device, params.slice);
+  const ReduceRound round = ReduceRoundOf(device, slice);
   const auto place_of = [&](uint32_t local) {
     return ReducePlace(device, device.rank, round, first_block + local, token);
   };
@@ -216,26 +251,31 @@ __device__ void WriteNodeSum(const CombineKernelParams& params, uint32_t owner, 
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    SendNodeSums(const __grid_constant__ CombineKernelParams params) {
+    SendNodeSums(const __grid_constant__ CombineKernelParams params,
+                 const __grid_constant__ SliceSpan slices) {
   __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
-  const TokenSlice& slice = params.slice;
-  const uint32_t num_nodes = device.shape.num_nodes();
-  const bool is_ok = BlockWaitMates(device, device.layout.filled_flags, Operation::kCombine,
-                                    StepFlag(device, Operation::kCombine, slice), &shared_flag);
-  const uint64_t num_items = is_ok ? slice.num_tokens() * (num_nodes - 1) : 0;
-  for (uint64_t item = blockIdx.x * kWarps + WarpId(); item < num_items;
-       item += gridDim.x * kWarps) {
-    const auto other = static_cast<uint32_t>(item % (num_nodes - 1));
-    const uint64_t token = slice.begin + item / (num_nodes - 1);
-    const uint32_t owner = RailRank(device, NodeOfOther(num_nodes, NodeOf(device), other));
-    const uint64_t parts = PartsOf(device, owner, token, slice);
-    if (parts == 0) continue;
-    if (LaneId() == 0) WantToken(device, slice, token, other);
-    WriteNodeSum<T>(params, owner, token, parts);
+  if (IsPusher()) {
+    return PushSums(params, slices, SyncBlockAny(threadIdx.x == 0 && HasFailed(device)));
   }
-  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
-  PushSums(params);
+  const uint32_t num_nodes = device.shape.num_nodes();
+  for (uint32_t i = 0; i < slices.count(); ++i) {
+    const TokenSlice slice = slices.At(i);
+    const bool is_ok = BlockWaitMates(device, device.layout.filled_flags, Operation::kCombine,
+                                      StepFlag(device, Operation::kCombine, slice), &shared_flag);
+    const uint64_t num_items = is_ok ? slice.num_tokens() * (num_nodes - 1) : 0;
+    for (uint64_t item = blockIdx.x * kWarps + WarpId(); item < num_items;
+         item += NumMakers() * kWarps) {
+      const auto other = static_cast<uint32_t>(item % (num_nodes - 1));
+      const uint64_t token = slice.begin + item / (num_nodes - 1);
+      const uint32_t owner = RailRank(device, NodeOfOther(num_nodes, NodeOf(device), other));
+      const uint64_t parts = PartsOf(device, owner, token, slice);
+      if (parts == 0) continue;
+      if (LaneId() == 0) WantToken(device, slice, token, other);
+      WriteNodeSum<T>(params, slice, owner, token, parts);
+    }
+    EndSlice(device, slice);
+  }
 }
 
 __global__ void AwaitSums(const __grid_constant__ DeviceRank device,
@@ -294,16 +334,16 @@ __global__ void __launch_bounds__(kThreads)
   state->sum_slices += params.slice.count;
 }
 
-using Kernel = void (*)(CombineKernelParams);
 struct Kernels {
-  Kernel sum_rows, send_node_sums, add_nodes;
+  void (*sum_rows)(CombineKernelParams, SliceSpan);
+  void (*send_node_sums)(CombineKernelParams, SliceSpan);
+  void (*add_nodes)(CombineKernelParams);
 };
 
 // Trees of few leaves leave registers for more words on their way. Odd rows are rare, and each
 // kernel costs seconds of the build.
 Kernels KernelsOf(const GroupShape& shape, bool is_vectorised) {
   return WithSumTypes(shape, [&]<typename Elem, typename Partial>() {
-    constexpr uint32_t kFewLevels = 3;
     using Few = SumTypes<Elem, Partial, true, kFewLevels>;
     using Words = SumTypes<Elem, Partial, true, kFastLevels>;
     using Elems = SumTypes<Elem, Partial, false, kFastLevels>;
@@ -337,14 +377,16 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
   const TokenCut cut(params.num_tokens, rank.device.layout.rounds, shape.num_nodes(),
                      rank.has_fast_wire);
-  const auto send = [&](const TokenSlice& slice) {
-    params.slice = slice;
-    const uint64_t num_units = slice.num_tokens() * (shape.num_ranks - 1) * kRowPieces;
-    kernels.sum_rows<<<blocks_for(num_units), kThreads, 0, stream>>>(params);
+  const bool has_mates = shape.node_size > 1;
+  const auto send = [&](const SliceSpan& slices) {
+    const uint64_t num_units = slices.num_tokens() * (shape.num_ranks - 1) * kRowPieces;
+    kernels.sum_rows<<<BlocksToSend(num_units, kWarps, most), kThreads, 0, stream>>>(params,
+                                                                                     slices);
     const char* error = LaunchResult("SumRows");
-    if (error != nullptr || shape.node_size == 1) return error;
-    const uint64_t num_sums = slice.num_tokens() * (shape.num_nodes() - 1);
-    kernels.send_node_sums<<<blocks_for(num_sums), kThreads, 0, stream>>>(params);
+    if (error != nullptr || !has_mates) return error;
+    const uint64_t num_sums = slices.num_tokens() * (shape.num_nodes() - 1);
+    kernels.send_node_sums<<<BlocksToSend(num_sums, kWarps, most), kThreads, 0, stream>>>(params,
+                                                                                          slices);
     return LaunchResult("SendNodeSums");
   };
   const auto use = [&](const TokenSlice& slice) {
@@ -355,7 +397,8 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
     kernels.add_nodes<<<blocks_for(num_units), kThreads, 0, stream>>>(params);
     return LaunchResult("AddNodes");
   };
-  return cut.ForEachSlice(send, use);
+  // With mates slice by slice: node sums wait for those of all mates.
+  return cut.ForEachSlice(/*sends_round=*/!has_mates, send, use);
 }
 
 }  // namespace jax_ep::gpu

@@ -39,38 +39,53 @@ __device__ inline uint32_t OwnIndexAt(const DeviceRank& device, uint32_t peer) {
   return RemoteIndex(device.shape, peer / device.shape.node_size, device.rank);
 }
 
+// The ring of the proxy that speaks with a node.
+struct Ring {
+  uint64_t* slots;
+  const uint64_t* tail;    // written by the proxy
+  RingCounters* counters;  // of all producers
+  uint32_t num_slots, num_slots_log2;
+
+  __device__ Ring(const DeviceRank& device, uint32_t node) {
+    const DeviceNetwork& net = *device.network;
+    const uint32_t number = RingOfNode(net.num_rings, node);
+    slots = net.slots[number];
+    tail = net.tails[number];
+    counters = &NetStateOf(device)->rings[number];
+    num_slots = net.ring_slots;
+    num_slots_log2 = net.ring_slots_log2;
+  }
+};
+
 // One thread waits until the ring has room for the commands before `end`. An acquire: what the
 // caller stores into those slots comes after the proxy's reads of what they held.
-__device__ inline bool WaitForRoom(const DeviceRank& device, uint32_t ring, uint64_t end,
+__device__ inline bool WaitForRoom(const DeviceRank& device, const Ring& ring, uint64_t end,
                                    Operation operation) {
-  const DeviceNetwork& net = *device.network;
-  uint64_t* cached_tail = &NetStateOf(device)->rings[ring].cached_tail;
-  if (end - LoadAcquireSys(cached_tail) <= net.ring_slots) return true;
+  uint64_t* cached_tail = &ring.counters->cached_tail;
+  if (end - LoadAcquireSys(cached_tail) <= ring.num_slots) return true;
   uint64_t tail = 0;
   const bool has_room =
-      SpinOn(device, net.tails[ring], device.rank, operation, end, FailureKind::kRingFull,
+      SpinOn(device, ring.tail, device.rank, operation, end, FailureKind::kRingFull,
              [&](uint64_t seen, uint64_t) {
                tail = seen;
-               return end - seen <= net.ring_slots ? Seen::kThere : Seen::kTooEarly;
+               return end - seen <= ring.num_slots ? Seen::kThere : Seen::kTooEarly;
              });
   // An older value that comes later only makes the next one look again.
   if (has_room) StoreReleaseSys(cached_tail, tail);
   return has_room;
 }
 
-// One warp: a command of each lane with `has`, all to ranks of `node`. What the warp has stored and
-// acquired is visible to the proxy that takes the command. False: this rank has failed.
-__device__ inline bool WarpPush(const DeviceRank& device, Operation operation, uint32_t node,
+// One warp: a command of each lane with `has`, all to ranks of the ring's node. What the warp has
+// stored and acquired is visible to the proxy that takes the command. False: this rank has failed.
+__device__ inline bool WarpPush(const DeviceRank& device, Operation operation, const Ring& ring,
                                 bool has, const Command& command) {
-  const DeviceNetwork& net = *device.network;
   const LaneMask lanes = Ballot(has);
   if (lanes == 0) return true;
-  const uint32_t ring = RingOfNode(net.num_rings, node);
   uint64_t first = 0;
   uint32_t is_ok = 1;
   if (LaneId() == 0) {
     const uint32_t count = CountLanes(lanes);
-    first = atomicAdd(reinterpret_cast<unsigned long long*>(&NetStateOf(device)->rings[ring].head),
+    first = atomicAdd(reinterpret_cast<unsigned long long*>(&ring.counters->head),
                       static_cast<unsigned long long>(count));
     is_ok = WaitForRoom(device, ring, first + count, operation) ? 1 : 0;
   }
@@ -79,7 +94,7 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
   if (is_ok == 0) return false;  // the slots stay empty: the proxy is at its end as well
   first = FromLane(first, 0);
   const uint64_t index = first + CountLanes(lanes & LanesBelow());
-  uint64_t* slot = net.slots[ring] + 2 * (index & (net.ring_slots - 1));
+  uint64_t* slot = ring.slots + 2 * (index & (ring.num_slots - 1));
   uint64_t commit = 0;
   bool is_good = false;
   if (has) {
@@ -88,7 +103,7 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
     if (is_good) {
       StoreRelaxedSys(slot, packed->words[0]);
       commit = (packed->words[1] & ~kCommandLapMask) |
-               ((~(index >> net.ring_slots_log2) & 1) << kCommandLapShift);
+               ((~(index >> ring.num_slots_log2) & 1) << kCommandLapShift);
     } else {
       Fail(device, FailureKind::kBadCommand, operation, command.dst_rank, command.length_bytes,
            command.remote_offset);
@@ -100,6 +115,10 @@ __device__ inline bool WarpPush(const DeviceRank& device, Operation operation, u
     StoreRelaxedSys(slot + 1, commit);
   }
   return AllLanes(is_good || !has);
+}
+__device__ inline bool WarpPush(const DeviceRank& device, Operation operation, uint32_t node,
+                                bool has, const Command& command) {
+  return WarpPush(device, operation, Ring(device, node), has, command);
 }
 
 // One warp: one command to every rank of other nodes that wants(peer) says, by all lanes.
@@ -123,7 +142,8 @@ __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation,
 }
 template <typename Make>
 __device__ bool WarpPushToAllRemotes(const DeviceRank& device, Operation operation, Make&& make) {
-  return WarpPushToRemotes(device, operation, [](uint32_t) { return true; }, make);
+  return WarpPushToRemotes(
+      device, operation, [](uint32_t) { return true; }, make);
 }
 // The same for the ranks of this rank's rail.
 template <typename Make>

@@ -3,7 +3,8 @@
 //   SendRows   each row that another node needs goes to this rank's stage once, and from there by
 //              commands to the rail's rank in each of those nodes, at the token's place, over a
 //              fast wire with what is between them (WithGaps); a signal follows the last of each
-//              slice. Weights, and the word of which call this is, go with the first.
+//              slice. Weights, and the word of which call this is, go with the first. One kernel
+//              sends all slices of the only round, or a round.
 //   AwaitRows  for each rank of another node: waits until the mate on its rail has the slice's
 //              rows, then says where they are, as that rank would have done here: a record and an
 //              entry flag. It fails if the rows are of another program's call.
@@ -28,14 +29,15 @@ namespace {
 
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarpSize;
-constexpr uint32_t kRowPieces = 3;  // of a row, each a warp's: two rounds of 100 blocks for a slice
+// Of a row, each a warp's: the first slice, for which the wire waits, has few rows.
+constexpr uint32_t kRowPieces = 3;
 
 struct SendRowsParams {
   DeviceRank device;
-  TokenSlice slice;
+  SliceSpan slices;
   uint32_t recv_rows;  // of one rank in send_slot, at least 1
   uint64_t row_bytes;
-  uint64_t weights_bytes;
+  uint64_t weights_bytes;  // to go with the first slice of the call
   bool has_rows;
   const std::byte* x;        // [T, H]
   const float* weights;      // [T * K] or null
@@ -43,7 +45,8 @@ struct SendRowsParams {
 };
 
 // One warp: whether other nodes hold rows of a token; where `says_so`, each of them wants it.
-__device__ bool IsWantedElsewhere(const SendRowsParams& params, uint64_t token, bool says_so) {
+__device__ bool IsWantedElsewhere(const SendRowsParams& params, const TokenSlice& slice,
+                                  uint64_t token, bool says_so) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   bool is_wanted = false;
@@ -52,7 +55,7 @@ __device__ bool IsWantedElsewhere(const SendRowsParams& params, uint64_t token, 
     const int32_t slot = k < shape.top_k ? params.send_slot[token * shape.top_k + k] : -1;
     const uint32_t rank = RemoteHolderOf(device, slot, params.recv_rows);
     if (rank != kNoRank && says_so) {
-      WantToken(device, params.slice, token,
+      WantToken(device, slice, token,
                 OtherNode(shape.num_nodes(), NodeOf(device), rank / shape.node_size));
     }
     is_wanted = Ballot(rank != kNoRank) != 0 || is_wanted;
@@ -60,66 +63,93 @@ __device__ bool IsWantedElsewhere(const SendRowsParams& params, uint64_t token, 
   return is_wanted;
 }
 
-__global__ void __launch_bounds__(kThreads)
-    SendRows(const __grid_constant__ SendRowsParams params) {
-  __shared__ uint32_t shared_flag;
+// Where the round of a slice is: in this rank's stage, and in those of the rail's ranks. A copy, so
+// that the pusher loads nothing behind its wait.
+struct RowPlaces {
+  uint32_t set;
+  uint64_t here, call;  // `call`: from the round's begin on
+  HeapArea there;
+
+  __device__ RowPlaces(const DeviceRank& device, const TokenSlice& slice)
+      : set(RoundSet(device, NetStateOf(device)->row_rounds + slice.round())),
+        here(device.network->layout.rows_send.At(set)),
+        call(device.network->layout.rows_call),
+        there(device.network->layout.rows_recv) {}
+};
+
+// All threads of a maker.
+__device__ void MakeRows(const SendRowsParams& params, bool has_failed) {
   const DeviceRank& device = params.device;
-  const GroupShape& shape = device.shape;
-  const NetLayout& layout = device.network->layout;
-  const TokenSlice& slice = params.slice;
-  const uint32_t set = RoundSet(device, NetStateOf(device)->row_rounds + slice.round());
-  const uint64_t epoch = NetStateOf(device)->row_slices + slice.number + 1;
-  const uint64_t send = layout.rows_send.At(set);
-  std::byte* stage = OwnStage(device) + send;
-  const auto remote_of = [&](uint32_t node) {
-    return layout.rows_recv.At(set, OtherNode(shape.num_nodes(), node, NodeOf(device)));
-  };
+  const uint64_t span_begin = params.slices.begin();
   // Of a rank that has failed the stage may be gone.
-  if (threadIdx.x == 0) shared_flag = params.has_rows && !HasFailed(device) ? 1 : 0;
-  SyncBlock();
-  const uint64_t num_units = shared_flag != 0 ? slice.num_tokens() * kRowPieces : 0;
+  std::byte* stage =
+      has_failed ? nullptr : OwnStage(device) + RowPlaces(device, params.slices.At(0)).here;
+  if (params.weights_bytes > 0 && !has_failed) {
+    BlocksCopyBytes(NumMakers(), stage + device.network->layout.rows_weights,
+                    reinterpret_cast<const std::byte*>(params.weights), params.weights_bytes);
+  }
   const uint64_t share = AlignUp(DivideUp(params.row_bytes, uint64_t{kRowPieces}), kWireUnitBytes);
-  for (uint64_t unit = blockIdx.x * kWarps + WarpId(); unit < num_units;
-       unit += gridDim.x * kWarps) {
-    const uint64_t token = slice.begin + unit / kRowPieces;
-    const uint64_t begin = unit % kRowPieces * share;
-    if (!IsWantedElsewhere(params, token, begin == 0) || begin >= params.row_bytes) continue;
-    WarpCopyBytes(stage + (token - slice.round_begin()) * params.row_bytes + begin,
-                  params.x + token * params.row_bytes + begin,
-                  begin + share < params.row_bytes ? share : params.row_bytes - begin);
+  uint64_t unit = blockIdx.x * kWarps + WarpId();
+  for (uint32_t i = 0; i < params.slices.count(); ++i) {
+    const TokenSlice slice = params.slices.At(i);
+    if (i > 0) has_failed = SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
+    const bool has_rows = params.has_rows && !has_failed;
+    const uint64_t end = has_rows ? (slice.end - span_begin) * kRowPieces : 0;
+    for (; unit < end; unit += NumMakers() * kWarps) {
+      const uint64_t token = span_begin + unit / kRowPieces;
+      const uint64_t begin = unit % kRowPieces * share;
+      if (!IsWantedElsewhere(params, slice, token, begin == 0) || begin >= params.row_bytes) {
+        continue;
+      }
+      WarpCopyBytes(stage + (token - slice.round_begin()) * params.row_bytes + begin,
+                    params.x + token * params.row_bytes + begin,
+                    begin + share < params.row_bytes ? share : params.row_bytes - begin);
+    }
+    EndSlice(device, slice);
   }
-  if (params.weights_bytes > 0 && !HasFailed(device)) {
-    GridCopyBytes(stage + layout.rows_weights, reinterpret_cast<const std::byte*>(params.weights),
-                  params.weights_bytes);
-  }
-  if (!LastToArrive(device, &shared_flag) || HasFailed(device)) return;
-  const bool are_pushed =
-      PushRuns(device, slice, [&](uint32_t node, bool has, const TokenRun& run) {
-        const Command command{.op = Op::kWrite,
-                              .dst_rank = RailRank(device, node),
-                              .local_offset = send,
-                              .remote_offset = remote_of(node),
-                              .channel = Channel::kDispatch,
-                              .epoch = epoch};
-        return WarpPush(device, Operation::kDispatch, node, has, run.Of(command, params.row_bytes));
-      });
-  if (!are_pushed || WarpId() != 0) return;
-  const bool is_first = slice.IsFirst();
-  if (is_first && LaneId() == 0) {
-    *reinterpret_cast<CallRecord*>(stage + layout.rows_call) = {
+}
+
+// All threads of the pusher.
+__device__ void PushRows(const SendRowsParams& params, bool has_failed) {
+  const DeviceRank& device = params.device;
+  const uint64_t row_slices = NetStateOf(device)->row_slices;
+  const RowPlaces places(device, params.slices.At(0));
+  const SlicePusher pusher(device, Operation::kDispatch);
+  if (!has_failed && threadIdx.x == 0 && params.slices.At(0).IsFirst()) {
+    *reinterpret_cast<CallRecord*>(OwnStage(device) + places.here + places.call) = {
         FlagValue(SequenceOf(device), Operation::kDispatch, device.program)};
   }
-  SyncWarp();
-  WarpPushToRail(device, Operation::kDispatch, [&](uint32_t peer) {
-    const uint64_t length = sizeof(CallRecord) + AlignUp(params.weights_bytes, kWireUnitBytes);
-    return Command{.op = is_first ? Op::kWriteSignal : Op::kSignal,
-                   .dst_rank = peer,
-                   .length_bytes = is_first ? length : 0,
-                   .local_offset = send + layout.rows_call,
-                   .remote_offset = remote_of(peer / shape.node_size) + layout.rows_call,
-                   .channel = Channel::kDispatch,
-                   .epoch = epoch};
-  });
+  bool is_ok = true;
+  for (uint32_t i = 0; i < params.slices.count(); ++i) {
+    const TokenSlice slice = params.slices.At(i);
+    is_ok = AwaitMakers(device, slice, is_ok);
+    if (!is_ok) continue;
+    const auto command_to = [&](uint32_t node, uint64_t offset) {
+      const uint32_t back = OtherNode(device.shape.num_nodes(), node, NodeOf(device));
+      return Command{.op = Op::kWrite,
+                     .dst_rank = RailRank(device, node),
+                     .local_offset = places.here + offset,
+                     .remote_offset = places.there.At(places.set, back) + offset,
+                     .channel = Channel::kDispatch,
+                     .epoch = row_slices + slice.number + 1};
+    };
+    is_ok = pusher.Push(
+        slice, /*num_parts=*/1,
+        [&](uint32_t, uint32_t node, const TokenRun& run) {
+          return run.Of(command_to(node, 0), params.row_bytes);
+        },
+        [&](uint32_t node) {
+          const uint64_t head = sizeof(CallRecord) + AlignUp(params.weights_bytes, kWireUnitBytes);
+          return SliceSignal(command_to(node, places.call), slice.IsFirst() ? head : 0);
+        });
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    SendRows(const __grid_constant__ SendRowsParams params) {
+  // All threads alike, though the rank may fail at any time.
+  const bool has_failed = SyncBlockAny(threadIdx.x == 0 && HasFailed(params.device));
+  IsPusher() ? PushRows(params, has_failed) : MakeRows(params, has_failed);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -167,23 +197,23 @@ const char* PrepareNetDispatchKernels(const RankHandle&) {
   return PrepareKernels(0, &SendRows, &AwaitRows);
 }
 
-const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const TokenSlice& slice,
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const SliceSpan& slices,
                            cudaStream_t stream) {
   const GroupShape& shape = rank.device.shape;
   const bool has_weights = !call.recv_weights.empty();
   const auto num_pairs = static_cast<uint64_t>(call.num_tokens) * shape.top_k;
   const SendRowsParams params{
       .device = rank.device,
-      .slice = slice,
+      .slices = slices,
       .recv_rows = static_cast<uint32_t>(std::max<int64_t>(call.recv_rows, 1)),
       .row_bytes = shape.hidden * ElemBytes(shape.elem_type),
-      .weights_bytes = has_weights && slice.IsFirst() ? num_pairs * sizeof(float) : 0,
+      .weights_bytes = has_weights && slices.At(0).IsFirst() ? num_pairs * sizeof(float) : 0,
       .has_rows = call.recv_x != nullptr,
       .x = call.x,
       .weights = has_weights ? call.weights.data() : nullptr,
       .send_slot = call.send_slot.data()};
   const uint32_t blocks =
-      BlocksFor(slice.num_tokens() * kRowPieces, kWarps, BlocksBetweenNodes(rank));
+      BlocksToSend(slices.num_tokens() * kRowPieces, kWarps, BlocksBesideWire(rank));
   SendRows<<<blocks, kThreads, 0, stream>>>(params);
   return LaunchResult("SendRows");
 }

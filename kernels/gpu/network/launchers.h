@@ -11,10 +11,9 @@ const char* PrepareNetPlanKernels(const RankHandle& rank);
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
 const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
 
-// Rows of a slice of a dispatch to the rails of other nodes; and the wait for what comes from
-// there.
+// Rows of slices of a dispatch to the rails of other nodes; and the wait for what comes from there.
 const char* PrepareNetDispatchKernels(const RankHandle& rank);
-const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const TokenSlice& slice,
+const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const SliceSpan& slices,
                            cudaStream_t stream);
 const char* LaunchAwaitRows(RankHandle& rank, const TokenSlice& slice, cudaStream_t stream);
 

@@ -63,6 +63,9 @@ struct NetState {
   uint64_t plans;                   // exchanged
   uint64_t row_rounds, sum_rounds;  // of dispatches and combines that were exchanged
   uint64_t row_slices, sum_slices;  // of those: their signals
+  // Of the running kernel that sends slices (send.cuh), by the slice's number in its round: blocks
+  // that are through with it. Zero between kernels, also if the rank has failed.
+  uint32_t blocks_through[kMostTokenSlices];
   NetSets kinds[kNumSetKinds];
   uint32_t sent[kMaxRanks];  // commands with records of the running operation, by destination
   int32_t whole_epoch;       // from the start to the done of a whole LL call

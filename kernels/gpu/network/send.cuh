@@ -1,7 +1,8 @@
-// What kernels share that send rows to other nodes: those of a chunk of kNetChunkTokens by as few
-// commands as possible.
+// What kernels share that send slices to other nodes: the rows of a chunk of kNetChunkTokens go by
+// as few commands as possible.
 #pragma once
 
+#include "kernels/gpu/launch.h"
 #include "kernels/gpu/network/commands.cuh"
 #include "kernels/gpu/network/token_slices.h"
 
@@ -19,7 +20,8 @@ __device__ inline uint32_t RemoteHolderOf(const DeviceRank& device, int32_t slot
 }
 
 // Which tokens of a chunk another node wants, as bits, from the warps that put their rows into the
-// stage to the block that pushes the commands. Zero between the kernels that send.
+// stage to the block that pushes the commands. Zero between the kernels that send, unless the rank
+// has failed.
 __device__ inline uint32_t* WantedOf(const DeviceRank& device, const TokenSlice& slice,
                                      uint64_t token, uint32_t other) {
   const uint64_t chunk = (token - slice.round_begin()) / kNetChunkTokens;
@@ -78,14 +80,6 @@ __device__ inline Run RunOfLane(uint32_t bits) {
   return run;
 }
 
-// Of a chunk of `count` tokens, those with a bit in `wanted`, or all where that is quicker: a copy
-// more takes a copy engine longer than the rows of a gap. Nobody reads what those bring.
-__device__ inline uint32_t WithGaps(const DeviceRank& device, uint32_t wanted, uint32_t count) {
-  constexpr uint32_t kBits = 32;
-  const bool is_dense = 2 * static_cast<uint32_t>(__popc(wanted)) >= count;
-  return device.network->has_fast_wire && is_dense ? ~0u >> (kBits - count) : wanted;
-}
-
 // Tokens that are neighbours in a chunk, counted from the round's first one.
 struct TokenRun {
   uint64_t begin;
@@ -102,38 +96,128 @@ struct TokenRun {
   }
 };
 
-// All threads of the last block of a kernel that wanted tokens. push(node, has, run), by one warp:
-// the runs that another node wants, one of each lane with `has`; false: this rank has failed. As
-// many as possible at once, since each push waits for its stores to the host. False: this rank has
-// failed, and no signal may follow.
-template <typename Push>
-__device__ bool PushRuns(const DeviceRank& device, const TokenSlice& slice, Push&& push) {
-  static_assert(kNetChunkTokens <= 32, "tokens are bits");
-  const uint32_t num_nodes = device.shape.num_nodes();
-  const auto num_chunks = static_cast<uint32_t>(slice.num_chunks());
-  bool is_ok = true;
-  for (uint32_t other = WarpId(); other + 1 < num_nodes; other += blockDim.x / kWarpSize) {
-    const uint32_t node = NodeOfOther(num_nodes, NodeOf(device), other);
+// The signal of a slice, made of a write: with so many bytes from its offsets on, or none.
+__device__ inline Command SliceSignal(Command write, uint64_t num_bytes) {
+  write.op = num_bytes > 0 ? Op::kWriteSignal : Op::kSignal;
+  write.length_bytes = num_bytes;
+  return write;
+}
+
+// Blocks of a kernel that sends slices. All but the last, the makers, put a slice into the stage
+// and go on with the next one; the last pushes the commands of each slice when the makers are
+// through with it, in the order of the slices, as their signals are counted. It is the last, since
+// blocks start in their order and it would keep makers from a GPU without room for all.
+__device__ inline uint32_t NumMakers() { return gridDim.x - 1; }
+__device__ inline bool IsPusher() { return blockIdx.x == NumMakers(); }
+// Blocks of such a kernel, of `most` but two at least, for `items`, of which a maker handles
+// `items_per_block` at once.
+constexpr uint32_t BlocksToSend(uint64_t items, uint64_t items_per_block, uint32_t most) {
+  return BlocksFor(items, items_per_block, most > 1 ? most - 1 : 1) + 1;
+}
+
+// All threads of a maker, for each slice, even if the rank has failed.
+__device__ inline void EndSlice(const DeviceRank& device, const TokenSlice& slice) {
+  SyncBlock();
+  if (threadIdx.x == 0) {
+    AddReleaseGpu(&NetStateOf(device)->blocks_through[slice.number_in_round()], 1u);
+  }
+}
+// All threads of the pusher, for each slice, as it clears what makers count: what they have stored
+// of it can be pushed. False: this rank has failed, or `is_ok` is false in a thread, and nothing
+// may be.
+__device__ inline bool AwaitMakers(const DeviceRank& device, const TokenSlice& slice, bool is_ok) {
+  bool has_failed = false;
+  if (threadIdx.x == 0) {
+    uint32_t* through = &NetStateOf(device)->blocks_through[slice.number_in_round()];
+    while (LoadAcquireSys(through) != NumMakers()) {  // what they wait for has deadlines
+    }
+    *through = 0;
+    has_failed = HasFailed(device);
+  }
+  return !SyncBlockAny(has_failed || !is_ok);
+}
+
+// The pusher's commands. Each warp has the nodes WarpId(), WarpId() + warps of the block, ...
+class SlicePusher {
+ public:
+  // What is needed of the first node is here before makers are awaited: behind that each load takes
+  // a microsecond that the wire waits.
+  __device__ SlicePusher(const DeviceRank& device, Operation operation)
+      : device_(device),
+        operation_(operation),
+        has_fast_wire_(device.network->has_fast_wire),
+        ring_(device, NodeOfNumber(min(WarpId(), device.shape.num_nodes() - 2))) {}
+
+  // All threads: the commands of a slice, then its signal to each node, which is signal_to(node).
+  // Those of a run of tokens that another node wants are command_of(part, node, run) for part <
+  // num_parts. Of 32 chunks at once, and the signal with the last of them, since each push waits
+  // for its stores to the host. If the rank fails, no signal follows what was not pushed, and false
+  // goes to the next AwaitMakers.
+  template <typename CommandOf, typename SignalTo>
+  __device__ bool Push(const TokenSlice& slice, uint32_t num_parts, CommandOf&& command_of,
+                       SignalTo&& signal_to) const {
+    for (uint32_t other = WarpId(); other + 1 < device_.shape.num_nodes();
+         other += blockDim.x / kWarpSize) {
+      const uint32_t node = NodeOfNumber(other);
+      const Ring ring = other == WarpId() ? ring_ : Ring(device_, node);
+      if (!PushTo(ring, node, other, slice, num_parts, command_of, signal_to)) return false;
+    }
+    return true;
+  }
+
+ private:
+  __device__ uint32_t NodeOfNumber(uint32_t other) const {
+    return NodeOfOther(device_.shape.num_nodes(), NodeOf(device_), other);
+  }
+
+  // Of a chunk of `count` tokens, those with a bit in `wanted`, or all where that is quicker: a
+  // copy more takes a copy engine longer than the rows of a gap. Nobody reads what those bring.
+  __device__ uint32_t WithGaps(uint32_t wanted, uint32_t count) const {
+    constexpr uint32_t kBits = 32;
+    const bool is_dense = 2 * static_cast<uint32_t>(__popc(wanted)) >= count;
+    return has_fast_wire_ && is_dense ? ~0u >> (kBits - count) : wanted;
+  }
+
+  // One warp. False: this rank has failed.
+  template <typename CommandOf, typename SignalTo>
+  __device__ bool PushTo(const Ring& ring, uint32_t node, uint32_t other, const TokenSlice& slice,
+                         uint32_t num_parts, CommandOf&& command_of, SignalTo&& signal_to) const {
+    static_assert(kNetChunkTokens <= 32, "tokens are bits");
+    const auto num_chunks = static_cast<uint32_t>(slice.num_chunks());
+    bool is_signalled = false;
     for (uint32_t before = 0; before < num_chunks; before += kWarpSize) {
       const uint32_t chunk = before + LaneId();
       const uint64_t first = slice.begin + chunk * kNetChunkTokens;
       uint32_t left =
-          chunk < num_chunks ? atomicExch(WantedOf(device, slice, first, other), 0u) : 0;
-      if (left != 0) left = WithGaps(device, left, NumChunkTokens(slice, first));
-      while (is_ok && Ballot(left != 0) != 0) {
+          chunk < num_chunks ? atomicExch(WantedOf(device_, slice, first, other), 0u) : 0;
+      if (left != 0) left = WithGaps(left, NumChunkTokens(slice, first));
+      while (Ballot(left != 0) != 0) {
         TokenRun run{.begin = 0, .length = 0};
-        const bool has = left != 0;
-        if (has) {
+        const bool has_run = left != 0;
+        if (has_run) {
           const uint32_t bit = static_cast<uint32_t>(__ffs(static_cast<int>(left))) - 1;
           run.begin = first - slice.round_begin() + bit;
           run.length = RunLength(left, bit);
           left &= ~static_cast<uint32_t>(((uint64_t{1} << run.length) - 1) << bit);
         }
-        is_ok = push(node, has, run);
+        const bool are_last = before + kWarpSize >= num_chunks && Ballot(left != 0) == 0;
+        for (uint32_t part = 0; part < num_parts; ++part) {
+          // By the last lane, whose command comes behind those of the others.
+          const bool signals =
+              are_last && part + 1 == num_parts && LaneId() + 1 == kWarpSize && !has_run;
+          const Command command = signals ? signal_to(node) : command_of(part, node, run);
+          if (!WarpPush(device_, operation_, ring, has_run || signals, command)) return false;
+          is_signalled = Ballot(signals) != 0;
+        }
       }
     }
+    return is_signalled || WarpPush(device_, operation_, ring, LaneId() == 0, signal_to(node));
   }
-  return !SyncBlockAny(!is_ok);  // the signal comes after all of them
-}
+
+  const DeviceRank& device_;
+  Operation operation_;
+  bool has_fast_wire_;
+  Ring ring_;
+};
 
 }  // namespace jax_ep::gpu

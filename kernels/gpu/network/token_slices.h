@@ -16,9 +16,11 @@
 
 namespace jax_ep::gpu {
 
-// Of a fast wire: kernels of more slices take longer than they hide. Measured: docs/performance.md,
-// Between nodes.
-inline constexpr uint64_t kMostSlicesOfFastWire = 4;
+// Of a fast wire: the kernels that use more slices take longer than they hide. The first and the
+// last are short, so that the wire begins sooner, and less is left to do when it ends: those
+// between them have so many times their tokens. Measured: docs/performance.md, Between nodes.
+inline constexpr uint64_t kMostSlicesOfFastWire = 5;
+inline constexpr uint64_t kShareOfMiddle = 2;
 static_assert(kMostSlicesOfFastWire <= kMostTokenSlices);
 
 struct TokenSlice {
@@ -52,6 +54,8 @@ constexpr uint32_t NumChunkTokens(const TokenSlice& slice, uint64_t first) {
   return static_cast<uint32_t>(left < kNetChunkTokens ? left : kNetChunkTokens);
 }
 
+class SliceSpan;
+
 // The slices of a call. Each ends with a signal and is used by kernels of its own. Calls of one
 // node have one.
 class TokenCut {
@@ -61,11 +65,14 @@ class TokenCut {
                      bool has_fast_wire)
       : num_tokens_(num_tokens), are_rounds_(rounds.are_several) {
     if (num_nodes > 1) {
-      count_ = std::min(num_chunks(), has_fast_wire ? kMostSlicesOfFastWire : kMostTokenSlices);
+      // Rounds are alike: two short ones would be one of them.
+      const uint64_t most = are_rounds_ ? kMostSlicesOfFastWire - 1 : kMostSlicesOfFastWire;
+      count_ = std::min(num_chunks(), has_fast_wire ? most : kMostTokenSlices);
     }
     // Of whole chunks: none that is cut evenly is longer than a round.
     if (are_rounds_) count_ = std::max(count_, DivideUp(num_tokens, rounds.tokens));
     count_ = std::max(count_, uint64_t{1});
+    has_short_ends_ = has_fast_wire && !are_rounds_ && count_ > 2 && num_chunks() >= num_shares();
   }
 
   constexpr uint32_t num_slices() const { return static_cast<uint32_t>(count_); }
@@ -76,28 +83,62 @@ class TokenCut {
             .count = num_slices(),
             .is_round = are_rounds_};
   }
-  // send(slice) and use(slice) for each of them, in the order of their kernels: so many are sent
-  // before the first is used. Either returns an error, or null.
+  // send(span) and use(slice) until each has been sent and used, in the order of their kernels: so
+  // many are sent before the first is used. Either returns an error, or null. `sends_round`:
+  // the slices of the only round by one call of send; else, and of rounds, each by its own.
   template <typename Send, typename Use>
-  const char* ForEachSlice(Send&& send, Use&& use) const {
-    const uint32_t ahead = are_rounds_ ? kRoundsAhead : num_slices();
-    for (uint32_t sent = 0, used = 0; used < num_slices();) {
-      const bool is_use = sent == num_slices() || sent == used + ahead;
-      const char* error = is_use ? use(SliceOf(used++)) : send(SliceOf(sent++));
-      if (error != nullptr) return error;
-    }
-    return nullptr;
-  }
+  const char* ForEachSlice(bool sends_round, Send&& send, Use&& use) const;
 
  private:
   constexpr uint64_t num_chunks() const { return DivideUp(num_tokens_, kNetChunkTokens); }
   constexpr uint64_t BeginOf(uint64_t number) const {
-    return std::min(number * num_chunks() / count_ * kNetChunkTokens, num_tokens_);
+    uint64_t share = number, of = count_;
+    if (has_short_ends_) {
+      of = num_shares();
+      share = number == 0 ? 0 : number == count_ ? of : kShareOfMiddle * (number - 1) + 1;
+    }
+    return std::min(share * num_chunks() / of * kNetChunkTokens, num_tokens_);
   }
+  // Of slices with short ends, which have one each.
+  constexpr uint64_t num_shares() const { return kShareOfMiddle * (count_ - 2) + 2; }
 
   uint64_t num_tokens_;
   bool are_rounds_;
+  bool has_short_ends_ = false;
   uint64_t count_ = 1;
 };
+
+// Slices side by side, which one kernel sends.
+class SliceSpan {
+ public:
+  constexpr SliceSpan(const TokenCut& cut, uint32_t first, uint32_t end)
+      : cut_(cut), first_(first), end_(end) {}
+
+  constexpr uint32_t count() const { return end_ - first_; }
+  constexpr TokenSlice At(uint32_t i) const { return cut_.SliceOf(first_ + i); }
+  constexpr uint64_t begin() const { return At(0).begin; }
+  constexpr uint64_t num_tokens() const { return At(count() - 1).end - begin(); }
+
+ private:
+  TokenCut cut_;
+  uint32_t first_, end_;
+};
+
+template <typename Send, typename Use>
+const char* TokenCut::ForEachSlice(bool sends_round, Send&& send, Use&& use) const {
+  const uint32_t ahead = are_rounds_ ? kRoundsAhead : num_slices();
+  const uint32_t at_once = sends_round && !are_rounds_ ? num_slices() : 1;
+  for (uint32_t sent = 0, used = 0; used < num_slices();) {
+    const char* error = nullptr;
+    if (sent == num_slices() || sent == used + ahead) {
+      error = use(SliceOf(used++));
+    } else {
+      error = send(SliceSpan(*this, sent, sent + at_once));
+      sent += at_once;
+    }
+    if (error != nullptr) return error;
+  }
+  return nullptr;
+}
 
 }  // namespace jax_ep::gpu

@@ -324,7 +324,7 @@ __device__ inline bool BlockWaitMates(const DeviceRank& rank, uint64_t flags_off
 }
 
 // All threads of the block, after a SyncBlock that follows what is to be published (stores of
-// other blocks: after LastToArrive).
+// other blocks: after LastToArrive, or AwaitMakers of network/send.cuh).
 __device__ inline void BlockSignalMates(const DeviceRank& rank, uint64_t flags_offset,
                                         uint64_t value) {
   for (uint32_t peer = rank.node_begin + threadIdx.x; peer < MatesEnd(rank); peer += blockDim.x) {

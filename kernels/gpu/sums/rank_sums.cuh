@@ -14,8 +14,10 @@ struct alignas(16) TwoWords {
 };
 
 // What rows and partials are made of. kLevelsOfTree: of a tree of at most that power of two leaves.
-// With kFastLevels the tree may have kMostLevels, and the sums that wait at levels from kFastLevels
-// on are in local memory. Sums of a node are made, and rounded, below those.
+// Kernels of kFewLevels find once for each token where partials are (token_sums.cuh). With
+// kFastLevels the tree may have kMostLevels, and the sums that wait at levels from kFastLevels on
+// are in local memory. Sums of a node are made, and rounded, below those.
+inline constexpr uint32_t kFewLevels = 3;
 inline constexpr uint32_t kFastLevels = 7;
 inline constexpr uint32_t kMostLevels = 11;
 static_assert(kMaxNodeRanks < 1u << kFastLevels);
@@ -56,6 +58,9 @@ struct RankLeaves {
     if (leaf >= count || local >= node_size) return kNone;
     return node_level == kNone ? leaf : (leaf >> node_level) * node_size + local;
   }
+  __device__ uint32_t LeafOf(uint32_t rank) const {
+    return node_level == kNone ? rank : (rank / node_size << node_level) + rank % node_size;
+  }
 };
 
 // Leaves whose partials are on their way together.
@@ -95,6 +100,8 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
   constexpr uint32_t kMostGroups = 1u
                                    << ((kHasMoreLevels ? kMostLevels : T::kLevels) - kLevelsAtOnce);
   constexpr uint32_t kUnroll = kIsUnrolled ? kMostGroups : 1;
+  // Of few leaves, to add the -0 of those that are missing would take longer than the loads.
+  constexpr bool kEndsAtLeaf = !kIsUnrolled && T::kLevels <= kFewLevels;
   const uint32_t num_groups = (leaves.count + kLeavesAtOnce - 1) / kLeavesAtOnce;
 #pragma unroll kUnroll
   for (uint32_t group = 0; group < kMostGroups; ++group) {
@@ -103,20 +110,22 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
     load(group * kLeavesAtOnce, words);
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) {
-      float (&sum)[T::kElems] = sums[j];
+      float(&sum)[T::kElems] = sums[j];
 #pragma unroll
       for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
+        const uint32_t leaf = group * kLeavesAtOnce + i;
+        const bool is_last =
+            kEndsAtLeaf ? leaf + 1 >= leaves.count : is_last_group && i + 1 == kLeavesAtOnce;
         Unpack<typename T::Partial>(words[i][j], sum);
         const auto visit = [&](uint32_t level, bool is_right) {
-          if (level == leaves.node_level) RoundElems<typename T::Partial>(sum);
+          // What was loaded needs no rounding.
+          if (level > 0 && level == leaves.node_level) RoundElems<typename T::Partial>(sum);
 #pragma unroll
           for (uint32_t e = 0; e < T::kElems; ++e) {
             float& other = waiting[level][j][e];
             is_right ? sum[e] = Add(other, sum[e]) : other = sum[e];
           }
         };
-        const bool is_last = is_last_group && i + 1 == kLeavesAtOnce;
-        const uint32_t leaf = group * kLeavesAtOnce + i;
         if constexpr (kHasMoreLevels) {
           AddToLargeTree<T::kLevels, kMostLevels>(
               leaf, is_last, leaves.count, visit, [&](uint32_t level, bool is_right) {
@@ -129,6 +138,7 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
         } else {
           AddToTree<T::kLevels>(leaf, is_last, visit);
         }
+        if (kEndsAtLeaf && is_last) break;
       }
     }
     if (is_last_group) break;

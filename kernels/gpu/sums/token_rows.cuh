@@ -58,6 +58,10 @@ struct TokenRows {
 struct RowList {
   int32_t rows[kMaxTopK];
   float weights[kMaxTopK];
+  // Of a sum over few ranks, by leaf: where the partial of another one is, or null
+  // (token_sums.cuh).
+  static constexpr uint32_t kMostPartials = 8;
+  const std::byte* partials[kMostPartials];
 };
 
 // One warp: the rows of a token of `source`, also in `list`.

@@ -47,6 +47,9 @@ const char* LaunchPullOfMates(RankHandle& rank, const PullParams& call, cudaStre
   params.sources = Sources::kMates;
   params.entry.is_of_mates = true;
   params.slice = {.end = call.num_tokens};
+  const bool only_copies =
+      call.x == nullptr && call.row_weights == nullptr && call.recv_dots == nullptr;
+  if (only_copies) params.max_blocks = std::min(params.max_blocks, BlocksBesideWire(rank));
   return LaunchPull(rank, params, stream);
 }
 
@@ -130,8 +133,8 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
   if (has_records) TakeRecords(rank, call, params);
   const TokenCut cut(num_tokens, rank.device.layout.rounds, shape.num_nodes(), rank.has_fast_wire);
   const bool is_between_nodes = shape.num_nodes() > 1;
-  const auto send = [&](const TokenSlice& slice) {
-    return is_between_nodes ? LaunchSendRows(rank, call, slice, stream) : nullptr;
+  const auto send = [&](const SliceSpan& slices) {
+    return is_between_nodes ? LaunchSendRows(rank, call, slices, stream) : nullptr;
   };
   const auto use = [&](const TokenSlice& slice) {
     if (is_between_nodes && slice.IsFirst()) {
@@ -142,7 +145,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
     const char* error = is_between_nodes ? LaunchAwaitRows(rank, slice, stream) : nullptr;
     return error != nullptr ? error : LaunchPull(rank, params, stream);
   };
-  return cut.ForEachSlice(send, use);
+  return cut.ForEachSlice(/*sends_round=*/true, send, use);
 }
 
 }  // namespace jax_ep::gpu
