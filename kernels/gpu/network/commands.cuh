@@ -142,8 +142,7 @@ __device__ bool WarpPushToRemotes(const DeviceRank& device, Operation operation,
 }
 template <typename Make>
 __device__ bool WarpPushToAllRemotes(const DeviceRank& device, Operation operation, Make&& make) {
-  return WarpPushToRemotes(
-      device, operation, [](uint32_t) { return true; }, make);
+  return WarpPushToRemotes(device, operation, [](uint32_t) { return true; }, make);
 }
 // The same for the ranks of this rank's rail.
 template <typename Make>

@@ -110,7 +110,7 @@ __device__ inline void SumLeaves(const RankLeaves& leaves, float (&sums)[kWords]
     load(group * kLeavesAtOnce, words);
 #pragma unroll
     for (uint32_t j = 0; j < kWords; ++j) {
-      float(&sum)[T::kElems] = sums[j];
+      float (&sum)[T::kElems] = sums[j];
 #pragma unroll
       for (uint32_t i = 0; i < kLeavesAtOnce; ++i) {
         const uint32_t leaf = group * kLeavesAtOnce + i;
