@@ -250,13 +250,14 @@ Status Endpoint::PublishFlow(uint32_t flow_index, uint64_t progress, uint64_t fl
           std::string(ChannelName(static_cast<Channel>(flow_index % kNumChannels))) +
           ", which has no flag on this rank");
     }
+    // Before the store: a waiter's stamp of what it has seen is never older than this one.
+    TraceProgress(TraceKind::kFlag, flow_index, flag_value, flow.received.Get());
     // Release pairs with the acquire of the kernel that waits for this epoch: it sees the payload
     // that the transport has made visible to this thread.
     flow.flag->store(flag_value, std::memory_order_release);
     flow.visible_flag = flag_value;
     has_flag_changed_ = true;
     flow.signals.Set(flag_value);
-    TraceProgress(TraceKind::kFlag, flow_index, flag_value, flow.received.Get());
   }
   flow.visible_progress = progress;
   flow.committed.Set(progress);

@@ -47,5 +47,32 @@ TEST_P(ProxyOverTransport, several_proxies_and_nodes_arrive) {
   }
 }
 
+// Whoever sees a flag finds the stamp of its arrival: arrows of a trace go forward in time.
+TEST_P(ProxyOverTransport, an_arrival_is_in_the_trace_before_its_flag_is_seen) {
+  WorldOptions options = Options(GetParam());
+  for (uint32_t rank = 0; rank < options.num_ranks; ++rank) {
+    options.traces.push_back(std::make_shared<TraceTrack>(rank, "proxy"));
+  }
+  ProxyWorld world(options);
+  world.Start();
+  std::atomic<uint64_t>* flag = world.flag(1, Channel::kDispatch, 0);
+  uint64_t newest = 0;
+  for (uint64_t epoch = 1; epoch <= 5'000; ++epoch) {
+    world.Push(0,
+               {.op = Op::kSignal, .dst_rank = 1, .channel = Channel::kDispatch, .epoch = epoch});
+    const Deadline deadline = Deadline::After(ProxyWorld::kTimeout);
+    while (flag->load(std::memory_order_acquire) < epoch) {
+      ASSERT_FALSE(deadline.expired()) << world.proxy(1).DumpState();
+    }
+    options.traces[1]->Read([&](const TraceEvent* events, uint64_t count) {
+      for (uint64_t i = 0; i < count; ++i) {
+        if (events[i].kind == TraceKind::kFlag) newest = events[i].value;
+      }
+    });
+    ASSERT_EQ(newest, epoch);
+  }
+  world.Stop();
+}
+
 }  // namespace
 }  // namespace jax_ep

@@ -30,6 +30,7 @@ struct WorldOptions {
   uint32_t ring_slots = 256;
   uint64_t first_epoch = 0;  // what all flags but those of barriers start at
   bool share_heaps = true;
+  std::vector<std::shared_ptr<TraceTrack>> traces = {};  // by rank, or none
   ProxyOptions proxy{.group_name = "test",
                      .transport = "loopback",
                      .faulty_spec = "",
@@ -212,7 +213,8 @@ class ProxyWorld {
         .heap_export = ranks_.back().heap.Export(),
         .flag = [&](Channel channel, uint32_t source) { return flag(rank, channel, source); },
         .doorbell = &doorbell(rank),
-        .ring_slots = options_.ring_slots});
+        .ring_slots = options_.ring_slots,
+        .trace = options_.traces.empty() ? nullptr : options_.traces[rank]});
     ASSERT_TRUE(endpoint.ok()) << endpoint.status().message();
     ranks_.back().endpoint = *endpoint;
   }
