@@ -22,7 +22,7 @@
 
 namespace jax_ep::gpu {
 
-inline constexpr uint32_t kAbiVersion = 13;
+inline constexpr uint32_t kAbiVersion = 14;
 inline constexpr uint32_t kMaxNodeRanks = 64;     // ranks of a node
 inline constexpr uint32_t kMaxRanks = 1024;       // ranks of a group
 inline constexpr uint32_t kMaxNetworkRings = 32;  // of one rank
@@ -151,6 +151,9 @@ struct NetworkConfig {
   // Rows pass between nodes as fast as inside one: calls take more SMs and fewer slices. Alike on
   // all ranks.
   bool has_fast_wire = false;
+  // Bytes of a slice of an HT call, at least, but for calls of fewer; alike on all ranks. 0: as is
+  // best over such a wire (network/token_slices.h). Tests ask for slices of few.
+  uint64_t least_slice_bytes = 0;
   std::byte* const* signals = nullptr;  // [node_size] GpuApi.signal_bytes each
   std::byte* const* rings = nullptr;    // [num_rings] made by CommandRing::Create
   uint32_t num_rings = 0;               // 1 to kMaxNetworkRings

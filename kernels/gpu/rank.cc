@@ -149,6 +149,8 @@ const char* CreateRank(const RankConfig* config, RankHandle** out) {
   rank->num_sms = static_cast<uint32_t>(num_sms);
   rank->has_fast_wire = config->network != nullptr && config->network->has_fast_wire;
   rank->has_device_stages = config->network != nullptr && config->network->has_device_stages;
+  const uint64_t asked_bytes = config->network != nullptr ? config->network->least_slice_bytes : 0;
+  rank->least_slice_bytes = asked_bytes != 0 ? asked_bytes : LeastSliceBytes(rank->has_fast_wire);
   rank->has_budget = config->max_sms == 0;
   const uint32_t by_need = SmsBetweenNodes(rank->has_fast_wire);  // in one node: at first
   const uint32_t max_sms = rank->has_budget ? by_need : config->max_sms;

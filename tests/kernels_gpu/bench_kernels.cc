@@ -11,7 +11,7 @@
 // nodes=2: that many virtual nodes, over loopback with `rings` proxy threads per rank; the bound is
 // then what a host stage can carry, measured in the same run. With cuda=1 over that transport, with
 // stages in the GPUs' memory; the bound is the copy engines' rate. round=N: in rounds of at most so
-// many tokens, as in groups of many ranks.
+// many tokens, as in groups of many ranks. slice=N: in slices of at least so many bytes.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -39,7 +39,7 @@ struct Options {
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
       {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
       {"cuda", {0}},      {"ranks", {0}},        {"layout", {0}},      {"zipf", {0}},
-      {"round", {0}}};
+      {"round", {0}},      {"slice", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 
@@ -102,7 +102,8 @@ class Bench {
                        .arena_bytes = arena,
                        .num_rings = static_cast<uint32_t>(options["rings"]),
                        .network_slots = 4096,
-                       .has_device_stages = options["cuda"] != 0});
+                       .has_device_stages = options["cuda"] != 0,
+                       .least_slice_bytes = static_cast<uint64_t>(options["slice"])});
     for (uint32_t r = 0; r < shape_.num_ranks; ++r) buffers_.push_back(MakeBuffers(r));
   }
 

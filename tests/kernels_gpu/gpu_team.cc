@@ -124,6 +124,7 @@ GpuTeam::GpuTeam(const GpuTeamOptions& options)
     gpu::NetworkConfig network;
     if (network_ != nullptr) {
       network = network_->ConfigOf(r);
+      network.least_slice_bytes = options_.least_slice_bytes;
       config.network = &network;
     }
     config.status = ranks_[r].status;

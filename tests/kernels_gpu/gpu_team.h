@@ -58,6 +58,8 @@ struct GpuTeamOptions {
   uint32_t num_rings = 1;
   uint32_t network_slots = 64;  // of a ring; few: producers meet a full one
   bool has_device_stages = false;
+  // Of slices of HT calls: small calls have several, too. 0: as groups have them.
+  uint64_t least_slice_bytes = 1;
 };
 
 // Whether a rank is among those of GpuTeamOptions; of the 65th on all bits are like the last one.

@@ -120,6 +120,52 @@ TEST(TokenSlices, AreAlikeOrShortAtBothEnds) {
             (std::vector<uint64_t>{32, 32, 64, 32, 64}));
 }
 
+// A slice more costs a call more than it hides, but for rows that take the wire as long.
+TEST(TokenSlices, AreNoMoreThanPay) {
+  constexpr uint64_t kTokens = 4096;
+  const HtRounds one{.tokens = kTokens};
+  const auto sizes_of = [&](bool has_fast_wire, uint64_t num_least) {
+    return SizesOf(TokenCut(kTokens, one, 2, has_fast_wire, num_least));
+  };
+  EXPECT_EQ(sizes_of(true, 0), std::vector<uint64_t>{kTokens});
+  EXPECT_EQ(sizes_of(true, 1), std::vector<uint64_t>{kTokens});
+  EXPECT_EQ(sizes_of(true, 2), (std::vector<uint64_t>{2048, 2048}));
+  EXPECT_EQ(sizes_of(true, 3), (std::vector<uint64_t>{2048, 2048}));
+  EXPECT_EQ(sizes_of(true, 4), (std::vector<uint64_t>{1024, 2048, 1024}));
+  EXPECT_EQ(sizes_of(true, 8), (std::vector<uint64_t>{512, 1024, 1024, 1024, 512}));
+  EXPECT_EQ(sizes_of(false, 0), std::vector<uint64_t>{kTokens});
+  EXPECT_EQ(sizes_of(false, 3).size(), 3u);
+  // No slice is shorter than one that pays.
+  for (const bool has_fast_wire : {false, true}) {
+    for (uint64_t num_least = 1; num_least < 20; ++num_least) {
+      for (const uint64_t size : sizes_of(has_fast_wire, num_least)) {
+        EXPECT_GE(size + kNetChunkTokens, kTokens / num_least);
+      }
+    }
+  }
+  // Rounds are as many as they must be.
+  constexpr HtRounds kRounds{.tokens = 1024, .are_several = true};
+  EXPECT_EQ(TokenCut(kTokens, kRounds, 4, /*has_fast_wire=*/true, 0).num_slices(), 4u);
+  EXPECT_EQ(TokenCut(1024, kRounds, 4, /*has_fast_wire=*/true, 1).num_slices(), 1u);
+}
+
+// DeepSeek-V3's rows.
+TEST(TokenSlices, PayByTheTimeOfTheWire) {
+  const auto num_slices = [](uint64_t num_tokens, bool has_fast_wire) {
+    const uint64_t num_bytes = num_tokens * 2 * 7168;
+    return TokenCut(num_tokens, {.tokens = num_tokens}, 2, has_fast_wire,
+                    num_bytes / LeastSliceBytes(has_fast_wire))
+        .num_slices();
+  };
+  EXPECT_EQ(num_slices(512, /*has_fast_wire=*/true), 1u);
+  EXPECT_EQ(num_slices(1024, /*has_fast_wire=*/true), 2u);
+  EXPECT_EQ(num_slices(2048, /*has_fast_wire=*/true), 3u);
+  EXPECT_EQ(num_slices(4096, /*has_fast_wire=*/true), kMostSlicesOfFastWire);
+  EXPECT_EQ(num_slices(64, /*has_fast_wire=*/false), 1u);
+  EXPECT_EQ(num_slices(256, /*has_fast_wire=*/false), 3u);
+  EXPECT_EQ(num_slices(1024, /*has_fast_wire=*/false), kMostTokenSlices);
+}
+
 TEST(TokenSlices, SpanHasTheSlicesOfACut) {
   const TokenCut cut(1000, {.tokens = 1000}, 2, /*has_fast_wire=*/true);
   const SliceSpan span(cut, 1, 4);

@@ -86,13 +86,14 @@ struct SumPlaces {
 };
 
 // All threads of the pusher of a kernel that makes sums in the stage.
-__device__ void PushSums(const CombineKernelParams& params, const SliceSpan& slices,
-                         bool has_failed) {
+__device__ void PushSums(const CombineKernelParams& params, const SliceSpan& slices) {
   const DeviceRank& device = params.device;
   const GroupShape& shape = device.shape;
   const uint64_t sum_slices = NetStateOf(device)->sum_slices;
   const SumPlaces places(device, slices.At(0));
   const SlicePusher pusher(device, Operation::kCombine);
+  // Of a rank that has failed the stage may be gone.
+  const bool has_failed = SyncBlockAny(threadIdx.x == 0 && HasFailed(device));
   const bool says_call = !has_failed && slices.At(0).IsFirst();
   for (uint32_t other = threadIdx.x; says_call && other + 1 < shape.num_nodes();
        other += blockDim.x) {
@@ -102,34 +103,28 @@ __device__ void PushSums(const CombineKernelParams& params, const SliceSpan& sli
   }
   const uint64_t scalars_bytes = uint64_t{shape.node_size} * shape.top_k * sizeof(float);
   const uint32_t num_parts = (params.y != nullptr) + (params.pair_scalars != nullptr);
-  bool is_ok = true;
-  for (uint32_t i = 0; i < slices.count(); ++i) {
-    const TokenSlice slice = slices.At(i);
-    is_ok = AwaitMakers(device, slice, is_ok);
-    if (!is_ok) continue;
-    // From the sums of a node's tokens to where it keeps those of this one; `offset` in both.
-    const auto command_to = [&](uint32_t node, uint64_t offset) {
-      const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
-      const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
-      return Command{.op = Op::kWrite,
-                     .dst_rank = RailRank(device, node),
-                     .local_offset = places.here.At(places.set, other) + offset,
-                     .remote_offset = places.there.At(places.set, back) + offset,
-                     .channel = Channel::kCombine,
-                     .epoch = sum_slices + slice.number + 1};
-    };
-    is_ok = pusher.Push(
-        slice, num_parts,
-        [&](uint32_t part, uint32_t node, const TokenRun& run) {
-          const bool are_rows = part == 0 && params.y != nullptr;
-          return are_rows ? run.Of(command_to(node, 0), places.pitch)
-                          : run.Of(command_to(node, places.scalars), scalars_bytes);
-        },
-        [&](uint32_t node) {
-          return SliceSignal(command_to(node, places.call),
-                             slice.IsFirst() ? sizeof(CallRecord) : 0);
-        });
-  }
+  // From the sums of a node's tokens to where it keeps those of this one; `offset` in both.
+  const auto command_to = [&](const TokenSlice& slice, uint32_t node, uint64_t offset) {
+    const uint32_t other = OtherNode(shape.num_nodes(), NodeOf(device), node);
+    const uint32_t back = OtherNode(shape.num_nodes(), node, NodeOf(device));
+    return Command{.op = Op::kWrite,
+                   .dst_rank = RailRank(device, node),
+                   .local_offset = places.here.At(places.set, other) + offset,
+                   .remote_offset = places.there.At(places.set, back) + offset,
+                   .channel = Channel::kCombine,
+                   .epoch = sum_slices + slice.number + 1};
+  };
+  pusher.PushAll(
+      slices, num_parts,
+      [&](const TokenSlice& slice, uint32_t part, uint32_t node, const TokenRun& run) {
+        const bool are_rows = part == 0 && params.y != nullptr;
+        return are_rows ? run.Of(command_to(slice, node, 0), places.pitch)
+                        : run.Of(command_to(slice, node, places.scalars), scalars_bytes);
+      },
+      [&](const TokenSlice& slice, uint32_t node) {
+        return SliceSignal(command_to(slice, node, places.call),
+                           slice.IsFirst() ? sizeof(CallRecord) : 0);
+      });
 }
 
 // All threads of a maker: whether the places of a slice's partials are free; they are, for slices
@@ -156,9 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ RowList lists[kWarps];
   const DeviceRank& device = params.device;
   if (IsPusher()) {
-    if (device.shape.node_size == 1) {
-      return PushSums(params, slices, SyncBlockAny(threadIdx.x == 0 && HasFailed(device)));
-    }
+    if (device.shape.node_size == 1) return PushSums(params, slices);
     for (uint32_t i = 0; i < slices.count(); ++i) {
       const TokenSlice slice = slices.At(i);
       if (!AwaitMakers(device, slice, /*is_ok=*/true)) continue;
@@ -255,9 +248,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                  const __grid_constant__ SliceSpan slices) {
   __shared__ uint32_t shared_flag;
   const DeviceRank& device = params.device;
-  if (IsPusher()) {
-    return PushSums(params, slices, SyncBlockAny(threadIdx.x == 0 && HasFailed(device)));
-  }
+  if (IsPusher()) return PushSums(params, slices);
   const uint32_t num_nodes = device.shape.num_nodes();
   for (uint32_t i = 0; i < slices.count(); ++i) {
     const TokenSlice slice = slices.At(i);
@@ -375,8 +366,8 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   const Kernels kernels = KernelsOf(shape, is_vectorised);
   const uint32_t most = BlocksBetweenNodes(rank);
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
-  const TokenCut cut(params.num_tokens, rank.device.layout.rounds, shape.num_nodes(),
-                     rank.has_fast_wire);
+  const uint64_t sum_bytes = params.y != nullptr ? NetLayout::Make(shape).sums_pitch : 0;
+  const TokenCut cut = CutOf(rank, params.num_tokens, sum_bytes);
   const bool has_mates = shape.node_size > 1;
   const auto send = [&](const SliceSpan& slices) {
     const uint64_t num_units = slices.num_tokens() * (shape.num_ranks - 1) * kRowPieces;

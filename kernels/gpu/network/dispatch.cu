@@ -119,30 +119,24 @@ __device__ void PushRows(const SendRowsParams& params, bool has_failed) {
     *reinterpret_cast<CallRecord*>(OwnStage(device) + places.here + places.call) = {
         FlagValue(SequenceOf(device), Operation::kDispatch, device.program)};
   }
-  bool is_ok = true;
-  for (uint32_t i = 0; i < params.slices.count(); ++i) {
-    const TokenSlice slice = params.slices.At(i);
-    is_ok = AwaitMakers(device, slice, is_ok);
-    if (!is_ok) continue;
-    const auto command_to = [&](uint32_t node, uint64_t offset) {
-      const uint32_t back = OtherNode(device.shape.num_nodes(), node, NodeOf(device));
-      return Command{.op = Op::kWrite,
-                     .dst_rank = RailRank(device, node),
-                     .local_offset = places.here + offset,
-                     .remote_offset = places.there.At(places.set, back) + offset,
-                     .channel = Channel::kDispatch,
-                     .epoch = row_slices + slice.number + 1};
-    };
-    is_ok = pusher.Push(
-        slice, /*num_parts=*/1,
-        [&](uint32_t, uint32_t node, const TokenRun& run) {
-          return run.Of(command_to(node, 0), params.row_bytes);
-        },
-        [&](uint32_t node) {
-          const uint64_t head = sizeof(CallRecord) + AlignUp(params.weights_bytes, kWireUnitBytes);
-          return SliceSignal(command_to(node, places.call), slice.IsFirst() ? head : 0);
-        });
-  }
+  const auto command_to = [&](const TokenSlice& slice, uint32_t node, uint64_t offset) {
+    const uint32_t back = OtherNode(device.shape.num_nodes(), node, NodeOf(device));
+    return Command{.op = Op::kWrite,
+                   .dst_rank = RailRank(device, node),
+                   .local_offset = places.here + offset,
+                   .remote_offset = places.there.At(places.set, back) + offset,
+                   .channel = Channel::kDispatch,
+                   .epoch = row_slices + slice.number + 1};
+  };
+  pusher.PushAll(
+      params.slices, /*num_parts=*/1,
+      [&](const TokenSlice& slice, uint32_t, uint32_t node, const TokenRun& run) {
+        return run.Of(command_to(slice, node, 0), params.row_bytes);
+      },
+      [&](const TokenSlice& slice, uint32_t node) {
+        const uint64_t head = sizeof(CallRecord) + AlignUp(params.weights_bytes, kWireUnitBytes);
+        return SliceSignal(command_to(slice, node, places.call), slice.IsFirst() ? head : 0);
+      });
 }
 
 __global__ void __launch_bounds__(kThreads)

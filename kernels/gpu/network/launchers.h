@@ -11,6 +11,12 @@ const char* PrepareNetPlanKernels(const RankHandle& rank);
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
 const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
 
+// The slices of an HT call. `token_bytes`: of a token's row on the wire, 0 in calls without rows.
+inline TokenCut CutOf(const RankHandle& rank, uint64_t num_tokens, uint64_t token_bytes) {
+  return TokenCut(num_tokens, rank.device.layout.rounds, rank.device.shape.num_nodes(),
+                  rank.has_fast_wire, num_tokens * token_bytes / rank.least_slice_bytes);
+}
+
 // Rows of slices of a dispatch to the rails of other nodes; and the wait for what comes from there.
 const char* PrepareNetDispatchKernels(const RankHandle& rank);
 const char* LaunchSendRows(RankHandle& rank, const DispatchParams& call, const SliceSpan& slices,

@@ -148,21 +148,25 @@ class SlicePusher {
         has_fast_wire_(device.network->has_fast_wire),
         ring_(device, NodeOfNumber(min(WarpId(), device.shape.num_nodes() - 2))) {}
 
-  // All threads: the commands of a slice, then its signal to each node, which is signal_to(node).
-  // Those of a run of tokens that another node wants are command_of(part, node, run) for part <
-  // num_parts. Of 32 chunks at once, and the signal with the last of them, since each push waits
-  // for its stores to the host. If the rank fails, no signal follows what was not pushed, and false
-  // goes to the next AwaitMakers.
+  // All threads, for slices side by side, when the makers are through with each: its commands, then
+  // its signal to each node, which is signal_to(slice, node). The commands of a run of tokens that
+  // another node wants are command_of(slice, part, node, run) for part < num_parts. Of 32 chunks at
+  // once, and the signal with the last of them, since each push waits for its stores to the host.
+  // If the rank fails, no signal follows what was not pushed.
   template <typename CommandOf, typename SignalTo>
-  __device__ bool Push(const TokenSlice& slice, uint32_t num_parts, CommandOf&& command_of,
-                       SignalTo&& signal_to) const {
-    for (uint32_t other = WarpId(); other + 1 < device_.shape.num_nodes();
-         other += blockDim.x / kWarpSize) {
-      const uint32_t node = NodeOfNumber(other);
-      const Ring ring = other == WarpId() ? ring_ : Ring(device_, node);
-      if (!PushTo(ring, node, other, slice, num_parts, command_of, signal_to)) return false;
+  __device__ void PushAll(const SliceSpan& slices, uint32_t num_parts, CommandOf&& command_of,
+                          SignalTo&& signal_to) const {
+    bool is_ok = true;
+    for (uint32_t i = 0; i < slices.count(); ++i) {
+      const TokenSlice slice = slices.At(i);
+      is_ok = AwaitMakers(device_, slice, is_ok);
+      for (uint32_t other = WarpId(); is_ok && other + 1 < device_.shape.num_nodes();
+           other += blockDim.x / kWarpSize) {
+        const uint32_t node = NodeOfNumber(other);
+        const Ring ring = other == WarpId() ? ring_ : Ring(device_, node);
+        is_ok = PushTo(ring, node, other, slice, num_parts, command_of, signal_to);
+      }
     }
-    return true;
   }
 
  private:
@@ -205,13 +209,14 @@ class SlicePusher {
           // By the last lane, whose command comes behind those of the others.
           const bool signals =
               are_last && part + 1 == num_parts && LaneId() + 1 == kWarpSize && !has_run;
-          const Command command = signals ? signal_to(node) : command_of(part, node, run);
+          const Command command =
+              signals ? signal_to(slice, node) : command_of(slice, part, node, run);
           if (!WarpPush(device_, operation_, ring, has_run || signals, command)) return false;
           is_signalled = Ballot(signals) != 0;
         }
       }
     }
-    return is_signalled || WarpPush(device_, operation_, ring, LaneId() == 0, signal_to(node));
+    return is_signalled || WarpPush(device_, operation_, ring, LaneId() == 0, signal_to(slice, node));
   }
 
   const DeviceRank& device_;

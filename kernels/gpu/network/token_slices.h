@@ -4,8 +4,7 @@
 // of few ranks are one round, whose tokens cross in slices: what has come of one is used while the
 // next one is on its way. Of other calls each slice is a round: two are on their way, and the next
 // one takes the places of the first when the ranks of this node have left it. How a call is cut
-// follows from the group's shape, the number of tokens and NetworkConfig.has_fast_wire, so all
-// ranks cut alike.
+// follows from the group's shape, the call and NetworkConfig, so all ranks cut alike.
 #pragma once
 
 #include <algorithm>
@@ -22,6 +21,12 @@ namespace jax_ep::gpu {
 inline constexpr uint64_t kMostSlicesOfFastWire = 5;
 inline constexpr uint64_t kShareOfMiddle = 2;
 static_assert(kMostSlicesOfFastWire <= kMostTokenSlices);
+
+// One slice more costs a call some 20 us: kernels, a batch of copies, a signal. It pays where the
+// wire has as long to do with its rows, at 380 GB/s, or at the 50 GB/s of a NIC or of pinned stages.
+constexpr uint64_t LeastSliceBytes(bool has_fast_wire) {
+  return uint64_t{has_fast_wire ? 6u : 1u} << 20;
+}
 
 struct TokenSlice {
   uint64_t begin = 0;  // a multiple of kNetChunkTokens
@@ -60,14 +65,17 @@ class SliceSpan;
 // node have one.
 class TokenCut {
  public:
-  // `rounds`: GpuHeapLayout::rounds.
+  // `rounds`: GpuHeapLayout::rounds. `num_least`: so many of the shortest slices that pay have the
+  // bytes of the call's tokens.
   constexpr TokenCut(uint64_t num_tokens, const HtRounds& rounds, uint32_t num_nodes,
-                     bool has_fast_wire)
+                     bool has_fast_wire, uint64_t num_least = ~uint64_t{0})
       : num_tokens_(num_tokens), are_rounds_(rounds.are_several) {
-    if (num_nodes > 1) {
+    if (num_nodes > 1 && !has_fast_wire) {
+      count_ = std::min({num_chunks(), kMostTokenSlices, num_least});
+    } else if (num_nodes > 1) {
       // Rounds are alike: two short ones would be one of them.
       const uint64_t most = are_rounds_ ? kMostSlicesOfFastWire - 1 : kMostSlicesOfFastWire;
-      count_ = std::min(num_chunks(), has_fast_wire ? most : kMostTokenSlices);
+      count_ = std::min({num_chunks(), most, are_rounds_ ? num_least : num_least / 2 + 1});
     }
     // Of whole chunks: none that is cut evenly is longer than a round.
     if (are_rounds_) count_ = std::max(count_, DivideUp(num_tokens, rounds.tokens));

@@ -131,7 +131,7 @@ const char* LaunchDispatch(RankHandle& rank, const DispatchParams& call, cudaStr
                     .row_weights = DataOrNull(call.row_weights),
                     .recv_dots = DataOrNull(call.recv_dots)};
   if (has_records) TakeRecords(rank, call, params);
-  const TokenCut cut(num_tokens, rank.device.layout.rounds, shape.num_nodes(), rank.has_fast_wire);
+  const TokenCut cut = CutOf(rank, num_tokens, call.recv_x != nullptr ? row_bytes : 0);
   const bool is_between_nodes = shape.num_nodes() > 1;
   const auto send = [&](const SliceSpan& slices) {
     return is_between_nodes ? LaunchSendRows(rank, call, slices, stream) : nullptr;
