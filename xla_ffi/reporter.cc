@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -27,6 +28,9 @@
 
 namespace jax_ep {
 namespace {
+
+// Before the next try to accept where no descriptor is left.
+constexpr std::chrono::milliseconds kAcceptNap{50};
 
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
@@ -216,13 +220,16 @@ class Reporter {
   void Loop() noexcept {
     ReportClients clients;
     std::array<pollfd, 3 + ReportClients::kMost> events;
+    bool may_accept = true;
     while (true) {
-      const int listened = clients.is_full() ? -1 : socket_.fd();
+      const int listened = may_accept && !clients.is_full() ? socket_.fd() : -1;
       events[0] = {.fd = stop_.fd(), .events = POLLIN, .revents = 0};
       events[1] = {.fd = signal_.fd(), .events = POLLIN, .revents = 0};
       events[2] = {.fd = listened, .events = POLLIN, .revents = 0};
       const auto of_clients = std::span(events).last<ReportClients::kMost>();
-      const int limit_ms = clients.Watch(of_clients);
+      int limit_ms = clients.Watch(of_clients);
+      constexpr auto kNapMs = static_cast<int>(kAcceptNap.count());
+      if (!may_accept && (limit_ms < 0 || limit_ms > kNapMs)) limit_ms = kNapMs;
       if (poll(events.data(), events.size(), limit_ms) < 0 && errno != EINTR) return;
       if (events[0].revents != 0) return;
       if (uint64_t count = 0;
@@ -230,7 +237,7 @@ class Reporter {
         WritePages();
       }
       clients.Serve(of_clients, [this](std::string_view request) { return AnswerTo(request); });
-      if (events[2].revents != 0) Accept(clients);
+      may_accept = events[2].revents == 0 || Accept(clients);
     }
   }
 
@@ -243,13 +250,17 @@ class Reporter {
     }
   }
 
-  void Accept(ReportClients& clients) {
+  // False: nobody can be let in for now, and whoever wants in waits in the socket's queue.
+  bool Accept(ReportClients& clients) {
     Descriptor peer(accept4(socket_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (peer.fd() < 0) return;
+    if (peer.fd() < 0) return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
     ucred who{};
     socklen_t length = sizeof(who);
-    if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) != 0) return;
-    if (who.uid == geteuid() || who.uid == 0) clients.Add(std::move(peer));
+    if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 &&
+        (who.uid == geteuid() || who.uid == 0)) {
+      clients.Add(std::move(peer));
+    }
+    return true;
   }
 
   const pid_t creator_ = getpid();

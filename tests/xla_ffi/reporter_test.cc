@@ -3,16 +3,20 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <ctime>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -81,6 +85,29 @@ TEST(Reporter, who_does_not_read_holds_up_nobody) {
   }
   const Deadline soon = Deadline::After(kSoon);
   EXPECT_EQ(Ask(""), page);
+  EXPECT_FALSE(soon.expired());
+}
+
+// The reporter's thread asked for the connection again and again, on a core of its own.
+TEST(Reporter, who_comes_when_no_descriptor_is_left_waits_for_one) {
+  const auto listed = ListForReports({.page = [] { return std::string("page"); }, .counters = {}});
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit few{std::min<rlim_t>(before.rlim_cur, 128), before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &few), 0);
+  std::vector<Descriptor> taken;
+  while (taken.empty() || taken.back().fd() >= 0) taken.emplace_back(eventfd(0, EFD_CLOEXEC));
+  taken.resize(taken.size() - 2);  // one did not come, one is for the question
+  const Descriptor peer = Connect();
+  shutdown(peer.fd(), SHUT_WR);
+  const std::clock_t began = std::clock();  // all threads' time on cores
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  const double busy_s = static_cast<double>(std::clock() - began) / CLOCKS_PER_SEC;
+  taken.clear();
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_LT(busy_s, 0.1);
+  const Deadline soon = Deadline::After(kSoon);
+  EXPECT_EQ(ReadAll(peer), "page");
   EXPECT_FALSE(soon.expired());
 }
 
