@@ -11,7 +11,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -29,8 +28,8 @@
 namespace jax_ep {
 namespace {
 
-// Before the next try to accept where no descriptor is left.
-constexpr std::chrono::milliseconds kAcceptNap{50};
+// Before the next try to accept after one that failed, as without a descriptor.
+constexpr int kAcceptNapMs = 50;
 
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
@@ -228,8 +227,7 @@ class Reporter {
       events[2] = {.fd = listened, .events = POLLIN, .revents = 0};
       const auto of_clients = std::span(events).last<ReportClients::kMost>();
       int limit_ms = clients.Watch(of_clients);
-      constexpr auto kNapMs = static_cast<int>(kAcceptNap.count());
-      if (!may_accept && (limit_ms < 0 || limit_ms > kNapMs)) limit_ms = kNapMs;
+      if (!may_accept && (limit_ms < 0 || limit_ms > kAcceptNapMs)) limit_ms = kAcceptNapMs;
       if (poll(events.data(), events.size(), limit_ms) < 0 && errno != EINTR) return;
       if (events[0].revents != 0) return;
       if (uint64_t count = 0;

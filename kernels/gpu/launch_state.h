@@ -21,6 +21,7 @@ struct RankHandle {
   uint32_t max_blocks = kFewestSms;  // of HT kernels
   bool has_fast_wire = false;        // NetworkConfig.has_fast_wire
   uint64_t least_slice_bytes = 1;    // NetworkConfig.least_slice_bytes, or what is best
+  uint64_t sums_pitch = 0;           // NetLayout.sums_pitch of the group
   bool has_device_stages = false;    // NetworkConfig.has_device_stages
   bool has_budget = false;           // they choose it call by call (MostBlocks)
   uint32_t ll_blocks = 64;           // of LL kernels

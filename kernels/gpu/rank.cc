@@ -44,6 +44,7 @@ const char* ConnectNetwork(const RankConfig& config, RankHandle& rank) {
                       .num_rings = network.num_rings,
                       .has_device_stages = network.has_device_stages,
                       .has_fast_wire = network.has_fast_wire};
+  rank.sums_pitch = table.layout.sums_pitch;
   cudaError_t error = cudaSuccess;
   const auto map = [&](void* host) {
     void* mapped = nullptr;

@@ -39,7 +39,7 @@ struct Options {
       {"sms", {24}},      {"piece", {0}},        {"slots", {0}},       {"tma", {1}},
       {"in_place", {1}},  {"f32_partials", {0}}, {"nodes", {1}},       {"rings", {1}},
       {"cuda", {0}},      {"ranks", {0}},        {"layout", {0}},      {"zipf", {0}},
-      {"round", {0}},      {"slice", {0}}};
+      {"round", {0}},     {"slice", {0}}};
   int64_t operator[](const char* name) const { return values.at(name).front(); }
 };
 

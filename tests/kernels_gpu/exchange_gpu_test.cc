@@ -92,6 +92,7 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
     options.num_rings = Pick<uint32_t>(random, {1, 1, 2});
     options.operations_before = OperationsBefore(seed);
     options.has_device_stages = seed % 2 == 0;
+    options.least_slice_bytes = Pick<uint64_t>(random, {1, 1, 4096, 0});
     const bool is_view = seed % 3 == 1;  // calls are smaller than the group
     if (is_view) options.shape = ShapeWithMoreRoom(shape);
     Team cpu({.shape = shape}), whole_cpu({.shape = options.shape});
@@ -111,6 +112,32 @@ TEST_F(GpuExchange, RandomScenariosGiveTheBitsOfTheCpu) {
       s.recv_rows = DrawAnyRecvRows(s, random);
       if (random() % 5 == 0) s.misalignment = ElemBytes(shape.elem_type);
       RunScenario(s, is_whole ? whole_cpu : cpu, team, random);
+    }
+  }
+}
+
+// Of 66 chunks, whose commands one warp pushes 32 at a time.
+TEST_F(GpuExchange, OneLongSliceBetweenNodes) {
+  for (const bool has_device_stages : {false, true}) {
+    for (const Draw draw : {Draw::kUniform, Draw::kOneExpert, Draw::kIdleRank}) {
+      GroupShape shape;
+      shape.num_ranks = 2;
+      shape.node_size = 1;
+      shape.num_experts = 16;
+      shape.top_k = 1;
+      shape.hidden = 64;
+      shape.max_tokens = 65 * 32 + 5;
+      shape.elem_type = ElemType::kBf16;
+      Team cpu({.shape = shape});
+      GpuTeam team({.shape = shape,
+                    .has_device_stages = has_device_stages,
+                    .least_slice_bytes = ~uint64_t{0}});
+      std::mt19937 random(11);
+      Scenario s{.shape = shape, .mode = Mode::kHt, .draw = draw};
+      s.num_tokens = static_cast<int64_t>(shape.max_tokens);
+      s.recv_rows = s.num_tokens * 2;
+      RunScenario(s, cpu, team, random);
+      if (HasFailure()) return;
     }
   }
 }

@@ -28,7 +28,9 @@ std::vector<Step> StepsOfCalls(std::mt19937& random) {
   std::vector<Step> steps;
   int first = 0;
   for (int call = 0; call < 6; ++call) {
-    const TokenCut cut(1 + random() % (6 * kNetChunkTokens), kRounds, kNodes, random() % 2 == 0);
+    const uint64_t num_tokens = 1 + random() % (6 * kNetChunkTokens);
+    const TokenCut cut(num_tokens, kRounds, kNodes, /*has_fast_wire=*/random() % 2 == 0,
+                       /*num_least=*/random() % 8);
     const auto add = [&](Kind kind, const TokenSlice& slice) -> const char* {
       steps.push_back({.kind = kind,
                        .round = first + static_cast<int>(slice.round()),

@@ -28,13 +28,14 @@ TEST(TokenSlices, CoverAllTokensInOrder) {
   for (const HtRounds rounds :
        {HtRounds{.tokens = 200}, HtRounds{.tokens = 128, .are_several = true},
         HtRounds{.tokens = 96, .are_several = true}, HtRounds{.tokens = 32, .are_several = true}}) {
-    for (uint64_t i = 0; i < 400; ++i) {
-      const uint64_t num_tokens = i / 2;
+    for (uint64_t i = 0; i < 2000; ++i) {
+      const uint64_t num_tokens = i / 10;
       const bool has_fast_wire = i % 2 == 0;
+      const uint64_t num_least = i / 2 % 5 == 4 ? ~uint64_t{0} : i / 2 % 5;
       SCOPED_TRACE(std::to_string(num_tokens) + " tokens, rounds of " +
                    std::to_string(rounds.tokens));
       const std::vector<TokenSlice> slices =
-          SlicesOf(TokenCut(num_tokens, rounds, 2, has_fast_wire));
+          SlicesOf(TokenCut(num_tokens, rounds, 2, has_fast_wire, num_least));
       uint64_t end = 0;
       for (uint32_t number = 0; number < slices.size(); ++number) {
         const TokenSlice& slice = slices[number];

@@ -366,8 +366,7 @@ const char* LaunchNetCombine(RankHandle& rank, const CombineKernelParams& call, 
   const Kernels kernels = KernelsOf(shape, is_vectorised);
   const uint32_t most = BlocksBetweenNodes(rank);
   const auto blocks_for = [&](uint64_t items) { return BlocksFor(items, kWarps, most); };
-  const uint64_t sum_bytes = params.y != nullptr ? NetLayout::Make(shape).sums_pitch : 0;
-  const TokenCut cut = CutOf(rank, params.num_tokens, sum_bytes);
+  const TokenCut cut = CutOf(rank, params.num_tokens, params.y != nullptr ? rank.sums_pitch : 0);
   const bool has_mates = shape.node_size > 1;
   const auto send = [&](const SliceSpan& slices) {
     const uint64_t num_units = slices.num_tokens() * (shape.num_ranks - 1) * kRowPieces;

@@ -2,6 +2,9 @@
 // operation, or in their place; only groups of several nodes use them.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "kernels/gpu/launch_state.h"
 #include "kernels/gpu/network/token_slices.h"
 
@@ -11,10 +14,13 @@ const char* PrepareNetPlanKernels(const RankHandle& rank);
 const char* LaunchExchangeCounts(RankHandle& rank, cudaStream_t stream);
 const char* LaunchExchangeLists(RankHandle& rank, const PlanParams& plan, cudaStream_t stream);
 
-// The slices of an HT call. `token_bytes`: of a token's row on the wire, 0 in calls without rows.
-inline TokenCut CutOf(const RankHandle& rank, uint64_t num_tokens, uint64_t token_bytes) {
-  return TokenCut(num_tokens, rank.device.layout.rounds, rank.device.shape.num_nodes(),
-                  rank.has_fast_wire, num_tokens * token_bytes / rank.least_slice_bytes);
+// The slices of an HT call. `row_bytes`: of a row on the wire, 0 in calls without rows. A token has
+// one for each other node that wants it, as a rule for as many as there can be.
+inline TokenCut CutOf(const RankHandle& rank, uint64_t num_tokens, uint64_t row_bytes) {
+  const GroupShape& shape = rank.device.shape;
+  const uint64_t token_bytes = row_bytes * std::min(shape.num_nodes() - 1, shape.top_k);
+  return TokenCut(num_tokens, rank.device.layout.rounds, shape.num_nodes(), rank.has_fast_wire,
+                  num_tokens * token_bytes / rank.least_slice_bytes);
 }
 
 // Rows of slices of a dispatch to the rails of other nodes; and the wait for what comes from there.

@@ -216,7 +216,8 @@ class SlicePusher {
         }
       }
     }
-    return is_signalled || WarpPush(device_, operation_, ring, LaneId() == 0, signal_to(slice, node));
+    return is_signalled ||
+           WarpPush(device_, operation_, ring, LaneId() == 0, signal_to(slice, node));
   }
 
   const DeviceRank& device_;

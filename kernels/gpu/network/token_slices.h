@@ -22,8 +22,9 @@ inline constexpr uint64_t kMostSlicesOfFastWire = 5;
 inline constexpr uint64_t kShareOfMiddle = 2;
 static_assert(kMostSlicesOfFastWire <= kMostTokenSlices);
 
-// One slice more costs a call some 20 us: kernels, a batch of copies, a signal. It pays where the
-// wire has as long to do with its rows, at 380 GB/s, or at the 50 GB/s of a NIC or of pinned stages.
+// One slice more costs a call some 20 us: kernels, a batch of copies, a signal. It pays where its
+// rows take the wire as long: at 380 GB/s, which was measured, or at the 50 GB/s of a NIC, which
+// was not.
 constexpr uint64_t LeastSliceBytes(bool has_fast_wire) {
   return uint64_t{has_fast_wire ? 6u : 1u} << 20;
 }
@@ -65,8 +66,8 @@ class SliceSpan;
 // node have one.
 class TokenCut {
  public:
-  // `rounds`: GpuHeapLayout::rounds. `num_least`: so many of the shortest slices that pay have the
-  // bytes of the call's tokens.
+  // `rounds`: GpuHeapLayout::rounds. `num_least`: the call's bytes, in slices of the fewest that
+  // pay (CutOf); by default they set no limit.
   constexpr TokenCut(uint64_t num_tokens, const HtRounds& rounds, uint32_t num_nodes,
                      bool has_fast_wire, uint64_t num_least = ~uint64_t{0})
       : num_tokens_(num_tokens), are_rounds_(rounds.are_several) {
@@ -75,6 +76,7 @@ class TokenCut {
     } else if (num_nodes > 1) {
       // Rounds are alike: two short ones would be one of them.
       const uint64_t most = are_rounds_ ? kMostSlicesOfFastWire - 1 : kMostSlicesOfFastWire;
+      // Of n slices with short ends the bytes are those of 2n - 2 short ones.
       count_ = std::min({num_chunks(), most, are_rounds_ ? num_least : num_least / 2 + 1});
     }
     // Of whole chunks: none that is cut evenly is longer than a round.
