@@ -66,9 +66,9 @@ def _all(prefix: str) -> list[Process]:
                     file=sys.stderr,
                 )
         else:
-            print(f"{path} is empty and left out: its process ended before it wrote anything")
+            print(f"{path} has no record and is left out: its process ended before it wrote one")
     if not processes:
-        raise ValueError(f"all traces that begin with {prefix} are empty")
+        raise ValueError(f"all traces that begin with {prefix} are without a record")
     return processes
 
 

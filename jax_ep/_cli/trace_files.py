@@ -50,6 +50,7 @@ class Kind(enum.IntEnum):
 
 
 _HEADER = struct.Struct("<II")  # of a record: its kind, and how many bytes follow
+_MOST_OF_A_PROCESS = 4096  # bytes of its record: the names of a host and of its boot, numbers
 
 
 class _Record(enum.IntEnum):
@@ -118,7 +119,7 @@ def find(prefix: str) -> list[Path]:
 
 
 def read(path: Path) -> Process | None:
-    """One file; None if it is empty, since its process was killed before it wrote anything.
+    """One file; None if it has no whole record: its process was killed before it had written one.
 
     What a killed process has not written to the end is left out: `num_left_out` of the result.
 
@@ -126,7 +127,7 @@ def read(path: Path) -> Process | None:
         ValueError: it is no such file, of another version of jax_ep, or damaged.
     """
     data = path.read_bytes()
-    if not data:
+    if _has_only_begun(data):
         return None
     try:
         process = _parse(path, data)
@@ -165,6 +166,18 @@ def _parse(path: Path, data: bytes) -> Process | None:
         process.tracks, process.sites = tracks, sites
         process.num_bytes, process.num_left_out = len(data), len(data) - num_read
     return process
+
+
+def _has_only_begun(data: bytes) -> bool:
+    """Whether a file ends in its first record, or is zeros, as a host that goes down leaves it."""
+    if not any(data):
+        return True
+    if len(data) < _HEADER.size:
+        return _HEADER.pack(_Record.PROCESS, 0).startswith(data[:4])
+    kind, length = _HEADER.unpack_from(data)
+    body = data[_HEADER.size :]
+    is_ours = body.startswith(f"{FORMAT_VERSION}\n".encode()[: len(body)])
+    return kind == _Record.PROCESS and len(body) < length < _MOST_OF_A_PROCESS and is_ours
 
 
 def _check(track: Track) -> None:

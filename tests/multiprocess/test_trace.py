@@ -211,9 +211,11 @@ class TestCommand:
 
     def test_another_file_is_an_error_that_names_it(self, tmp_path, capsys):
         path = tmp_path / "run.host.1.jaxep"
-        path.write_bytes(b"\1\0\0\0\5\0\0\0hello")
-        assert command_line.main(["trace", str(tmp_path / "run")]) == 1
-        assert f"{path} is not a trace" in capsys.readouterr().err
+        # Such a text, and a record whose length is damaged.
+        for data in (b"\1\0\0\0\5\0\0\0hello", b"\1\0\0\0\0\0\0\7" + _process()[8:] + _track()):
+            path.write_bytes(data)
+            assert command_line.main(["trace", str(tmp_path / "run")]) == 1
+            assert f"{path} is not a trace" in capsys.readouterr().err
 
     def test_a_folder_is_an_error(self, tmp_path, capsys):
         # With JAX_EP_TRACE=/tmp/dir/ the files were hidden ones, which the command did not find.
@@ -249,16 +251,22 @@ class TestCommand:
         said = capsys.readouterr().err
         assert f"{path} is damaged" in said and words in said
 
-    def test_a_process_that_was_killed_at_once_is_left_out(self, tmp_path, capsys):
-        (tmp_path / "run.host.4.jaxep").write_bytes(b"")
+    @pytest.mark.parametrize(
+        "begun",
+        [b"", bytes(64), _process()[:3], _process()[:8], _process()[:9], _process()[:-1]],
+        ids=["empty", "zeros", "half a header", "a header", "one byte more", "half a record"],
+    )
+    def test_a_process_that_was_killed_at_once_is_left_out(self, tmp_path, capsys, begun):
+        """All but the empty one were refused as no trace, and with them the whole job's."""
+        (tmp_path / "run.host.4.jaxep").write_bytes(begun)
         (tmp_path / "run.host.5.jaxep").write_bytes(_process() + _track())
         assert command_line.main(["trace", str(tmp_path / "run")]) == 0
-        assert "run.host.4.jaxep is empty and left out" in capsys.readouterr().out
+        assert "run.host.4.jaxep has no record and is left out" in capsys.readouterr().out
         slices, _ = _slices(tmp_path / "run.pftrace")
         assert [each.name for each in slices] == ["plan"]
         (tmp_path / "run.host.5.jaxep").write_bytes(b"")
         assert command_line.main(["trace", str(tmp_path / "run")]) == 1
-        assert "are empty" in capsys.readouterr().err
+        assert "are without a record" in capsys.readouterr().err
 
     def test_files_of_two_runs_are_an_error_that_names_both(self, tmp_path, capsys):
         for pid in (1, 2):
