@@ -28,9 +28,6 @@
 namespace jax_ep {
 namespace {
 
-// Before the next try to accept after one that failed, as without a descriptor.
-constexpr int kAcceptNapMs = 50;
-
 // What the handler uses: it may run on any thread, at any time.
 std::atomic<int> signal_event{-1};
 std::atomic<pid_t> signal_owner{0};
@@ -227,7 +224,8 @@ class Reporter {
       events[2] = {.fd = listened, .events = POLLIN, .revents = 0};
       const auto of_clients = std::span(events).last<ReportClients::kMost>();
       int limit_ms = clients.Watch(of_clients);
-      if (!may_accept && (limit_ms < 0 || limit_ms > kAcceptNapMs)) limit_ms = kAcceptNapMs;
+      constexpr int kNapMs = kAcceptNap.count();
+      if (!may_accept && (limit_ms < 0 || limit_ms > kNapMs)) limit_ms = kNapMs;
       if (poll(events.data(), events.size(), limit_ms) < 0 && errno != EINTR) return;
       if (events[0].revents != 0) return;
       if (uint64_t count = 0;
@@ -251,7 +249,7 @@ class Reporter {
   // False: nobody can be let in for now, and whoever wants in waits in the socket's queue.
   bool Accept(ReportClients& clients) {
     Descriptor peer(accept4(socket_.fd(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (peer.fd() < 0) return errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+    if (peer.fd() < 0) return WasNobodyThere(errno);
     ucred who{};
     socklen_t length = sizeof(who);
     if (getsockopt(peer.fd(), SOL_SOCKET, SO_PEERCRED, &who, &length) == 0 &&

@@ -175,9 +175,10 @@ def _has_only_begun(data: bytes) -> bool:
     if len(data) < _HEADER.size:
         return _HEADER.pack(_Record.PROCESS, 0).startswith(data[:4])
     kind, length = _HEADER.unpack_from(data)
-    body = data[_HEADER.size :]
-    is_ours = body.startswith(f"{FORMAT_VERSION}\n".encode()[: len(body)])
-    return kind == _Record.PROCESS and len(body) < length < _MOST_OF_A_PROCESS and is_ours
+    if kind != _Record.PROCESS or not len(data) - _HEADER.size < length < _MOST_OF_A_PROCESS:
+        return False
+    version = f"{FORMAT_VERSION}\n".encode()
+    return version.startswith(data[_HEADER.size : _HEADER.size + len(version)])
 
 
 def _check(track: Track) -> None:

@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,6 +20,12 @@ inline constexpr const char* kMoreDescriptors =
 // To follow what the system says of an errno: "", or what to do where descriptors are lacking.
 inline std::string DescriptorAdvice(int error) {
   return error == EMFILE ? std::string("; ") + kMoreDescriptors : "";
+}
+
+// Before the next try to accept after one that failed, unless nobody was there any more.
+inline constexpr std::chrono::milliseconds kAcceptNap{50};
+inline bool WasNobodyThere(int accept_error) {
+  return accept_error == EAGAIN || accept_error == EINTR || accept_error == ECONNABORTED;
 }
 
 class Descriptor {

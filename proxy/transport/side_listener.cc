@@ -20,8 +20,6 @@ namespace jax_ep {
 namespace {
 
 constexpr int kBacklog = 128;
-// Before the next try to accept where no descriptor is left.
-constexpr std::chrono::milliseconds kAcceptNap{50};
 
 std::string EncodeAnswer(const Result<std::string>& answer) {
   const std::string message =
@@ -146,7 +144,7 @@ bool SideListener::AcceptAll(std::vector<Connection>* connections) {
   // No more than can wait at once: who goes on connecting keeps this thread from nothing else.
   for (int i = 0; i < kBacklog; ++i) {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0 && (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED)) return true;
+    if (fd < 0 && WasNobodyThere(errno)) return true;
     const auto num_strangers = std::count_if(connections->begin(), connections->end(), is_stranger);
     if (fd < 0 || num_strangers >= static_cast<ptrdiff_t>(kMaxSideStrangers)) {
       const auto oldest = std::find_if(connections->begin(), connections->end(), is_stranger);
